@@ -1,0 +1,320 @@
+"""Proves a layout: the same fixed batch on one rank and on every layout asked for; loss, gradient norm and weights agree.
+
+    python scripts/check_layouts.py --model DIR                      all layouts that 2 (or --max-ranks) ranks allow
+    python scripts/check_layouts.py --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
+
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, recompute, overlap. Exit code 1 if any value is
+further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy one, with a KL term.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DENSE = [
+    "tp2", "tp2+sp", "pp2", "cp2", "dp2", "dp2+overlap", "tp2+sp+recompute",
+    "tp2+pp2", "tp2+cp2", "pp2+cp2",
+]  # fmt: skip
+MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2"]
+SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
+         "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
+         "vpp": "virtual_pipeline_model_parallel_size"}  # fmt: skip
+SWITCHES = {
+    "sp": ["--sequence_parallel", "true"],
+    "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
+    "overlap": ["--overlap_grad_reduce", "true"],
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    sizes: dict[str, int]
+    switches: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        sizes: dict[str, int] = {}
+        switches: list[str] = []
+        for part in [] if name == "one" else name.split("+"):
+            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp)(\d+)", part)
+            if match:
+                sizes[match[1]] = int(match[2])
+            elif part in SWITCHES:
+                switches.append(part)
+            else:
+                known = "tpN ppN cpN dpN epN etpN vppN " + " ".join(SWITCHES)
+                raise SystemExit(f"layout {name!r}: {part!r} is not one of {known}")
+        return cls(name, sizes, tuple(switches))
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.get(kind, 1) for kind in ("tp", "pp", "cp", "dp"))
+
+    def flags(self) -> list[str]:
+        flags: list[str] = []
+        for kind, flag in SIZES.items():
+            if kind in self.sizes:
+                flags += [f"--{flag}", str(self.sizes[kind])]
+        for switch in self.switches:
+            flags += SWITCHES[switch]
+        return flags
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one layout computed."""
+
+    layout: str
+    metrics: list[dict[str, float]]  # of each step
+    weights: str  # file with every weight after the steps, under the checkpoint's names
+
+
+@dataclass(frozen=True)
+class Difference:
+    layout: str
+    loss: float  # absolute
+    grad_norm: float  # relative
+    weights: float  # absolute, the largest of all
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        values = (self.loss, self.grad_norm, self.weights)
+        return math.inf if any(math.isnan(v) for v in values) else max(values)
+
+
+# --------------------------------------------------------------------------------------------------- the ranks' side
+
+
+def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bool = False) -> list[Any]:
+    """Random sequences. With `policies_given` also an old and a reference policy, near the uniform one."""
+    from swift_megatron_grpo.types import Sample
+
+    rng = random.Random(seed)
+    samples = []
+    for i in range(count):
+        prompt, completion = rng.randint(3, 20), rng.randint(1, 30)
+        policies = [[-math.log(vocab_size) + rng.gauss(0, 0.3) for _ in range(completion)] for _ in range(2)]
+        samples.append(
+            Sample(
+                tokens=[rng.randrange(vocab_size) for _ in range(prompt + completion)],
+                completion_mask=[False] * prompt + [True] * completion,
+                advantage=rng.gauss(0, 1),
+                group=i // 4,
+                old_logprobs=policies[0] if policies_given else None,
+                ref_logprobs=policies[1] if policies_given else None,
+            )
+        )
+    return samples
+
+
+def work(job: dict[str, Any]) -> None:
+    """Runs the job's layouts, one after the other, in this process group."""
+    import torch
+
+    from swift_megatron_grpo.autoload import hook_platform
+    from swift_megatron_grpo.plugin import register
+
+    hook_platform()
+    register()
+    torch.set_num_threads(1)
+    if job.get("adapter"):
+        make_adapter(job)
+        return
+    for name in job["layouts"]:
+        start = time.perf_counter()
+        metrics, weights = train(job, Layout.parse(name))
+        if torch.distributed.get_rank() == 0:
+            path = os.path.join(job["folder"], f"{name}.pt")
+            torch.save(weights, path)
+            done = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
+            Path(job["folder"], f"{name}.json").write_text(json.dumps(done))
+
+
+def make_adapter(job: dict[str, Any]) -> None:
+    """A LoRA adapter with weights in both halves; a fresh one would differ from layout to layout, and B would be 0."""
+    import torch
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    with megatron_torn_down():
+        trainer = MegatronRLHF(job["flags"]).prepare_trainer()
+        torch.manual_seed(0)
+        for name, parameter in trainer.unwrapped_models[0].named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        trainer.bridge.save_weights(
+            trainer.unwrapped_models, job["adapter"], peft_format=True, args=trainer.args,
+            processor=trainer.template.processor,
+        )  # fmt: skip
+
+
+def train(job: dict[str, Any], layout: Layout) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+    from swift_megatron_grpo.weights.export import export_weights
+
+    with megatron_torn_down():
+        trainer = MegatronRLHF([*job["flags"], *layout.flags()]).prepare_trainer()
+        trainer.setup_model_training()
+        engine = trainer.build_engine()
+        loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+        batches = make_batches(job["batches"], engine, trainer.config.padded_vocab_size)
+        metrics = [engine.train_step(samples, loss) for samples in batches]
+        weights = {
+            name: tensor.clone().float().cpu() for name, tensor in export_weights(trainer.bridge, trainer.unwrapped_models)
+        }
+    return metrics, weights
+
+
+def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
+    """on-policy: the old policy is the current one; off-policy: it is the one at the start; given: see fixed_samples."""
+    batches = []
+    for number, kind in enumerate(kinds, start=1):
+        samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
+        for index, logprobs in engine.infer(samples).items() if kind != "given" else ():
+            samples[index].ref_logprobs = logprobs
+            samples[index].old_logprobs = logprobs if kind == "off-policy" else None
+        batches.append(samples)
+    return batches
+
+
+class megatron_torn_down:
+    """Megatron's groups are made anew for every layout; torch's own process group stays."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        import gc
+
+        from megatron.core import mpu
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+        mpu.destroy_model_parallel()
+        unset_num_microbatches_calculator()
+        gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------ the comparing side
+
+
+def run_layouts(job: dict[str, Any], layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Path]]:
+    """One torchrun per number of ranks; yields the layouts in the order in which they finish."""
+    for ranks in sorted({layout.ranks for layout in layouts}):
+        these = [layout for layout in layouts if layout.ranks == ranks]
+        job_file = Path(job["folder"], f"job{ranks}.json")
+        job_file.write_text(json.dumps({**job, "layouts": [layout.name for layout in these]}))
+        launch(ranks, job_file, Path(job["folder"], f"log{ranks}.txt"))
+        for layout in these:
+            yield layout, Path(job["folder"], f"{layout.name}.json")
+
+
+def launch(ranks: int, job_file: Path, log: Path) -> None:
+    # swift/cli/_megatron/rlhf.py is the process name by which the plugin knows a rank of `megatron rlhf`
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
+               str(random.randint(20000, 59999)), __file__, "--job", str(job_file)]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+    if code != 0:
+        raise SystemExit(f"{ranks} ranks ended with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
+
+
+def compare(layout: Layout, result: Path, reference: dict[str, Any]) -> Difference:
+    import torch
+
+    run = json.loads(result.read_text())
+    pairs = list(zip(run["metrics"], reference["metrics"], strict=True))
+    mine, theirs = torch.load(run["weights"]), torch.load(reference["weights"])
+    if set(mine) != set(theirs):
+        raise SystemExit(f"{layout.name}: other weights than one rank has: {sorted(set(mine) ^ set(theirs))[:5]}")
+    return Difference(
+        layout=layout.name,
+        loss=max(abs(a[key] - b[key]) for a, b in pairs for key in b if key != "grad_norm"),
+        grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        weights=max((mine[key] - theirs[key]).abs().max().item() for key in theirs),
+        seconds=run["seconds"],
+    )
+
+
+def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
+    dataset = Path(folder, "data.jsonl")
+    dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    return ["--rlhf_type", "grpo", "--model", arguments.model, "--dataset", str(dataset), "--reward_funcs", "format",
+             "--vllm_mode", "colocate", "--output_dir", str(Path(folder, "output")), "--torch_dtype", arguments.dtype,
+             "--num_generations", "4", "--global_batch_size", "8", "--micro_batch_size", "2", "--train_iters", "2",
+             "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
+             "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
+             "--tuner_type", arguments.tuner, "--lora_dropout", "0", "--attention_backend", arguments.attention_backend,
+             "--moe_aux_loss_coeff", "0", "--add_version", "false", *arguments.extra]  # fmt: skip
+
+
+def print_row(cells: Sequence[str]) -> None:
+    print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--layouts", nargs="+", help="default: all that --max-ranks allows for this model")
+    parser.add_argument("--tuner", choices=["full", "lora"], default="full")
+    parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--tolerance", type=float, default=1e-6)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--attention-backend", default="flash")
+    parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of `megatron rlhf`")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        work(json.loads(arguments.job.read_text()))
+        return 0
+    if not arguments.model:
+        parser.error("--model is required")
+
+    moe = "num_experts" in Path(arguments.model, "config.json").read_text()
+    layouts = [Layout.parse(name) for name in arguments.layouts or DENSE + (MOE if moe else [])]
+    layouts = [layout for layout in layouts if layout.ranks <= arguments.max_ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        job = {"folder": folder, "flags": base_flags(arguments, folder), "batches": ["on-policy", "off-policy"]}
+        if arguments.tuner == "lora":
+            adapter = str(Path(folder, "adapter"))
+            Path(folder, "adapter.json").write_text(json.dumps({**job, "adapter": adapter}))
+            launch(1, Path(folder, "adapter.json"), Path(folder, "adapter.txt"))
+            job["flags"] += ["--adapters", adapter]
+        list(run_layouts(job, [Layout.parse("one")]))
+        reference = json.loads(Path(folder, "one.json").read_text())
+        print_row(["layout", "loss", "grad norm", "weights", "seconds"])
+        print_row(["one rank", *[f"{reference['metrics'][0][k]:.6g}" for k in ("loss", "grad_norm")], "-",
+                   f"{reference['seconds']:.1f}"])  # fmt: skip
+        differences = []
+        for layout, result in run_layouts(job, layouts):
+            found = compare(layout, result, reference)
+            differences.append(found)
+            print_row([found.layout, f"{found.loss:.1e}", f"{found.grad_norm:.1e}", f"{found.weights:.1e}",
+                       f"{found.seconds:.1f}" + ("" if found.worst <= arguments.tolerance else "  FAR OFF")])  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(found) for found in differences], indent=1) + "\n")
+    far = [found.layout for found in differences if found.worst > arguments.tolerance]
+    print(f"{len(differences) - len(far)} of {len(differences)} layouts within {arguments.tolerance:g} of one rank")
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Make a tiny random Qwen3 or Qwen3-MoE with a byte-level tokenizer, for runs that prove a script and not a model.
+
+    python scripts/make_tiny_model.py --out DIR [--kind dense|moe]
+
+It is saved as Hugging Face safetensors in bf16 and loads wherever a real one does: ms-swift, mcore-bridge, vLLM.
+The same seed writes the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+# 256 bytes and 8 special tokens: a multiple of 8, so that the vocabulary divides over tensor-parallel ranks.
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, *(f"<|reserved_{i}|>" for i in range(5))]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, ChatML around the turns."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": args.hidden,
+        "intermediate_size": args.intermediate or 2 * args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": args.tie,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(args.seed)
+    if args.kind == "dense":
+        return Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16)
+    config = Qwen3MoeConfig(
+        **shape,
+        num_experts=args.experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=args.hidden // 2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        router_aux_loss_coef=0.0,
+    )
+    return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--kind", choices=["dense", "moe"], default="dense")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, help="width of the dense MLP; twice the hidden size by default")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    # vLLM's CPU attention takes multiples of 32
+    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--experts", type=int, default=4, help="with --kind moe")
+    parser.add_argument("--tie", action="store_true", help="tie the embedding and the output layer")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, args)
+    tokenizer.save_pretrained(args.out)
+    model.save_pretrained(args.out)
+    print(f"{args.out}: {model.config.model_type}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""Which batch sizes and layouts fit together, and the nearest ones that do.
+
+A refusal ends with settings that satisfy all constraints at once. They are found by search and not by formula, so a new
+constraint has to be written down in one place only. The words are ms-swift's, because its users know them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+WORLD_SIZE = "world_size"  # not a flag: NPROC_PER_NODE * NNODES
+
+
+class BatchError(ValueError):
+    """Sizes that do not fit together. Each suggestion is a complete repair: flags and the values to give them."""
+
+    def __init__(self, fault: str, suggestions: Iterable[dict[str, int]]) -> None:
+        self.suggestions = tuple(suggestions)
+        super().__init__(fault + (f"; use {_in_words(self.suggestions)}" if self.suggestions else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    context_parallel_size: int
+
+    @property
+    def model_parallel(self) -> int:
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.model_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """As typed; None where the user typed nothing."""
+
+    micro_batch_size: int
+    global_batch_size: int
+    num_generations: int
+    generation_batch_size: int | None
+    steps_per_generation: int | None
+
+    @property
+    def rollout(self) -> int:
+        """generation_batch_size, given or implied."""
+        if self.generation_batch_size is not None:
+            return self.generation_batch_size
+        return self.global_batch_size * (1 if self.steps_per_generation is None else self.steps_per_generation)
+
+
+_SIZE_FLAGS = tuple(field.name for field in fields(Sizes))
+_LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tensor_model_parallel_size")
+
+
+def check_layout(layout: Layout, sizes: Sizes) -> None:
+    """BatchError unless the world size holds whole copies of the model."""
+    for flag in (WORLD_SIZE, *_LAYOUT_FLAGS):
+        if getattr(layout, flag) <= 0:
+            raise BatchError(f"{flag} must be > 0, got {getattr(layout, flag)}", [{flag: 1}])
+    if layout.world_size % layout.model_parallel == 0:
+        return
+    others = list(_other_layouts(layout))
+    fits = [other for other in others if _first_fault(sizes, other.data_parallel) is None] or others
+    fewer = [other.world_size for other in fits if other.world_size < layout.world_size]
+    more = [other.world_size for other in fits if other.world_size > layout.world_size]
+    suggestions = [{WORLD_SIZE: size} for size in fewer[-1:] + more[:1]]
+    for flag in _LAYOUT_FLAGS:
+        smaller = [getattr(other, flag) for other in fits if getattr(other, flag) < getattr(layout, flag)]
+        suggestions += [{flag: max(smaller)}] if smaller else []
+    tp, pp, cp = (getattr(layout, flag) for flag in reversed(_LAYOUT_FLAGS))
+    raise BatchError(
+        f"world size ({layout.world_size}) must be divisible by tensor_model_parallel_size ({tp}) * "
+        f"pipeline_model_parallel_size ({pp}) * context_parallel_size ({cp}) = {layout.model_parallel}",
+        suggestions,
+    )
+
+
+def _other_layouts(layout: Layout) -> Iterator[Layout]:
+    """Layouts that fit their world size and differ in one number: the world size, rising, or a smaller divisor of a
+    flag (a divisor of a size that suits the model suits it as well)."""
+    for multiple in range(1, layout.world_size // layout.model_parallel + 9):
+        yield replace(layout, world_size=multiple * layout.model_parallel)
+    for flag in _LAYOUT_FLAGS:
+        current = getattr(layout, flag)
+        for value in range(1, current):
+            other = replace(layout, **{flag: value})
+            if current % value == 0 and layout.world_size % other.model_parallel == 0:
+                yield other
+
+
+def check_sizes(sizes: Sizes, dp: int) -> None:
+    """BatchError unless the batch sizes fit together and can be dealt to `dp` data-parallel ranks."""
+    fault = _first_fault(sizes, dp)
+    if fault is not None:
+        raise BatchError(fault.message, _suggestions(sizes, dp, fault.flags))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    message: str
+    flags: tuple[str, ...]  # what the message is about
+
+
+def _first_fault(sizes: Sizes, dp: int) -> _Fault | None:
+    micro, step, rollout, group = sizes.micro_batch_size, sizes.global_batch_size, sizes.rollout, sizes.num_generations
+    steps = sizes.steps_per_generation
+    for flag in ("micro_batch_size", "global_batch_size", "num_generations", "generation_batch_size"):
+        value = getattr(sizes, flag)
+        if value is not None and value <= 0:
+            return _Fault(f"{flag} must be > 0, got {value}", (flag,))
+    if steps is not None and steps <= 0:
+        return _Fault(f"steps_per_generation must be > 0, got {steps}", ("steps_per_generation",))
+    if steps is not None and rollout != step * steps:
+        return _Fault(
+            f"generation_batch_size ({rollout}) must equal global_batch_size ({step}) * steps_per_generation "
+            f"({steps}) = {step * steps}",
+            ("generation_batch_size", "steps_per_generation"),
+        )
+    if rollout % step:
+        return _Fault(
+            f"generation_batch_size ({rollout}) must be divisible by global_batch_size ({step})",
+            ("generation_batch_size",),
+        )
+    if rollout % group:
+        return _Fault(
+            f"generation_batch_size ({rollout}) must be divisible by num_generations ({group})",
+            ("global_batch_size" if sizes.generation_batch_size is None else "generation_batch_size",),
+        )
+    if step % (micro * dp):
+        return _Fault(
+            f"global batch size ({step}) is not divisible by micro batch size ({micro}) times data parallel size "
+            f"({dp})",
+            ("global_batch_size",),
+        )
+    return None
+
+
+def _suggestions(sizes: Sizes, dp: int, flags: tuple[str, ...]) -> list[dict[str, int]]:
+    """The nearest values of these flags; of another one, where it would have to move less; else two flags together."""
+    around = {flag: _nearest(sizes, dp, flag) for flag in _SIZE_FLAGS}
+    smallest_change = min((change for flag in flags for change, _ in around[flag]), default=float("inf"))
+    repairs = [{flag: value} for flag in flags for value in sorted(value for _, value in around[flag])]
+    others = sorted(
+        (change, flag, value) for flag in _SIZE_FLAGS if flag not in flags for change, value in around[flag]
+    )
+    repairs += [{flag: value} for change, flag, value in others if change < smallest_change][:2]
+    return repairs or _both_batches(sizes, dp)
+
+
+def _nearest(sizes: Sizes, dp: int, flag: str) -> list[tuple[float, int]]:
+    """The closest working values below and above, each with its relative change."""
+    current = getattr(sizes, flag)
+    if current is None:
+        return []
+    works = [v for v in _candidates(sizes, dp, flag) if _first_fault(replace(sizes, **{flag: v}), dp) is None]
+    below = [v for v in works if v < current][-1:]
+    above = [v for v in works if v > current][:1]
+    return [(abs(v - current) / max(abs(current), 1), v) for v in below + above]
+
+
+def _candidates(sizes: Sizes, dp: int, flag: str) -> Iterable[int]:
+    """Every value of `flag` that could work, rising, far enough to hold the next one that does."""
+    micro, step, group = max(sizes.micro_batch_size, 1), max(sizes.global_batch_size, 1), max(sizes.num_generations, 1)
+    given = sizes.generation_batch_size
+    if flag == "micro_batch_size":
+        return range(1, step // dp + 1)
+    if flag == "global_batch_size":
+        unit = micro * dp
+        return range(unit, (step + unit * group if given is None else given) + 1, unit)
+    if flag == "generation_batch_size":
+        return range(step, max(sizes.rollout, step) + step * group + 1, step)
+    if flag == "steps_per_generation":
+        return range(1, max(sizes.rollout // step, 1) + group + 1)
+    return range(2, sizes.rollout + 1)
+
+
+def _both_batches(sizes: Sizes, dp: int) -> list[dict[str, int]]:
+    """Where no single flag helps: the nearest global batch sizes, each with its generation batch size."""
+    step = max(sizes.global_batch_size, 1)
+    steps = max(1, round(sizes.rollout / step))
+    free = Sizes(max(sizes.micro_batch_size, 1), step, max(sizes.num_generations, 2), None, steps)
+    fits = _first_fault(free, dp) is None
+    values = [step] if fits else sorted(value for _, value in _nearest(free, dp, "global_batch_size"))
+    also = {flag: getattr(free, flag) for flag in ("micro_batch_size", "num_generations") if getattr(sizes, flag) <= 0}
+    if sizes.steps_per_generation is not None:
+        also["steps_per_generation"] = steps
+    return [{"global_batch_size": value, "generation_batch_size": value * steps} | also for value in values]
+
+
+def _in_words(suggestions: Iterable[dict[str, int]]) -> str:
+    """--global_batch_size 48 or 64, or --micro_batch_size 2"""
+    by_flags: dict[tuple[str, ...], list[dict[str, int]]] = {}
+    for suggestion in suggestions:
+        by_flags.setdefault(tuple(suggestion), []).append(suggestion)
+    phrases = []
+    for flags, choices in by_flags.items():
+        if len(flags) > 1:
+            phrases += [" ".join(f"--{flag} {value}" for flag, value in choice.items()) for choice in choices]
+        else:
+            flag = "a world size of" if flags == (WORLD_SIZE,) else f"--{flags[0]}"
+            phrases.append(f"{flag} " + " or ".join(str(choice[flags[0]]) for choice in choices))
+    return ", or ".join(phrases)

@@ -1,0 +1,136 @@
+"""The arithmetic of a GRPO run, in completions: every batch size counts completions, never prompts.
+
+    data parallel size    = world size / (TP * PP * CP)
+    global_batch_size     = micro_batch_size * data parallel size * accumulation steps      one optimizer step
+    generation_batch_size = global_batch_size * steps_per_generation                        one rollout
+    rollout prompts       = generation_batch_size / num_generations
+
+`resolve` fills in what the user left out and refuses what cannot work. ms-swift also refuses settings that only its own
+way of dealing out prompts cannot handle: here they work, and `BatchPlan.notes` says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swift_megatron_grpo.batch_sizes import BatchError, Layout, Sizes, check_layout, check_sizes
+
+__all__ = ["BatchError", "BatchPlan", "format_table", "resolve"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Sizes that fit together. Made by `resolve`."""
+
+    world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    micro_batch_size: int
+    global_batch_size: int
+    generation_batch_size: int
+    steps_per_generation: int
+    num_generations: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Micro batches of one optimizer step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def rollout_prompts(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def train_prompts(self) -> int:
+        """Whole prompts of one optimizer step, at least one: a step may also end inside a prompt's completions."""
+        return max(1, self.global_batch_size // self.num_generations)
+
+    @property
+    def prompts_per_dp_group(self) -> float:
+        """global_batch_size / num_generations / data parallel size; ms-swift's page wants a whole number."""
+        return self.global_batch_size / self.num_generations / self.data_parallel
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line if ms-swift's own trainer would refuse these sizes: nobody should learn it when switching back."""
+        objection = self._objection_of_ms_swift()
+        if objection is None:
+            return ()
+        here = "ms-swift's own trainer refuses that; this one deals single completions to its ranks and works as set"
+        return (f"{objection}. {here}.",)
+
+    def _objection_of_ms_swift(self) -> str | None:
+        dp, prompts = self.data_parallel, self.rollout_prompts
+        count = f"generation_batch_size ({self.generation_batch_size}) // num_generations ({self.num_generations})"
+        if prompts % dp:
+            return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
+        per_device = prompts // dp
+        if per_device % self.micro_batch_size:
+            return (
+                f"Per-device rollout prompt count ({per_device}) = ({count}) // dp_size ({dp}) is not divisible by "
+                f"micro_batch_size ({self.micro_batch_size})"
+            )
+        if self.generation_batch_size % self.world_size:
+            return (
+                f"generation_batch_size ({self.generation_batch_size}) is not divisible by the world size "
+                f"({self.world_size})"
+            )
+        return None
+
+
+def resolve(
+    *,
+    world_size: int,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    context_parallel: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    num_generations: int,
+    generation_batch_size: int | None = None,
+    steps_per_generation: int | None = None,
+) -> BatchPlan:
+    """The plan for what the user typed, None where nothing was typed; or BatchError."""
+    layout = Layout(world_size, tensor_parallel, pipeline_parallel, context_parallel)
+    sizes = Sizes(micro_batch_size, global_batch_size, num_generations, generation_batch_size, steps_per_generation)
+    check_layout(layout, sizes)
+    check_sizes(sizes, layout.data_parallel)
+    return BatchPlan(
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        generation_batch_size=sizes.rollout,
+        steps_per_generation=sizes.rollout // global_batch_size,
+        num_generations=num_generations,
+    )
+
+
+def format_table(plan: BatchPlan) -> str:
+    """What a start-up log shows."""
+    model_parallel = f"TP {plan.tensor_parallel} * PP {plan.pipeline_parallel} * CP {plan.context_parallel}"
+    train_prompts = plan.global_batch_size / plan.num_generations
+    rows = [
+        ("data parallel size", plan.data_parallel, f"world size {plan.world_size} / ({model_parallel})"),
+        ("micro batch", plan.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
+        (
+            "accumulation steps",
+            plan.gradient_accumulation,
+            "micro batches of one optimizer step on each of these ranks",
+        ),
+        ("global batch", plan.global_batch_size, "completions of one optimizer step"),
+        ("steps per generation", plan.steps_per_generation, "optimizer steps that one rollout feeds"),
+        ("generation batch", plan.generation_batch_size, "completions of one rollout"),
+        ("completions per prompt", plan.num_generations, "num_generations"),
+        ("rollout prompts", plan.rollout_prompts, "generation batch / completions per prompt"),
+        ("train prompts", train_prompts, "global batch / completions per prompt"),
+        ("prompts per DP group", plan.prompts_per_dp_group, "train prompts / data parallel size"),
+    ]
+    return "\n".join(f"  {name:<24}{value:>8g}   {meaning}" for name, value, meaning in rows)

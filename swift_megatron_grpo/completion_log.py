@@ -1,0 +1,60 @@
+"""Completions a person can read: completions.jsonl in the run's folder, and tables in wandb and swanlab."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swift_megatron_grpo.config import CompletionLogConfig
+from swift_megatron_grpo.types import Graded
+
+
+class CompletionLog:
+    def __init__(
+        self,
+        config: CompletionLogConfig,
+        reward_names: Sequence[str],
+        decode: Callable[[list[int]], str],
+        write: Callable[[list[dict[str, Any]]], None],
+        writes_here: bool,  # one rank talks to the trackers
+    ) -> None:
+        self._config = config
+        self._reward_names = list(reward_names)
+        self._decode = decode
+        self._write = write
+        self._active = config.enabled and writes_here
+
+    def append(self, step: int, graded: Sequence[Graded]) -> None:
+        if not self._active:
+            return
+        rows = [self._row(step, each) for each in graded]
+        self._write(rows)
+        if "wandb" in self._config.report_to:
+            self._to_wandb(rows)
+        if "swanlab" in self._config.report_to:
+            self._to_swanlab(rows)
+
+    def _row(self, step: int, graded: Graded) -> dict[str, Any]:
+        return {
+            "gen_step": step,
+            "prompt": self._decode(graded.rollout.prompt_ids),
+            "completion": graded.rollout.text,
+            **dict(zip(self._reward_names, graded.rewards, strict=True)),
+            "advantages": graded.advantage,
+        }
+
+    def _to_wandb(self, rows: list[dict[str, Any]]) -> None:
+        import pandas
+        import wandb
+
+        frame = pandas.DataFrame(rows)
+        if self._config.unique_prompts:
+            frame = frame.drop_duplicates(subset=["prompt"])
+        wandb.log({"completions": wandb.Table(dataframe=frame)}, commit=False)
+
+    def _to_swanlab(self, rows: list[dict[str, Any]]) -> None:
+        import swanlab
+
+        headers = list(rows[0])
+        cells = [[row[header] for header in headers] for row in rows]
+        swanlab.log({"completions": swanlab.echarts.Table().add(headers, cells)})

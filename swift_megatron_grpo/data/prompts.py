@@ -1,0 +1,42 @@
+"""Prompts in an order that depends on the seed and on nothing else: not on the layout, not on batch sizes, and a resumed
+run goes on where the first one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from swift_megatron_grpo.types import Prompt
+
+
+class PromptSource:
+    """Endless; every rank holds the same one and takes the same prompts."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, shuffle: bool, taken: int = 0) -> None:
+        if len(rows) == 0:
+            raise ValueError("the training dataset has no rows")
+        self._rows = rows
+        self._seed = seed
+        self._shuffle = shuffle
+        self.taken = taken
+        self._order_of_epoch = (-1, [0])
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = [self._prompt(index) for index in range(self.taken, self.taken + count)]
+        self.taken += count
+        return prompts
+
+    def _prompt(self, number: int) -> Prompt:
+        epoch, place = divmod(number, len(self._rows))
+        row = self._order(epoch)[place]
+        return Prompt(prompt_id=f"{epoch}-{row}", row=dict(self._rows[row]))
+
+    def _order(self, epoch: int) -> list[int]:
+        if self._order_of_epoch[0] != epoch:
+            generator = torch.Generator().manual_seed(self._seed + epoch)
+            size = len(self._rows)
+            order = torch.randperm(size, generator=generator).tolist() if self._shuffle else list(range(size))
+            self._order_of_epoch = (epoch, order)
+        return self._order_of_epoch[1]

@@ -1,0 +1,52 @@
+"""What the loop asks of an inference engine, wherever it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.types import Prompt, Rollout
+
+T = TypeVar("T")
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which of a list of requests this rank's engine answers, and whether this rank speaks for the engine."""
+
+    index: int
+    of: int
+    speaks: bool
+
+    def pick(self, requests: Sequence[T]) -> list[T]:
+        """Consecutive, as even as it goes: completions of one prompt stay together and share its prefix."""
+        begin, end = (len(requests) * i // self.of for i in (self.index, self.index + 1))
+        return list(requests[begin:end])
+
+
+class GenerationEngine(Protocol):
+    weights_version: int  # of the weights it runs; -1: those of the checkpoint
+
+    @property
+    def share(self) -> Share: ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        """One completion for each entry, in order. Repeat a prompt to sample it several times."""
+        ...
+
+    def wake_weights(self) -> None:
+        """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
+        ...
+
+    def load_weights(self, weights: NamedWeights, version: int) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def shutdown(self) -> None: ...

@@ -1,0 +1,157 @@
+"""vLLM inside the training processes ("colocate"), through ms-swift's engine: its template encodes the prompts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from copy import copy, deepcopy
+
+import torch
+from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.rl_core.data import OnPolicySample
+from swift.rlhf_trainers.utils import (
+    finish_vllm_weight_reload,
+    patch_vllm_moe_model_weight_loader,
+    set_expandable_segments,
+    vllm_sleep,
+)
+from swift.template import Template
+from swift.utils import get_logger, remove_response
+from vllm.platforms import current_platform
+
+from swift_megatron_grpo.config import SamplingConfig, VllmConfig
+from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.types import Prompt, Rollout
+
+logger = get_logger()
+
+
+class LocalVllm:
+    """One engine per `tensor_parallel_size` neighbouring ranks."""
+
+    def __init__(self, config: VllmConfig, template: Template) -> None:
+        self.weights_version = -1
+        self._default_system = template.template_meta.default_system
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        group, place = divmod(rank, config.tensor_parallel_size)
+        self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
+        self._sleep_level = config.sleep_level
+        if config.sleep_level and not current_platform.is_sleep_mode_available():
+            logger.warning(
+                f"--sleep_level {config.sleep_level} does nothing on this machine: vLLM's "
+                f"{current_platform.device_name} platform has no device memory to give back"
+            )
+            self._sleep_level = 0
+        self._asleep = False
+        self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
+
+    @property
+    def share(self) -> Share:
+        return self._share
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        requests = [_request(prompt, self._default_system) for prompt in prompts]
+        answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
+        return [_rollout(prompt, answer.response, self.weights_version) for prompt, answer in zip(prompts, answers, strict=True)]
+
+    def wake_weights(self) -> None:
+        if self._asleep:
+            gc.collect()
+            torch.cuda.empty_cache()
+            set_expandable_segments(False)
+            self._engine.engine.wake_up(tags=["weights"])
+
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
+        model = self._engine.inner_model
+        patch_vllm_moe_model_weight_loader(model)
+        model.load_weights(weights)
+        finish_vllm_weight_reload(
+            model, self._engine.engine.model_config, torch.device(torch.cuda.current_device()), strict=True
+        )
+        # What older weights computed must not answer for newer ones.
+        self._engine.engine.reset_prefix_cache()
+        self._engine.engine.reset_encoder_cache()
+        self.weights_version = version
+
+    def wake_cache(self) -> None:
+        if self._asleep:
+            self._engine.engine.wake_up(tags=["kv_cache"])
+            self._asleep = False
+
+    def sleep(self) -> None:
+        if self._sleep_level:
+            self._engine.engine.reset_prefix_cache()
+            vllm_sleep(self._engine.engine, self._sleep_level)
+            set_expandable_segments(True)
+            self._asleep = True
+
+    def shutdown(self) -> None:
+        self._engine.engine.engine_core.shutdown()
+
+
+def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
+    template = copy(template)
+    template.padding_free = False
+    template.sequence_parallel_size = 1
+    set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
+    engine_kwargs = dict(config.engine_kwargs)
+    engine = GRPOVllmEngine(
+        config.model_dir,
+        torch_dtype=config.dtype,
+        model_type=config.model_type,
+        use_async_engine=False,
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
+        limit_mm_per_prompt=config.limit_mm_per_prompt,
+        enable_sleep_mode=sleep_mode,
+        max_model_len=config.max_model_len,
+        seed=seed,
+        disable_cascade_attn=config.disable_cascade_attn,
+        load_format=engine_kwargs.pop("load_format", "auto"),
+        mm_processor_cache_gb=config.mm_processor_cache_gb,
+        template=template,
+        distributed_executor_backend="external_launcher",
+        engine_kwargs=engine_kwargs,
+        # log-probs of the distribution that was sampled: at this temperature, after top-p and top-k
+        logprobs_mode="processed_logprobs",
+    )
+    set_expandable_segments(True)
+    return engine
+
+
+def _request_config(sampling: SamplingConfig) -> RequestConfig:
+    return RequestConfig(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop_words),
+        return_details=True,
+        logprobs=True,
+    )
+
+
+def _request(prompt: Prompt, default_system: str | None) -> object:
+    sample = OnPolicySample.from_row(deepcopy(prompt.row))
+    remove_response(sample.messages)
+    if default_system and sample.messages[0]["role"] != "system":
+        sample.messages.insert(0, {"role": "system", "content": default_system})
+    return sample.to_infer_request()
+
+
+def _rollout(prompt: Prompt, response: object, version: int) -> Rollout:
+    choice = response.choices[0]  # type: ignore[attr-defined]
+    logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
+    return Rollout(
+        prompt=prompt,
+        prompt_ids=list(response.prompt_token_ids),  # type: ignore[attr-defined]
+        completion_ids=list(choice.token_ids),
+        logprobs=logprobs,
+        text=choice.message.content,
+        finish_reason=choice.finish_reason,
+        weights_version=version,
+    )

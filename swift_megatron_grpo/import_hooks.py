@@ -1,0 +1,92 @@
+"""Call back just before or right after a module executes, whoever imports it and whenever.
+
+One finder on sys.meta_path looks the name up in two dictionaries and steps aside for every other module. Register before
+the import begins: a module that is being executed at that moment is refused, not missed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+_before: dict[str, list[Callable[[], None]]] = {}
+_after: dict[str, list[Callable[[ModuleType], None]]] = {}
+_lock = Lock()  # guards the two dictionaries and sys.meta_path; never held while foreign code runs
+
+
+def before_import(module_name: str, callback: Callable[[], None]) -> None:
+    """Call `callback()` once, just before the module executes. Raises if it has already begun to."""
+    with _lock:
+        if module_name in sys.modules:
+            raise RuntimeError(f"{module_name} is already imported: nothing can run before it any more")
+        _before.setdefault(module_name, []).append(callback)
+        _install()
+
+
+def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> None:
+    """Call `callback(module)` once, right after the module has executed; at once if it already has."""
+    with _lock:
+        module = sys.modules.get(module_name)
+        if module is None:
+            _after.setdefault(module_name, []).append(callback)
+            _install()
+            return
+    # `_initializing` is how the import system itself tells a module that still executes from a finished one.
+    if getattr(module.__spec__, "_initializing", False):
+        raise RuntimeError(f"{module_name} is being imported right now: register earlier")
+    callback(module)
+
+
+def _install() -> None:
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+
+
+class _Finder:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _before and name not in _after:
+            return None
+        for finder in tuple(sys.meta_path):
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:  # a namespace package has nothing to execute
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader:
+    """The real loader with callbacks around exec_module. It takes itself out before the module executes."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # get_source, is_package, get_resource_reader, ...
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        assert spec is not None
+        spec.loader = module.__loader__ = self._loader
+        with _lock:
+            before = _before.pop(spec.name, [])
+        for callback in before:
+            callback()
+        self._loader.exec_module(module)
+        with _lock:
+            after = _after.pop(spec.name, [])
+        for hook in after:
+            # A module may put another object in its place while it executes: ms-swift's lazy packages do.
+            hook(sys.modules[spec.name])
+
+
+_finder = _Finder()

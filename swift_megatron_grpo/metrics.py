@@ -1,0 +1,26 @@
+"""Where the time of a step goes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseTimer:
+    """`with timer("generation"): ...` adds up; a phase may come several times."""
+
+    def __init__(self) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}

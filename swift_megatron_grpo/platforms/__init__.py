@@ -1,0 +1,1 @@
+"""Where the trainer runs when not on NVIDIA GPUs."""

@@ -1,0 +1,137 @@
+"""What upstream gets wrong without a GPU, put right in the module that has it, right after that module is imported.
+
+For `activate()`. One function per fault. Nothing here changes what upstream computes; it makes it compute that on a CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_MAX_SENDS_IN_FLIGHT = 64
+
+
+def do_not_fuse(jit: ModuleType) -> None:
+    """megatron.core.jit decorates its fused functions with torch.compile: minutes of C++ for milliseconds of work."""
+    jit.disable_jit_fuser()
+
+
+def accept_cpu_tensor_types(module: ModuleType) -> None:
+    """Megatron's optimizers recognise parameters by `param.type() == "torch.cuda.FloatTensor"`.
+
+    The literals are replaced where they are compared: making Tensor.type() lie would reach every other library.
+    """
+    for function in _functions_of(module):
+        function.__code__ = _without_cuda_literals(function.__code__)
+
+
+def _functions_of(module: ModuleType) -> list[FunctionType]:
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    values = [value for namespace in (module, *classes) for value in vars(namespace).values()]
+    values = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value for value in values]
+    values = [value.fget if isinstance(value, property) else value for value in values]
+    return [value for value in values if isinstance(value, FunctionType) and value.__module__ == module.__name__]
+
+
+def _without_cuda_literals(constant: Any) -> Any:
+    """The same constant of a code object, functions nested in it included, with "torch.cuda." taken out of tensor types."""
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=tuple(map(_without_cuda_literals, constant.co_consts)))
+    if isinstance(constant, tuple):
+        return tuple(map(_without_cuda_literals, constant))
+    if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+        return constant.replace("torch.cuda.", "torch.", 1)
+    return constant
+
+
+def make_split_sizes_arrays(token_dispatcher: ModuleType) -> None:
+    """`maybe_move_tensor_to_cpu(sizes, as_numpy=True)` leaves CPU tensors tensors, which all_to_all_single refuses."""
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    @functools.wraps(move)
+    def move_or_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return move(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_or_convert
+
+
+def keep_sent_tensors(p2p_communication: ModuleType) -> None:
+    """The interleaved pipeline takes a sent tensor's storage away before the send is over.
+
+    With NCCL the stream orders that; gloo reads the memory later and sends what it then finds. So send copies, and hold
+    each copy until its send is over (gloo knows only once somebody has waited for it).
+    """
+    p2p_ops = p2p_communication._p2p_ops
+    in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+
+    @functools.wraps(p2p_ops)
+    def p2p_ops_with_copies(**kwargs: Any) -> dict[str, dist.Work]:
+        sent = {name: kwargs[f"tensor_{name}"] for name in ("send_prev", "send_next")}
+        copies = {name: tensor.detach().clone() for name, tensor in sent.items() if tensor is not None}
+        requests = p2p_ops(**{**kwargs, **{f"tensor_{name}": copy for name, copy in copies.items()}})
+        in_flight[:] = [(request, copy) for request, copy in in_flight if not request.is_completed()]
+        in_flight.extend((requests[name], copy) for name, copy in copies.items())
+        while len(in_flight) > _MAX_SENDS_IN_FLIGHT:
+            in_flight.pop(0)[0].wait()
+        return requests
+
+    p2p_communication._p2p_ops = p2p_ops_with_copies
+
+
+def prefer_sdpa_for_images(model_config: ModuleType) -> None:
+    """mcore-bridge's vision towers take flash_attention_2 unless told otherwise."""
+    _before(model_config.ModelConfig, "__post_init__", _set_vision_attention)
+
+
+def _set_vision_attention(config: Any) -> None:
+    if config.vit_attn_impl is None:
+        config.vit_attn_impl = "sdpa"
+
+
+def gather_on_cpu(state: ModuleType) -> None:
+    """accelerate.utils.gather returns its argument, silently, unless the first PartialState was built with cpu=True.
+
+    Built when somebody first asks for it and not now: on several ranks building it is a rendezvous.
+    """
+    partial_state = state.PartialState
+    build = partial_state.__init__
+
+    @functools.wraps(build)
+    def build_on_cpu(self: Any, cpu: bool = True, **kwargs: Any) -> None:
+        build(self, cpu=True, **kwargs)
+
+    partial_state.__init__ = build_on_cpu
+    launched_by_torchrun = "LOCAL_RANK" in os.environ
+    if launched_by_torchrun and partial_state._shared_state and not partial_state._shared_state["_cpu"]:
+        partial_state._reset_state()
+
+
+def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
+    original = vars(owner)[method]
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call(self)
+        return original(self, *args, **kwargs)
+
+    setattr(owner, method, wrapped)
+
+
+AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+    "accelerate.state": gather_on_cpu,
+    "mcore_bridge.config.model_config": prefer_sdpa_for_images,
+    "megatron.core.jit": do_not_fuse,
+    "megatron.core.optimizer.clip_grads": accept_cpu_tensor_types,
+    "megatron.core.optimizer.distrib_optimizer": accept_cpu_tensor_types,
+    "megatron.core.optimizer.optimizer": accept_cpu_tensor_types,
+    "megatron.core.pipeline_parallel.p2p_communication": keep_sent_tensors,
+    "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
+}

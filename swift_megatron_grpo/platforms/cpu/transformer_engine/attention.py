@@ -1,0 +1,258 @@
+"""DotProductAttention: batches as sbhd, bshd or packed thd, with and without context parallelism. For TEDotProductAttention.
+
+Packed sequences are attended one by one, so time and memory grow with the sequences and not with the square of the pack, and
+a sequence's result does not depend on its neighbours by a bit. Context parallelism gathers keys and values: every rank
+holds chunks r and 2n-1-r of 2n of every sequence, which is Transformer Engine's layout for all of its communication types.
+
+Without effect on the numbers and therefore taken: max_seqlen_q and max_seqlen_kv, fast_zero_fill, pad_between_seqs (it
+follows from the padded cu_seqlens), num_splits, layer_number, attention_type, cp_stream, cp_global_ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_core import Rules, attend, attend_at, visible
+from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_layout import (
+    PackedSequence,
+    chunks_of,
+    gather_sequences,
+    read_packing,
+)
+from swift_megatron_grpo.platforms.cpu.transformer_engine.base import TransformerEngineBaseModule, default_weight_init
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+
+_MASK_TYPES = (
+    "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",
+)  # fmt: skip
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: dist.ProcessGroup | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool = False,
+    ) -> None:
+        super().__init__()
+        refuse("DotProductAttention", return_max_logit=return_max_logit)
+        self._set_tensor_parallelism(tp_group, tp_size)
+        self.attn_mask_type = _mask_type(attn_mask_type)
+        self.window_size = window_size
+        self.qkv_format = qkv_format
+        self.attention_dropout = attention_dropout
+        # Under sequence parallelism the ranks' generators already differ where they must.
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
+        self.softmax_scale = (_key_channels(kv_channels) ** -0.5) if softmax_scale is None else softmax_scale
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+        self.softmax_type = softmax_type
+        heads = num_attention_heads // self.tp_size
+        if softmax_type == "learnable":
+            self._new_parameter("softmax_offset", (heads,), default_weight_init, tracked=True, dtype=torch.float32)
+            self.reset_parameters()
+        elif softmax_type in ("vanilla", "off-by-one"):
+            self.softmax_offset = torch.zeros(heads) if softmax_type == "off-by-one" else None
+        else:
+            raise ValueError(f"DotProductAttention(softmax_type={softmax_type!r})")
+
+    def set_context_parallel_group(
+        self,
+        cp_group: dist.ProcessGroup | None,
+        cp_global_ranks: list[int] | None,
+        cp_stream: Any,
+        cp_comm_type: str = "p2p",
+    ) -> None:
+        refuse("DotProductAttention", hierarchical_cp_group=isinstance(cp_group, list))
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: Any = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool = False,
+        num_splits: int | None = 1,
+    ) -> torch.Tensor:
+        """thd: [t, h, d], [t, g, d], [t, g, e] -> [t, h * e]; sbhd: [s, b, h, d], ... -> [s, b, h * e]; bshd alike.
+
+        Under context parallelism s and t are this rank's tokens and cu_seqlens those of all ranks.
+        """
+        owner = "DotProductAttention.forward"
+        refuse(
+            owner,
+            checkpoint_core_attention=checkpoint_core_attention,
+            alibi_slopes=alibi_slopes is not None,
+            inference_params=inference_params is not None,
+            fp8_output=fp8_output,
+        )
+        if core_attention_bias_type not in ("no_bias", "post_scale_bias"):
+            refuse(owner, core_attention_bias_type=core_attention_bias_type)
+        mask_type = _mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
+        qkv_format = self.qkv_format if qkv_format is None else qkv_format
+        rules = Rules(
+            causal="causal" in mask_type,
+            bottom_right="bottom_right" in mask_type,
+            window=_window(self.window_size if window_size is None else window_size, "causal" in mask_type),
+            scale=self.softmax_scale,
+            softmax_offset=self.softmax_offset,
+            dropout=self.attention_dropout if self.training else 0.0,
+        )
+        query, key, value = (tensor.float() for tensor in (query_layer, key_layer, value_layer))
+        with self._fork_rng() if rules.dropout else nullcontext():
+            if qkv_format == "thd":
+                if "padding" not in mask_type:
+                    raise ValueError(f"{owner}: thd takes padding masks, not {mask_type}")
+                refuse(owner, core_attention_bias=core_attention_bias is not None)
+                queries = read_packing(cu_seqlens_q, cu_seqlens_q_padded)
+                keys = read_packing(cu_seqlens_kv, cu_seqlens_kv_padded)
+                output = self._attend_packed(query, key, value, queries, keys, rules)
+            elif qkv_format in ("sbhd", "bshd"):
+                refuse(owner, cu_seqlens_of_a_batch=cu_seqlens_q is not None or cu_seqlens_kv is not None)
+                if qkv_format == "bshd":
+                    query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
+                allowed = _allowed(mask_type, attention_mask)
+                output = self._attend_batch(query, key, value, allowed, core_attention_bias, rules)
+                output = output.transpose(0, 1) if qkv_format == "bshd" else output
+            else:
+                raise ValueError(f"{owner}(qkv_format={qkv_format!r})")
+        return output.flatten(-2).to(query_layer.dtype)
+
+    def _attend_packed(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        queries: list[PackedSequence],
+        keys: list[PackedSequence],
+        rules: Rules,
+    ) -> torch.Tensor:
+        """[t, h, d], [t, g, d], [t, g, e] -> [t, h, e], zeros where there is no token"""
+        group = self._context_parallel_group()
+        key, value = (gather_sequences(tensor, keys, group) for tensor in (key, value))
+        if group is not None:  # what is gathered has no tokens outside of sequences
+            offsets = itertools.accumulate((sequence.room for sequence in keys), initial=0)
+            keys = [replace(sequence, start=start) for sequence, start in zip(keys, offsets, strict=False)]
+        outputs, rows = [], 0
+        for own, seen in zip(queries, keys, strict=True):
+            seen_key, seen_value = (_heads_first(t[seen.start : seen.start + seen.length]) for t in (key, value))
+            for chunk in chunks_of(own, group):
+                tokens = min(max(own.length - chunk.position, 0), chunk.count)
+                rows += chunk.count
+                own_query = _heads_first(query[chunk.row : chunk.row + tokens])
+                output = attend_at(own_query, seen_key, seen_value, rules, chunk.position, own.length)
+                outputs += [output[0].transpose(0, 1), output.new_zeros(chunk.count - tokens, *output.shape[1::2])]
+        outputs.append(query.new_zeros(query.shape[0] - rows, query.shape[1], value.shape[2]))
+        return torch.cat(outputs)
+
+    def _attend_batch(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        allowed: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        rules: Rules,
+    ) -> torch.Tensor:
+        """[s, b, h, d], [s, b, g, d], [s, b, g, e] -> [s, b, h, e]"""
+        group = self._context_parallel_group()
+        ranks = 1 if group is None else group.size()
+        own, seen = (PackedSequence(0, tensor.shape[0] * ranks, tensor.shape[0] * ranks) for tensor in (query, key))
+        key, value = (gather_sequences(tensor, [seen], group).permute(1, 2, 0, 3) for tensor in (key, value))
+        if allowed is not None or bias is not None:
+            refuse("DotProductAttention.forward", mask_or_bias_with_context_parallelism=group is not None)
+            full = visible(own.length, seen.length, 0, own.length, rules)
+            allowed = full if allowed is None else allowed if full is None else allowed & full
+            return attend(query.permute(1, 2, 0, 3), key, value, rules, allowed, bias=bias).permute(2, 0, 1, 3)
+        outputs = []
+        for chunk in chunks_of(own, group):
+            own_query = query[chunk.row : chunk.row + chunk.count].permute(1, 2, 0, 3)
+            outputs.append(attend_at(own_query, key, value, rules, chunk.position, own.length).permute(2, 0, 1, 3))
+        return torch.cat(outputs)
+
+    def _context_parallel_group(self) -> dist.ProcessGroup | None:
+        return self.cp_group if self.cp_group is not None and self.cp_group.size() > 1 else None
+
+
+def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
+    """[t, h, d] -> [1, h, t, d]"""
+    return tensor.transpose(0, 1)[None]
+
+
+def _key_channels(kv_channels: int | tuple[int, int]) -> int:
+    return kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+
+
+def _mask_type(name: str) -> str:
+    """ "padding,causal" and "causal,padding" are old names of "padding_causal"."""
+    name = "padding_causal" if name in ("padding,causal", "causal,padding", "causal_padding") else name
+    if name not in _MASK_TYPES:
+        raise ValueError(f"DotProductAttention(attn_mask_type={name!r})")
+    return name
+
+
+def _window(size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
+    """A causal mask already hides what is to the right."""
+    left, right = (-1, -1) if size is None else size
+    return (left, -1) if causal else (left, right)
+
+
+def _allowed(mask_type: str, mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
+    """Masks say True for what is hidden. Other types than padding and arbitrary ignore theirs, as Transformer Engine does.
+
+    padding: [b, 1, 1, s] for queries and keys, or one for each; arbitrary: broadcastable to [b, h, q, k].
+    """
+    if mask_type == "arbitrary":
+        if not isinstance(mask, torch.Tensor):
+            raise ValueError("DotProductAttention.forward: an arbitrary mask is one tensor")
+        return ~mask.bool()
+    if "padding" not in mask_type:
+        return None
+    if mask is None:
+        raise ValueError(f"DotProductAttention.forward: {mask_type} needs attention_mask or packed sequences")
+    of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
+    for one in (of_queries, of_keys):
+        if one.dim() != 4 or one.shape[1:3] != (1, 1):
+            raise ValueError(f"DotProductAttention.forward: a padding mask is [b, 1, 1, s], not {list(one.shape)}")
+    return ~(of_queries.bool().transpose(2, 3) | of_keys.bool())

@@ -1,0 +1,114 @@
+"""Exact attention of one block of queries over its keys, in fp32. For DotProductAttention.
+
+Shapes: b sequences, h query heads, g key heads (h a multiple of g), q queries, k keys, d and e channels of keys and values.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which keys a query may see, whatever the layout of the batch, and what happens to the scores."""
+
+    causal: bool
+    bottom_right: bool  # the last query sees the last key, rather than the first the first
+    window: tuple[int, int]  # keys to the left and to the right of a query's own; -1: all
+    scale: float
+    softmax_offset: torch.Tensor | None  # [h] the logit of a key without a value
+    dropout: float
+
+
+def attend_at(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, first: int, length: int
+) -> torch.Tensor:
+    """Queries [b, h, q, d] from position `first` on, of sequences of `length` queries; all of their keys [b, g, k, d].
+
+    Returns [b, h, q, e]. Under causal masking only the visible keys are touched.
+    """
+    last = first + query.shape[2]
+    keys = key.shape[2]
+    if rules.causal and rules.bottom_right:
+        keys = min(max(last + keys - length, 0), keys)
+    elif rules.causal:
+        keys = min(last, keys)
+    if rules.causal and rules.window == (-1, -1) and first == 0 and keys == last == length:
+        return attend(query, key[:, :, :keys], value[:, :, :keys], rules, is_causal=True)  # torch's own, and fastest
+    allowed = visible(length, key.shape[2], first, last, rules)
+    allowed = None if allowed is None else allowed[:, :keys]
+    return attend(query, key[:, :, :keys], value[:, :, :keys], rules, allowed)
+
+
+def visible(queries: int, keys: int, first: int, last: int, rules: Rules) -> torch.Tensor | None:
+    """[last - first, keys], which keys the queries from `first` to `last` see; None is all.
+
+    The window lies around the diagonal that ends in the bottom right corner, as Transformer Engine's does.
+    """
+    left, right = rules.window
+    query_at = torch.arange(first, last)[:, None]  # [q, 1]
+    key_at = torch.arange(keys)[None]  # [1, k]
+    diagonal = query_at + keys - queries
+    conditions = []
+    if rules.causal:
+        conditions.append(key_at <= (diagonal if rules.bottom_right else query_at))
+    if left >= 0:
+        conditions.append(key_at >= diagonal - left)
+    if right >= 0:
+        conditions.append(key_at <= diagonal + right)
+    return functools.reduce(torch.logical_and, conditions) if conditions else None
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rules: Rules,
+    allowed: torch.Tensor | None = None,
+    is_causal: bool = False,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[b, h, q, d], [b, g, k, d], [b, g, k, e] -> [b, h, q, e]; allowed and bias are broadcast to [b, h, q, k].
+
+    A query that may see no key gets zeros.
+    """
+    if key.shape[2] == 0:
+        return query.new_zeros(*query.shape[:3], value.shape[3])
+    blind = None
+    if allowed is not None:
+        blind = ~allowed.any(-1, keepdim=True)
+        allowed = allowed | blind  # a softmax over nothing is NaN, in backward too
+    if rules.softmax_offset is None:
+        mask = allowed if bias is None else _as_scores(bias, allowed, query, key)
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, rules.dropout, is_causal, scale=rules.scale, enable_gqa=True
+        )
+    else:
+        allowed = visible(query.shape[2], key.shape[2], 0, query.shape[2], rules) if is_causal else allowed
+        output = _attend_with_offset(query, key, value, rules, _as_scores(bias, allowed, query, key))
+    return output if blind is None else output.masked_fill(blind, 0.0)
+
+
+def _as_scores(
+    bias: torch.Tensor | None, allowed: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor:
+    """Bias and mask as one additive term, broadcastable to [b, h, q, k]."""
+    scores = query.new_zeros(query.shape[2], key.shape[2]) if bias is None else bias.float()
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def _attend_with_offset(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, additive: torch.Tensor
+) -> torch.Tensor:
+    """Softmax over the keys and one more logit per head, which takes weight and gives no value."""
+    assert rules.softmax_offset is not None
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) * rules.scale + additive
+    offset = rules.softmax_offset.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, offset], dim=-1).softmax(-1)[..., :-1]
+    return F.dropout(weights, rules.dropout) @ value

@@ -1,0 +1,91 @@
+"""TransformerEngineBaseModule: parameters with deferred initialisation, and the fp8 attributes that Megatron reads (all off).
+
+For the stand-in's layers, and for `isinstance` in megatron-core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+
+Initializer = Callable[[torch.Tensor], Any]
+
+
+def constant(value: float) -> Initializer:
+    return lambda tensor: nn.init.constant_(tensor, value)
+
+
+def default_weight_init(weight: torch.Tensor) -> None:
+    nn.init.normal_(weight, mean=0.0, std=0.023)  # Transformer Engine's own default
+
+
+class TransformerEngineBaseModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fp8 = self.fp8_calibration = self.fp8_initialized = False
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
+        self.primary_weights_in_fp8 = False
+        self.tp_group: dist.ProcessGroup | None = None
+        self.tp_size = 1
+        self.sequence_parallel = False
+        self.get_rng_state_tracker: Callable[[], Any] | None = None
+        self.rng_tracker_name: str | None = None
+        self._initializers: dict[str, tuple[Initializer, bool]] = {}
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        self.tp_group = tp_group
+
+    def _set_tensor_parallelism(self, tp_group: dist.ProcessGroup | None, tp_size: int) -> None:
+        """Without a group, `tp_size` says how weights are split, and the group is set before the first forward."""
+        self.tp_group = tp_group
+        self.tp_size = tp_size if tp_group is None else tp_group.size()
+
+    def _new_parameter(
+        self, name: str, shape: tuple[int, ...], init: Initializer, *, tracked: bool = False, **factory: Any
+    ) -> None:
+        """`init` runs in reset_parameters(), if `tracked` under the module's RNG tracker."""
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+        self._initializers[name] = (init, tracked)
+
+    @torch.no_grad()
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Initialise every parameter; those on the meta device get memory first."""
+        if defer_init:
+            return
+        for name, (init, tracked) in self._initializers.items():
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                parameter = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+                setattr(self, name, parameter)
+            with self._fork_rng() if tracked else nullcontext():
+                init(parameter)
+
+    def _fork_rng(self) -> AbstractContextManager[Any]:
+        if self.get_rng_state_tracker is None:
+            return nullcontext()
+        tracker = self.get_rng_state_tracker()
+        return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Called by Megatron when it loads any checkpoint; without fp8 there is nothing to prepare."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        """What Transformer Engine saves without fp8, so that checkpoints have the same keys on both platforms."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor | None) -> None:
+        if state is not None and state.numel() > 0:
+            refuse(f"{type(self).__name__}.set_extra_state", fp8_state=True)
+
+    def need_backward_dw(self) -> bool:
+        return False
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed (delay_wgrad_compute is refused)."""

@@ -1,0 +1,80 @@
+"""Collectives with gradients over a tensor- or context-parallel group. For the stand-in's linear and attention layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+
+def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = tensor.contiguous().clone()
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[s, ...] of every rank -> [ranks * s, ...]"""
+    output = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
+    dist.all_gather_single(output, tensor.contiguous(), group=group)
+    return output
+
+
+def _reduce_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks * s, ...] -> [s, ...], summed over the ranks"""
+    output = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
+    dist.reduce_scatter_single(output, tensor.contiguous(), group=group)
+    return output
+
+
+class CopyToGroup(Function):
+    """Identity; the gradient is summed over the group. In front of a column-parallel weight."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _all_reduced(grad, ctx.group), None
+
+
+class ReduceFromGroup(Function):
+    """Sum over the group; the gradient passes. Behind a row-parallel weight."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        return _all_reduced(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class GatherSequence(Function):
+    """[s, ...] of every rank -> [ranks * s, ...]; every rank's gradient reaches the rank whose tensor it was."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _reduce_scattered(grad, ctx.group), None
+
+
+class ReduceScatterSequence(Function):
+    """[ranks * s, ...] -> [s, ...] of the sum; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scattered(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _gathered(grad, ctx.group), None

@@ -1,0 +1,79 @@
+"""The one place that hooks into ms-swift: its Megatron GRPO trainer becomes this package's, and so do its flags.
+
+Nothing is imported until ms-swift asks for it, so `register()` may be called at any time: before ms-swift is imported, in
+the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from swift_megatron_grpo.autoload import asks_for_grpo
+from swift_megatron_grpo.import_hooks import after_import
+
+TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
+
+
+@cache  # idempotent
+def register() -> None:
+    after_import("swift.megatron.trainers", _replace_trainer)
+    after_import("swift.megatron.pipelines.train.rlhf", _replace_arguments)
+
+
+def _replace_trainer(trainers: ModuleType) -> None:
+    """Resolve the name at look-up and not now: the trainer's own imports need swift.megatron.trainers finished.
+
+    A `__getattr__`, and not a property, because an AttributeError inside a property would fall back to ms-swift's trainer.
+    """
+
+    class Trainers(type(trainers)):  # type: ignore[misc]  # ms-swift's lazy module
+        def __getattr__(self, name: str) -> Any:
+            if name == TRAINER:
+                from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+
+                return MegatronGRPOTrainer
+            return super().__getattr__(name)
+
+    vars(trainers).pop(TRAINER, None)  # where ms-swift keeps a class it has resolved
+    trainers.__class__ = Trainers
+
+
+def _replace_arguments(rlhf: ModuleType) -> None:
+    pipeline = rlhf.MegatronRLHF
+    parse, prepare = pipeline._parse_args, pipeline.prepare_trainer
+
+    def parse_args(self: Any, args: Any = None) -> Any:
+        if args is None or isinstance(args, list):
+            if asks_for_grpo(sys.argv[1:] if args is None else args):
+                from swift_megatron_grpo.arguments import GRPOArguments
+
+                self.args_class = GRPOArguments
+        return parse(self, args)
+
+    def prepare_trainer(self: Any) -> Any:
+        if self.args.rlhf_type == "grpo":
+            adopt(self.args)
+        return prepare(self)
+
+    pipeline._parse_args, pipeline.prepare_trainer = parse_args, prepare_trainer
+
+
+def adopt(args: Any) -> None:
+    """Give arguments that ms-swift's own class has parsed this package's flags, at their defaults.
+
+    So it is when the plugin was loaded by `--external_plugins`, in the middle of parsing, or when a script passes its own
+    MegatronRLHFArguments.
+    """
+    from swift_megatron_grpo.arguments import GRPOArguments
+
+    if isinstance(args, GRPOArguments):
+        return
+    for field in dataclasses.fields(GRPOArguments):
+        if field.name not in vars(args):
+            has_factory = field.default_factory is not dataclasses.MISSING
+            setattr(args, field.name, field.default_factory() if has_factory else field.default)
+    args.__class__ = GRPOArguments

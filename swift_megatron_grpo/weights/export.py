@@ -1,0 +1,77 @@
+"""The trained weights under the names of the checkpoint, one after the other, through mcore-bridge.
+
+LoRA is merged into what goes out and into nothing else: while the bridge reads a layer, each adapted weight points to
+base + delta in a buffer of its own; afterwards it points to the base again, which was never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mcore_bridge import GPTBridge, LoraParallelLinear
+
+ADAPTER = "default"
+
+
+def export_weights(bridge: GPTBridge, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All ranks together: shards are gathered as the iterator advances, and every rank gets every tensor."""
+    with merged_on_read(bridge, models):
+        yield from bridge.export_weights(list(models), skip_unsupported_export=True)
+
+
+@contextmanager
+def merged_on_read(bridge: GPTBridge, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """While open, whatever the bridge exports has the adapters merged in. One layer is merged at a time."""
+    adapted = {module for model in models for module in _adapted(model)}
+    if not adapted:
+        yield
+        return
+    decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
+    in_layers = {module for decoder in decoders for layer in decoder.layers for module in _adapted(layer)}
+    convert_layer = bridge._set_layer_state
+
+    def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
+        # None: another pipeline stage holds this layer
+        with _merged(_adapted(layer) if layer is not None else []):
+            return convert_layer(layer, *args, **kwargs)
+
+    with _merged(adapted - in_layers), _replaced(bridge, "_set_layer_state", convert_merged_layer):
+        yield
+
+
+def _adapted(module: torch.nn.Module) -> list[LoraParallelLinear]:
+    return [part for part in module.modules() if isinstance(part, LoraParallelLinear)]
+
+
+@contextmanager
+def _merged(modules: Iterable[LoraParallelLinear]) -> Iterator[None]:
+    bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    with torch.no_grad():
+        for module in modules:
+            for weight, delta in zip(_base_weights(module), module.get_delta_weights(ADAPTER), strict=True):
+                bases.append((weight, weight.data))
+                # in fp32: adding a small delta in bf16 loses most of it
+                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+    try:
+        yield
+    finally:
+        for weight, base in bases:
+            weight.data = base
+
+
+def _base_weights(module: LoraParallelLinear) -> list[torch.nn.Parameter]:
+    base = module.get_base_layer()
+    return [getattr(base, f"weight{i}") for i in range(base.num_gemms)] if module.is_grouped else [base.weight]
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """An instance attribute that hides a method for a while."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

@@ -1,0 +1,32 @@
+"""Plain transformers (and peft) on a saved checkpoint: log-probs of the probe's sequence. No megatron, no ms-swift.
+
+    python hf_logprobs.py CHECKPOINT [BASE_MODEL]        with BASE_MODEL the checkpoint is a peft adapter
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main(checkpoint: str, base: str | None) -> None:
+    probe = json.loads(Path(checkpoint, "probe.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(base or checkpoint, dtype=torch.float32)
+    if base:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, checkpoint)
+    tokens = torch.tensor([probe["tokens"]])
+    with torch.no_grad():
+        logits = model.eval()(tokens).logits[0, :-1].float() / probe["temperature"]
+    mine = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    theirs = torch.tensor(probe["logprobs"])
+    print(json.dumps({"max": (mine - theirs).abs().max().item(), "mean": (mine - theirs).abs().mean().item()}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

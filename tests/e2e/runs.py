@@ -1,0 +1,89 @@
+"""Runs of the real command line, for the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
+PROBE = Path(__file__).with_name("probe.py")
+
+
+def make_model(folder: Path, kind: str = "dense") -> Path:
+    script = REPOSITORY / "scripts" / "make_tiny_model.py"
+    subprocess.run([sys.executable, str(script), "--out", str(folder), "--kind", kind], check=True)
+    return folder
+
+
+def make_dataset(path: Path, rows: int = 32) -> Path:
+    script = REPOSITORY / "scripts" / "make_dataset.py"
+    subprocess.run([sys.executable, str(script), "--out", str(path), "--rows", str(rows), "--seed", "0"], check=True)
+    return path
+
+
+@dataclass(frozen=True)
+class Finished:
+    code: int
+    output: str
+    folder: Path  # --output_dir
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """Logged steps."""
+        lines = [json.loads(line) for line in (self.folder / "logging.jsonl").read_text().splitlines()]
+        return [line for line in lines if "loss" in line]
+
+    @property
+    def last_checkpoint(self) -> Path:
+        return max(self.folder.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def megatron_rlhf(
+    model: Path,
+    dataset: Path,
+    folder: Path,
+    ranks: int,
+    flags: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+    command: Sequence[str] = ("megatron", "rlhf"),
+    timeout: int = 600,
+) -> Finished:
+    """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here."""
+    program = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--dataset", str(dataset), "--output_dir", str(folder),
+                 "--add_version", "false", "--external_plugins", str(REWARDS), "--reward_funcs", "letters",
+                 "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
+                 "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
+                 "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
+                 "--train_iters", "2", "--lr", "1e-3", "--beta", "0", "--save_steps", "2", "--logging_steps", "1",
+                 "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
+                 "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
+                 "--recompute_granularity", "none", "--temperature", "1.0", *flags]  # fmt: skip
+    variables = {
+        **os.environ,
+        "NPROC_PER_NODE": str(ranks),
+        "MASTER_PORT": str(random.randint(20000, 59999)),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MODELSCOPE_OFFLINE": "1",
+        **(environment or {}),
+    }
+    done = subprocess.run([*program, *arguments], env=variables, text=True, timeout=timeout, cwd=folder.parent,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    return Finished(done.returncode, done.stdout, folder)
+
+
+def hf_difference(checkpoint: Path, base: Path | None = None) -> dict[str, float]:
+    script = Path(__file__).with_name("hf_logprobs.py")
+    command = [sys.executable, str(script), str(checkpoint), *([str(base)] if base else [])]
+    done = subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE)
+    difference: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return difference

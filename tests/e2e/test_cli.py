@@ -1,0 +1,80 @@
+"""The real command in every mode: it trains, the engine runs the trainer's weights after each sync, and what it saves is
+what it trained, as plain transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("e2e")
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> Path:
+    return make_model(folder / "dense")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Path:
+    return make_dataset(folder / "data.jsonl")
+
+
+def check_run(run: Finished, steps: int, layout: str, k3_bound: float) -> None:
+    assert run.code == 0, run.output[-4000:]
+    assert "swift-megatron-grpo" in run.output and layout in run.output
+    assert len(run.log) == steps
+    for step in run.log:
+        assert step["grad_norm"] > 0
+        assert step["rollout/k3_kl"] < k3_bound  # the engine generates with the trainer's weights
+    assert run.log[0]["actor/approxkl"] == 0 and run.log[0]["actor/clipfrac"] == 0  # the first step is on-policy
+
+
+def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dataset: Path) -> None:
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
+             "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04", *PROBED]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "full", ranks=2, flags=flags)
+    check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout trains on an older policy's
+    assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
+    assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0
+    assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[3]["kl"] > 0
+    assert hf_difference(run.last_checkpoint)["mean"] < 2e-2
+    rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 16 and {"gen_step", "prompt", "completion", "advantages"} <= set(rows[0])
+    assert (run.folder / "runs").is_dir()  # TensorBoard
+
+
+def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
+    flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
+    run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags)
+    check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
+    checkpoint = run.last_checkpoint
+    assert hf_difference(checkpoint, base=dense)["mean"] < 2e-2
+    merged = checkpoint.with_name(checkpoint.name + "-merged")
+    (merged / "probe.json").write_text((checkpoint / "probe.json").read_text())
+    assert hf_difference(merged)["mean"] < 2e-2
+
+
+def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
+    flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
+             "--offload_model", "true", "--offload_optimizer", "true", *PROBED]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
+    check_run(run, steps=2, layout="PP 2", k3_bound=1e-7)
+    assert hf_difference(run.last_checkpoint)["max"] < 1e-4
+
+
+def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
+    model = make_model(folder / "moe", kind="moe")
+    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", *PROBED]
+    run = megatron_rlhf(model, dataset, folder / "experts", ranks=2, flags=flags)
+    check_run(run, steps=2, layout="EP 2", k3_bound=1e-6)
+    assert hf_difference(run.last_checkpoint)["max"] < 1e-4

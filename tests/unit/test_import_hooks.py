@@ -1,0 +1,207 @@
+"""Callbacks around the execution of a module, with real modules in a folder of their own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import textwrap
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo import import_hooks
+from swift_megatron_grpo.import_hooks import after_import, before_import
+
+Make = Callable[[str], str]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """make(source) writes a module with a name that no other test has, and returns the name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made: list[str] = []
+
+    def write(source: str) -> str:
+        name = f"hooked_{uuid.uuid4().hex}"
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+        made.append(name)
+        return name
+
+    yield write
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+def test_before_and_after_surround_the_execution(make: Make) -> None:
+    events: list[str] = []
+    name = make("import builtins; builtins._hook_events.append('executed'); value = 1")
+    import builtins
+
+    builtins._hook_events = events  # type: ignore[attr-defined]
+    try:
+        before_import(name, lambda: events.append("before"))
+        after_import(name, lambda module: events.append(f"after, value {module.value}"))
+        importlib.import_module(name)
+    finally:
+        del builtins._hook_events  # type: ignore[attr-defined]
+    assert events == ["before", "executed", "after, value 1"]
+
+
+def test_before_runs_outside_the_module_and_may_import(make: Make) -> None:
+    dependency = make("ready = False")
+    name = make(f"import {dependency}; seen = {dependency}.ready")
+
+    def prepare() -> None:
+        importlib.import_module(dependency).ready = True  # type: ignore[attr-defined]
+
+    before_import(name, prepare)
+    assert importlib.import_module(name).seen is True
+
+
+def test_before_is_refused_once_imported(make: Make) -> None:
+    name = make("")
+    importlib.import_module(name)
+    with pytest.raises(RuntimeError, match=f"{name} is already imported"):
+        before_import(name, lambda: None)
+
+
+def test_after_calls_at_once_when_already_imported(make: Make) -> None:
+    name = make("value = 2")
+    module = importlib.import_module(name)
+    seen: list[object] = []
+    after_import(name, seen.append)
+    assert seen == [module]
+
+
+def test_after_is_refused_while_the_module_executes(make: Make) -> None:
+    name = make(
+        """
+        from swift_megatron_grpo.import_hooks import after_import
+        try:
+            after_import(__name__, print)
+        except RuntimeError as error:
+            refusal = str(error)
+        """
+    )
+    assert "is being imported right now" in importlib.import_module(name).refusal
+
+
+def test_each_callback_runs_once_and_in_order(make: Make) -> None:
+    name = make("")
+    calls: list[int] = []
+    after_import(name, lambda _: calls.append(1))
+    after_import(name, lambda _: calls.append(2))
+    importlib.reload(importlib.import_module(name))
+    assert calls == [1, 2]
+
+
+def test_a_module_that_replaces_itself_is_handed_over_as_replaced(make: Make) -> None:
+    name = make(
+        """
+        import sys, types
+        class Lazy(types.ModuleType):
+            def __getattr__(self, name):
+                return f"resolved {name}"
+        lazy = Lazy(__name__)
+        lazy.__spec__ = __spec__
+        sys.modules[__name__] = lazy
+        """
+    )
+    seen: list[str] = []
+    after_import(name, lambda module: seen.append(module.anything))
+    module = importlib.import_module(name)
+    assert seen == ["resolved anything"]
+    assert module.anything == "resolved anything"
+
+
+def test_ms_swifts_own_lazy_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("swift")
+    package = tmp_path / f"lazy_{uuid.uuid4().hex}"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from swift.utils.import_utils import _LazyModule
+            sys.modules[__name__] = _LazyModule(
+                __name__, globals()['__file__'], {'inner': ['Thing']}, module_spec=__spec__, extra_objects={})
+            """
+        )
+    )
+    (package / "inner.py").write_text("class Thing: pass")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[object] = []
+    after_import(package.name, lambda module: seen.append(module.Thing))  # imports the submodule from inside the hook
+    module = importlib.import_module(package.name)
+    assert seen == [module.Thing]
+    assert type(module).__name__ == "_LazyModule"
+
+
+def test_a_module_that_fails_keeps_its_callback_for_the_next_try(make: Make, tmp_path: Path) -> None:
+    name = make("raise ValueError('first try')")
+    seen: list[str] = []
+    after_import(name, lambda module: seen.append(module.value))
+    with pytest.raises(ValueError, match="first try"):
+        importlib.import_module(name)
+    assert seen == []
+    (tmp_path / f"{name}.py").write_text("value = 'second try, longer'")
+    importlib.invalidate_caches()
+    importlib.import_module(name)
+    assert seen == ["second try, longer"]
+
+
+def test_a_callback_that_fails_fails_the_import(make: Make) -> None:
+    name = make("")
+
+    def fail() -> None:
+        raise LookupError("no platform")
+
+    before_import(name, fail)
+    with pytest.raises(LookupError, match="no platform"):
+        importlib.import_module(name)
+    assert name not in sys.modules
+
+
+def test_a_hooked_module_looks_like_any_other(make: Make) -> None:
+    name = make("def function():\n    return 1\n")
+    after_import(name, lambda _: None)
+    spec = importlib.util.find_spec(name)
+    assert spec is not None and spec.loader is not None and spec.origin is not None
+    assert "return 1" in spec.loader.get_source(name)  # type: ignore[attr-defined]  # through the wrapper
+    module = importlib.import_module(name)
+    plain = importlib.import_module(make(""))
+    assert type(module.__loader__) is type(plain.__loader__)
+    assert type(module.__spec__.loader) is type(plain.__spec__.loader)
+    assert "return 1" in inspect.getsource(module.function)
+
+
+def test_other_modules_pass_the_finder_by(make: Make) -> None:
+    after_import(make(""), lambda _: None)
+    assert import_hooks._finder in sys.meta_path
+    assert import_hooks._finder.find_spec("a_name_that_nobody_registered") is None
+    assert sys.meta_path.count(import_hooks._finder) == 1
+
+
+def test_threads_that_import_at_once_run_each_callback_once(make: Make) -> None:
+    name = make("import time; time.sleep(0.05)")
+    calls: list[str] = []
+    before_import(name, lambda: calls.append("before"))
+    after_import(name, lambda _: calls.append("after"))
+    start = threading.Barrier(8)
+
+    def work() -> None:
+        start.wait()
+        importlib.import_module(name)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert calls == ["before", "after"]
