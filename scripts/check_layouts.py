@@ -105,13 +105,15 @@ def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bo
     from swift_megatron_grpo.types import Sample
 
     rng = random.Random(seed)
+    # The last tokens of a vocabulary are special ones; one with an embedding of zeros (padding) has a gradient without bound.
+    ordinary = vocab_size * 9 // 10
     samples = []
     for i in range(count):
         prompt, completion = rng.randint(3, 20), rng.randint(1, 30)
         policies = [[-math.log(vocab_size) + rng.gauss(0, 0.3) for _ in range(completion)] for _ in range(2)]
         samples.append(
             Sample(
-                tokens=[rng.randrange(vocab_size) for _ in range(prompt + completion)],
+                tokens=[rng.randrange(ordinary) for _ in range(prompt + completion)],
                 completion_mask=[False] * prompt + [True] * completion,
                 advantage=rng.gauss(0, 1),
                 group=i // 4,
@@ -256,13 +258,17 @@ def compare(layout: Layout, result: Path, reference: dict[str, Any]) -> Differen
 def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
     dataset = Path(folder, "data.jsonl")
     dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    return ["--rlhf_type", "grpo", "--model", arguments.model, "--dataset", str(dataset), "--reward_funcs", "format",
+    # ms-swift guesses a model's type from its name, which a folder of one's own need not have
+    model_type = json.loads(Path(arguments.model, "config.json").read_text())["model_type"]
+    return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", model_type, "--template", "dummy",
+            "--dataset", str(dataset), "--reward_funcs", "format",
              "--vllm_mode", "colocate", "--output_dir", str(Path(folder, "output")), "--torch_dtype", arguments.dtype,
+             *(["--fp16", "false"] if arguments.dtype == "float32" else []),  # ms-swift's choice for fp32 would be fp16
              "--num_generations", "4", "--global_batch_size", "8", "--micro_batch_size", "2", "--train_iters", "2",
              "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
              "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
              "--tuner_type", arguments.tuner, "--lora_dropout", "0", "--attention_backend", arguments.attention_backend,
-             "--moe_aux_loss_coeff", "0", "--add_version", "false", *arguments.extra]  # fmt: skip
+             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false", *arguments.extra]  # fmt: skip
 
 
 def print_row(cells: Sequence[str]) -> None:

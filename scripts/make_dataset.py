@@ -22,7 +22,9 @@ def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
     rng = random.Random(seed)
     rows = []
     for number in range(count):
-        words = " ".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 7))) for _ in range(rng.randint(0, 6)))
+        words = " ".join(
+            "".join(rng.choices(string.ascii_lowercase, k=rng.randint(2, 7))) for _ in range(rng.randint(0, 6))
+        )
         content = f"{number}: {rng.choice(REQUESTS)} {words}".strip()
         rows.append({"messages": [{"role": "user", "content": content}], "letters": string.ascii_lowercase})
     return rows

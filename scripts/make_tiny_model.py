@@ -20,10 +20,11 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-# 256 bytes and 8 special tokens: a multiple of 8, so that the vocabulary divides over tensor-parallel ranks.
-SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, *(f"<|reserved_{i}|>" for i in range(5))]
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
+VOCABULARY = 264  # 256 bytes, the special tokens, and as with real models some rows that no token has
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -48,11 +49,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(
-    tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace
-) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     shape = {
-        "vocab_size": len(tokenizer),
+        "vocab_size": VOCABULARY,
         "hidden_size": args.hidden,
         "intermediate_size": args.intermediate or 2 * args.hidden,
         "num_hidden_layers": args.layers,
@@ -90,13 +89,13 @@ def main() -> None:
     parser.add_argument("--intermediate", type=int, help="width of the dense MLP; twice the hidden size by default")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--kv-heads", type=int, default=2)
-    # vLLM's CPU attention takes multiples of 32
-    parser.add_argument("--head-dim", type=int, default=32)
+    parser.add_argument("--head-dim", type=int, default=32, help="32 is the least that vLLM's CPU attention takes")
     parser.add_argument("--experts", type=int, default=4, help="with --kind moe")
     parser.add_argument("--tie", action="store_true", help="tie the embedding and the output layer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    logging.disable_progress_bar()
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args)
     tokenizer.save_pretrained(args.out)

@@ -44,29 +44,29 @@ def _replace_trainer(trainers: ModuleType) -> None:
 
 def _replace_arguments(rlhf: ModuleType) -> None:
     pipeline = rlhf.MegatronRLHF
-    parse, prepare = pipeline._parse_args, pipeline.prepare_trainer
+    ms_swift_parses, ms_swift_runs = pipeline._parse_args, pipeline.run
 
     def parse_args(self: Any, args: Any = None) -> Any:
-        if args is None or isinstance(args, list):
-            if asks_for_grpo(sys.argv[1:] if args is None else args):
-                from swift_megatron_grpo.arguments import GRPOArguments
+        on_command_line = sys.argv[1:] if args is None else args
+        if isinstance(on_command_line, list) and asks_for_grpo(on_command_line):
+            from swift_megatron_grpo.arguments import GRPOArguments
 
-                self.args_class = GRPOArguments
-        return parse(self, args)
+            self.args_class = GRPOArguments
+        return ms_swift_parses(self, args)
 
-    def prepare_trainer(self: Any) -> Any:
+    def run(self: Any) -> Any:
         if self.args.rlhf_type == "grpo":
             adopt(self.args)
-        return prepare(self)
+        return ms_swift_runs(self)
 
-    pipeline._parse_args, pipeline.prepare_trainer = parse_args, prepare_trainer
+    pipeline._parse_args, pipeline.run = parse_args, run
 
 
 def adopt(args: Any) -> None:
     """Give arguments that ms-swift's own class has parsed this package's flags, at their defaults.
 
-    So it is when the plugin was loaded by `--external_plugins`, in the middle of parsing, or when a script passes its own
-    MegatronRLHFArguments.
+    So it is when the plugin was loaded by `--external_plugins`, in the middle of parsing, or when a script passes a
+    MegatronRLHFArguments of its own.
     """
     from swift_megatron_grpo.arguments import GRPOArguments
 
@@ -74,6 +74,9 @@ def adopt(args: Any) -> None:
         return
     for field in dataclasses.fields(GRPOArguments):
         if field.name not in vars(args):
-            has_factory = field.default_factory is not dataclasses.MISSING
-            setattr(args, field.name, field.default_factory() if has_factory else field.default)
+            if field.default_factory is dataclasses.MISSING:
+                setattr(args, field.name, field.default)
+            else:
+                setattr(args, field.name, field.default_factory())
     args.__class__ = GRPOArguments
+    args.check_adopted()

@@ -20,13 +20,13 @@ def check_rows(dataset: Any) -> None:
     """ValueError unless every row of this dataset, as ms-swift has preprocessed it, holds a user's turn to answer."""
     columns = list(dataset.column_names)
     if len(dataset) == 0:
-        raise ValueError(f"the training dataset has no rows (columns: {_listed(columns)}); is --dataset what you meant?")
+        raise ValueError(f"the dataset has no rows (columns: {_listed(columns)}); is --dataset what you meant?")
     if "messages" not in columns:
         raise ValueError(_nothing_to_read(len(dataset), columns))
     teachers = [column for column in _TEACHER_COLUMNS if column in columns]
     if teachers:
         raise ValueError(
-            f"the training dataset has the column {teachers[0]}: distillation from a teacher is not part of this "
+            f"the dataset has the column {teachers[0]}: distillation from a teacher is not part of this "
             "trainer yet; remove the column"
         )
     messages = (row["messages"] for row in dataset.select_columns("messages"))
@@ -84,7 +84,7 @@ def _nothing_to_read(size: int, columns: Iterable[str]) -> str:
     return (
         f"row 0 of the dataset has no messages, nor has any other of its {size} rows: it has the columns "
         f"{_listed(columns)}; rename the one with the prompt, or say which it is: "
-        "--columns '{\"<your column>\": \"query\"}'"
+        '--columns \'{"<your column>": "query"}\''
     )
 
 

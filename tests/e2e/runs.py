@@ -57,9 +57,11 @@ def megatron_rlhf(
     timeout: int = 600,
 ) -> Finished:
     """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here."""
+    model_type = json.loads((model / "config.json").read_text())["model_type"]
     program = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
-    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--dataset", str(dataset), "--output_dir", str(folder),
-                 "--add_version", "false", "--external_plugins", str(REWARDS), "--reward_funcs", "letters",
+    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3", "--dataset",
+                 str(dataset), "--output_dir", str(folder),
+                 "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS), "--reward_funcs", "letters",
                  "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                  "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
                  "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",

@@ -65,7 +65,7 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
 
 
 def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
-    flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
+    flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false",
              "--offload_model", "true", "--offload_optimizer", "true", *PROBED]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
     check_run(run, steps=2, layout="PP 2", k3_bound=1e-7)
@@ -74,7 +74,7 @@ def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, 
 
 def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
     model = make_model(folder / "moe", kind="moe")
-    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", *PROBED]
+    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", *PROBED]
     run = megatron_rlhf(model, dataset, folder / "experts", ranks=2, flags=flags)
     check_run(run, steps=2, layout="EP 2", k3_bound=1e-6)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4

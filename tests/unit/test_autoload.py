@@ -17,7 +17,12 @@ PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
 SFT = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/sft.py"
 GRPO = ["--rlhf_type", "grpo", "--model", "m"]
-SPAWN = [PYTHON, "-c", "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)", "--multiprocessing-fork"]
+SPAWN = [
+    PYTHON,
+    "-c",
+    "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)",
+    "--multiprocessing-fork",
+]
 
 # name: (sys.argv, sys.orig_argv, what it is)
 PROCESSES = {
@@ -44,7 +49,11 @@ PROCESSES = {
     "torchrun module": (["-m", RLHF, *GRPO], [PYTHON, "-m", "torch.distributed.run", RLHF, *GRPO], None),
     "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], None),
     "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], None),
-    "after handing over": (["-m", "rlhf", *GRPO], [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO], None),
+    "after handing over": (
+        ["-m", "rlhf", *GRPO],
+        [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],
+        None,
+    ),
     "swift megatron": (
         ["/venv/bin/swift", "megatron", "rlhf"],
         [PYTHON, "/venv/bin/swift", "megatron", "rlhf"],

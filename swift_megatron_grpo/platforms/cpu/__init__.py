@@ -21,6 +21,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: weights are handed over as tensors
     "VLLM_PLUGINS": "",  # ms-swift's vLLM plugin imports torchvision, which has no CPU build beside this torch
     "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_USE_AOT_COMPILE": "0",  # it insists on the dynamo that is disabled above; without it the model runs eagerly
 }
 _active = False
 

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -82,22 +82,6 @@ class _CpuGenerator:
     set_state = graphsafe_set_state = staticmethod(torch.default_generator.set_state)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
-def _call(callback: Callable[[], None], **kwargs: Any) -> None:
-    callback()
-
-
-def _no_gpu(*args: Any, **kwargs: Any) -> Any:
-    # AssertionError is what torch's CPU build raises here, and what callers that can do without a GPU expect.
-    raise AssertionError("there is no GPU to describe: this process runs on the CPU platform")
-
-
-def _stream_context(stream: Stream | None) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def _memory_stats(device: Any = None) -> dict[str, int]:
     return defaultdict(int)
 
@@ -107,24 +91,25 @@ def _mem_get_info(device: Any = None) -> tuple[int, int]:
     return memory.available, memory.total
 
 
+def _call(callback: Callable[[], None], **kwargs: Any) -> None:
+    callback()
+
+
+def _stream_context(stream: Stream | None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 _REPLACEMENTS: dict[str, Any] = {
     "Event": Event,
     "ExternalStream": Stream,
     "Stream": Stream,
     "_lazy_call": _call,
-    "_lazy_init": _nothing,
     "current_device": lambda: 0,
     "current_stream": lambda device=None: _STREAM,
     "default_generators": (_CpuGenerator(),),
     "default_stream": lambda device=None: _STREAM,
     "device": _Device,
     "device_count": lambda: 1,
-    "empty_cache": _nothing,
-    "get_device_capability": _no_gpu,
-    "get_device_name": _no_gpu,
-    "get_device_properties": _no_gpu,
-    "init": _nothing,
-    "ipc_collect": _nothing,
     "is_current_stream_capturing": lambda: False,
     "max_memory_allocated": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,
@@ -132,23 +117,44 @@ _REPLACEMENTS: dict[str, Any] = {
     "memory_allocated": lambda device=None: 0,
     "memory_reserved": lambda device=None: 0,
     "memory_stats": _memory_stats,
-    "reset_max_memory_allocated": _nothing,
-    "reset_max_memory_cached": _nothing,
-    "reset_peak_memory_stats": _nothing,
-    "set_device": _nothing,
-    "set_stream": _nothing,
     "stream": _stream_context,
-    "synchronize": _nothing,
 }
-# torch.cuda.random takes these from torch.cuda when it is imported.
-_IN_RANDOM = ("_lazy_call", "_lazy_init", "current_device", "device_count")
-_IN_NVTX = ("mark", "range_end", "range_pop", "range_push", "range_start")
+_WITHOUT_EFFECT = (
+    "_lazy_init", "empty_cache", "init", "ipc_collect", "reset_max_memory_allocated", "reset_max_memory_cached",
+    "reset_peak_memory_stats", "set_device", "set_stream", "synchronize",
+)  # fmt: skip
+_ABOUT_A_GPU = ("get_device_capability", "get_device_name", "get_device_properties")
+_TRACE_MARKS = ("mark", "range_end", "range_pop", "range_push", "range_start")
+# torch.cuda.random took these out of torch.cuda when it was imported.
+_USED_BY_RANDOM = ("_lazy_call", "_lazy_init", "current_device", "device_count")
 
 
 def install() -> None:
     for name, replacement in _REPLACEMENTS.items():
         setattr(torch.cuda, name, replacement)
-    for name in _IN_RANDOM:
-        setattr(torch.cuda.random, name, _REPLACEMENTS[name])
-    for name in _IN_NVTX:
-        setattr(torch.cuda.nvtx, name, _nothing)
+    for name in _WITHOUT_EFFECT:
+        setattr(torch.cuda, name, _do_nothing(name))
+    for name in _ABOUT_A_GPU:
+        setattr(torch.cuda, name, _refuse(name))
+    for name in _TRACE_MARKS:
+        setattr(torch.cuda.nvtx, name, _do_nothing(name))
+    for name in _USED_BY_RANDOM:
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+
+
+# A function of its own for every name: torch._dynamo tells them apart by identity.
+
+
+def _do_nothing(name: str) -> Callable[..., None]:
+    def nothing(*args: Any, **kwargs: Any) -> None: ...
+
+    nothing.__name__ = nothing.__qualname__ = name
+    return nothing
+
+
+def _refuse(name: str) -> Callable[..., NoReturn]:
+    def no_gpu(*args: Any, **kwargs: Any) -> NoReturn:
+        # AssertionError is what torch's CPU build raises here, and what callers that can do without a GPU expect.
+        raise AssertionError(f"torch.cuda.{name}: there is no GPU, this process runs on the CPU platform")
+
+    return no_gpu

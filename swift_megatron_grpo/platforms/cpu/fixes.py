@@ -6,6 +6,7 @@ For `activate()`. One function per fault. Nothing here changes what upstream com
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
@@ -86,6 +87,12 @@ def keep_sent_tensors(p2p_communication: ModuleType) -> None:
     p2p_communication._p2p_ops = p2p_ops_with_copies
 
 
+def expect_one_generator(random: ModuleType) -> None:
+    """Megatron warns, at every fork of its tracker, that the CPU's generator moved: here it is the one that was forked."""
+    message = "CPU RNG state changed within GPU RNG context"
+    logging.getLogger(random.__name__).addFilter(lambda record: record.getMessage() != message)
+
+
 def prefer_sdpa_for_images(model_config: ModuleType) -> None:
     """mcore-bridge's vision towers take flash_attention_2 unless told otherwise."""
     _before(model_config.ModelConfig, "__post_init__", _set_vision_attention)
@@ -114,6 +121,18 @@ def gather_on_cpu(state: ModuleType) -> None:
         partial_state._reset_state()
 
 
+def leave_destroyed_groups_alone(parallel_state: ModuleType) -> None:
+    """vLLM takes its groups down when the interpreter exits; by then ms-swift has destroyed every process group."""
+    destroy = parallel_state.GroupCoordinator.destroy
+
+    @functools.wraps(destroy)
+    def destroy_if_there(self: Any) -> None:
+        if dist.is_initialized():
+            destroy(self)
+
+    parallel_state.GroupCoordinator.destroy = destroy_if_there
+
+
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     original = vars(owner)[method]
 
@@ -133,5 +152,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.optimizer.distrib_optimizer": accept_cpu_tensor_types,
     "megatron.core.optimizer.optimizer": accept_cpu_tensor_types,
     "megatron.core.pipeline_parallel.p2p_communication": keep_sent_tensors,
+    "megatron.core.tensor_parallel.random": expect_one_generator,
     "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
+    "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
 }

@@ -10,10 +10,8 @@ follows from the padded cu_seqlens), num_splits, layer_number, attention_type, c
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -171,19 +169,17 @@ class DotProductAttention(TransformerEngineBaseModule):
         """[t, h, d], [t, g, d], [t, g, e] -> [t, h, e], zeros where there is no token"""
         group = self._context_parallel_group()
         key, value = (gather_sequences(tensor, keys, group) for tensor in (key, value))
-        if group is not None:  # what is gathered has no tokens outside of sequences
-            offsets = itertools.accumulate((sequence.room for sequence in keys), initial=0)
-            keys = [replace(sequence, start=start) for sequence, start in zip(keys, offsets, strict=False)]
+        empty = query.new_zeros(1, query.shape[1], value.shape[2])  # the output of a place without a token
         outputs, rows = [], 0
         for own, seen in zip(queries, keys, strict=True):
             seen_key, seen_value = (_heads_first(t[seen.start : seen.start + seen.length]) for t in (key, value))
             for chunk in chunks_of(own, group):
                 tokens = min(max(own.length - chunk.position, 0), chunk.count)
-                rows += chunk.count
                 own_query = _heads_first(query[chunk.row : chunk.row + tokens])
                 output = attend_at(own_query, seen_key, seen_value, rules, chunk.position, own.length)
-                outputs += [output[0].transpose(0, 1), output.new_zeros(chunk.count - tokens, *output.shape[1::2])]
-        outputs.append(query.new_zeros(query.shape[0] - rows, query.shape[1], value.shape[2]))
+                outputs += [output[0].transpose(0, 1), empty.expand(chunk.count - tokens, -1, -1)]
+                rows += chunk.count
+        outputs.append(empty.expand(query.shape[0] - rows, -1, -1))
         return torch.cat(outputs)
 
     def _attend_batch(

@@ -31,13 +31,11 @@ def attend_at(
 
     Returns [b, h, q, e]. Under causal masking only the visible keys are touched.
     """
-    last = first + query.shape[2]
-    keys = key.shape[2]
-    if rules.causal and rules.bottom_right:
-        keys = min(max(last + keys - length, 0), keys)
-    elif rules.causal:
-        keys = min(last, keys)
-    if rules.causal and rules.window == (-1, -1) and first == 0 and keys == last == length:
+    last, keys = first + query.shape[2], key.shape[2]
+    shift = keys - length if rules.bottom_right else 0
+    if rules.causal:
+        keys = min(max(last + shift, 0), keys)
+    if rules.causal and rules.window == (-1, -1) and first == shift == 0 and keys == last:
         return attend(query, key[:, :, :keys], value[:, :, :keys], rules, is_causal=True)  # torch's own, and fastest
     allowed = visible(length, key.shape[2], first, last, rules)
     allowed = None if allowed is None else allowed[:, :keys]
@@ -76,7 +74,7 @@ def attend(
 
     A query that may see no key gets zeros.
     """
-    if key.shape[2] == 0:
+    if key.shape[2] == 0 or query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
     blind = None
     if allowed is not None:

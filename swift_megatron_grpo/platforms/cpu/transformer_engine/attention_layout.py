@@ -31,6 +31,8 @@ def read_packing(cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tenso
         raise ValueError("DotProductAttention.forward: thd needs cu_seqlens_q and cu_seqlens_kv")
     lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).tolist()
+    if starts[0] != 0:
+        raise ValueError(f"DotProductAttention.forward: the first sequence begins at {starts[0]}")
     return [
         PackedSequence(begin, length, end - begin)
         for (begin, end), length in zip(pairwise(starts), lengths, strict=True)
@@ -65,5 +67,7 @@ def gather_sequences(
 
 def _chunk_size(sequence: PackedSequence, ranks: int) -> int:
     if sequence.room % (2 * ranks):
-        raise ValueError(f"context parallelism over {ranks} ranks: a sequence of {sequence.room} does not divide by {2 * ranks}")
+        raise ValueError(
+            f"context parallelism over {ranks} ranks: a sequence of {sequence.room} does not divide by {2 * ranks}"
+        )
     return sequence.room // (2 * ranks)

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From a clone to a model whose reward has doubled, on two CPU cores and without a download of weights.
+#   RUN=folder   where everything goes (runs/quickstart)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+run=${RUN:-runs/quickstart}
+
+scripts/setup_venv.sh
+PATH="$PWD/.venv/bin:$PATH"
+
+rm -rf "$run/output" # of the last quickstart: its log would be appended to
+python scripts/make_tiny_model.py --out "$run/model"
+python scripts/make_dataset.py --out "$run/data.jsonl" --rows 64 --seed 0
+echo "quickstart: training, about two minutes; the whole log is $run/train.log"
+status=0
+MODEL="$run/model" DATASET="$run/data.jsonl" OUTPUT="$run/output" NPROC_PER_NODE=2 \
+    templates/cpu_quickstart.sh > "$run/train.log" 2>&1 || status=$?
+if [ "$status" != 0 ]; then
+    tail -n 40 "$run/train.log" >&2
+    echo "quickstart: training failed with exit code $status; the whole log is $run/train.log" >&2
+    exit "$status"
+fi
+python scripts/summarize_run.py "$run/output" --min-gain 2

@@ -1,0 +1,258 @@
+"""What becomes of every flag of ms-swift's `megatron rlhf`. Each is in exactly one of four lists; a test demands it, so
+a new flag of a new ms-swift release fails that test by name instead of being ignored in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A flag this trainer serves at some values only."""
+
+    allowed: tuple[Any, ...]  # its default is one of them
+    why: str
+    stock: bool = True  # ms-swift's own trainer does it
+
+
+_ALGORITHM = "only the grpo loss with group advantages exists so far"
+_CORRECTION = "corrections for the difference between rollout and training policy are not there yet"
+_TEACHER = "distillation from a teacher is not there yet"
+_TURNS = "rollouts of several turns and environments are not there yet"
+_SERVER = "generation behind a server is not there yet"
+_ENTROPY = "entropies are not computed yet"
+_PACKED = "sequences are always packed, without padding between them"
+_LOW_BITS = "training below 16 bits is not there yet"
+_OVERLAP = "this overlap is not there yet"
+_ORIGIN = "the reference is --ref_model or, with LoRA, the model without its adapter"
+_IMAGES = "models with an image or audio part are not there yet"
+_LENGTHS = "this trainer's packed micro batches differ in length"
+
+NOT_YET: Mapping[str, Refusal] = {
+    # algorithm
+    "loss_type": Refusal((None, "grpo"), _ALGORITHM),
+    "advantage_estimator": Refusal(("grpo",), _ALGORITHM),
+    "scale_rewards": Refusal((None, "group", "batch", "none"), _ALGORITHM),
+    "importance_sampling_level": Refusal(("token",), _ALGORITHM),
+    "delta": Refusal((None,), _ALGORITHM),
+    "kl_in_reward": Refusal((None, False), "the KL term is part of the loss"),
+    "dynamic_sample": Refusal((False,), "groups of equal rewards are not sampled again yet"),
+    "overlong_filter": Refusal((False,), "truncated completions are trained like any other"),
+    "top_entropy_quantile": Refusal((1.0,), _ENTROPY),
+    "log_entropy": Refusal((False,), _ENTROPY),
+    "num_iterations": Refusal((1,), "every completion is trained once", stock=False),
+    "rollout_importance_sampling_mode": Refusal((None,), _CORRECTION),
+    "log_rollout_offpolicy_metrics": Refusal((False,), _CORRECTION),
+    "off_policy_sequence_mask_delta": Refusal((None,), _CORRECTION),
+    "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
+    "calculate_per_token_loss": Refusal((False, None), "losses come normalised over the whole step"),
+    "loss_scale": Refusal(
+        ("last_round", "last_round+ignore_empty_think"), "exactly the tokens that the policy generated are trained"
+    ),
+    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained"),
+    "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained"),
+    # rollouts
+    "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
+    "vllm_mode": Refusal((None, "colocate"), _SERVER),
+    "vllm_enable_lora": Refusal((False,), "adapters are merged into the weights that vLLM gets"),
+    "vllm_server_base_url": Refusal((None,), _SERVER),
+    "vllm_server_host": Refusal((None,), _SERVER),
+    "vllm_server_port": Refusal(([8000],), _SERVER),
+    "vllm_server_timeout": Refusal((240.0,), _SERVER),
+    "vllm_server_group_port": Refusal((None,), _SERVER),
+    "vllm_server_pass_dataset": Refusal((False,), _SERVER),
+    "async_generate": Refusal((False,), "generation and training take turns", stock=False),
+    "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
+    "multi_turn_scheduler": Refusal((None,), _TURNS),
+    "max_turns": Refusal((None,), _TURNS),
+    "use_gym_env": Refusal((None, False), _TURNS),
+    "gym_env": Refusal((None,), _TURNS),
+    "offload_bridge": Refusal((False,), "weights go to vLLM from GPU to GPU"),
+    "move_model_batches": Refusal((None,), "weights go to vLLM one tensor at a time", stock=False),
+    # rewards, teacher, reference
+    "reward_model": Refusal((None,), "reward models are not there yet", stock=False),
+    "reward_model_plugin": Refusal((None,), "reward models are not there yet", stock=False),
+    "teacher_model": Refusal((None,), _TEACHER),
+    "teacher_model_type": Refusal((None,), _TEACHER),
+    "teacher_model_revision": Refusal((None,), _TEACHER),
+    "teacher_model_server": Refusal((None,), _TEACHER),
+    "offload_teacher_model": Refusal((False,), _TEACHER),
+    "sync_ref_model": Refusal((False,), "the reference stays what it is", stock=False),
+    "mcore_ref_model": Refusal((None,), _ORIGIN),
+    "mcore_ref_adapter": Refusal((None,), _ORIGIN),
+    "ref_adapters": Refusal(([],), _ORIGIN),
+    # data
+    "truncation_strategy": Refusal((None, "left"), "prompts beyond --max_length are cut on the left"),
+    "streaming": Refusal((False,), "the dataset's length must be known"),
+    "packing": Refusal((False,), "completions are packed after they are generated"),
+    "cached_dataset": Refusal(([],), "prompts come from --dataset"),
+    "cached_val_dataset": Refusal(([],), "prompts come from --val_dataset"),
+    "data_sharding": Refusal((False,), "every rank knows the order of all prompts"),
+    "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
+    # model
+    "tuner_type": Refusal(("full", "lora"), _IMAGES),
+    "tuner_backend": Refusal(("peft",), "adapters are peft's", stock=False),
+    "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
+    "language_model_only": Refusal((False,), _IMAGES),
+    "new_special_tokens": Refusal(([],), "vLLM runs the vocabulary of the checkpoint"),
+    "rope_scaling": Refusal((None,), "vLLM runs the positions of the checkpoint; set rope_scaling in its config.json"),
+    "max_model_len": Refusal((None,), "vLLM runs the positions of the checkpoint; --vllm_max_model_len bounds it"),
+    "quant_method": Refusal((None,), _LOW_BITS, stock=False),
+    "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
+    "bridge_backend": Refusal(("mcore-bridge",), "weights go through mcore-bridge"),
+    "vit_lr": Refusal((None,), _IMAGES),
+    "aligner_lr": Refusal((None,), _IMAGES),
+    # precision
+    "fp16": Refusal((None, False), "fp16 needs a loss scale that skips steps, and a step that fails stops the run"),
+    "fp8_format": Refusal((None,), _LOW_BITS),
+    "fp8_param_gather": Refusal((False,), _LOW_BITS),
+    "fp4_format": Refusal((None,), _LOW_BITS),
+    "fp4_param_gather": Refusal((False,), _LOW_BITS),
+    # layout and communication
+    "virtual_pipeline_model_parallel_size": Refusal(
+        (None, 1), "the interleaved pipeline is not there yet", stock=False
+    ),
+    "microbatch_group_size_per_vp_stage": Refusal((None,), "the interleaved pipeline is not there yet", stock=False),
+    "pipeline_model_parallel_layout": Refusal((None,), "hand-written pipeline layouts are not there yet"),
+    "padding_free": Refusal((True,), _PACKED),
+    "mlp_padding_free": Refusal((False,), _PACKED),
+    "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "auto"), _PACKED),
+    "sequence_packing_scheduler": Refusal((None,), "this trainer packs by itself"),
+    "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks hold zigzag pieces"),
+    "tp_comm_overlap": Refusal((False,), _LENGTHS),
+    "overlap_param_gather": Refusal((False,), _OVERLAP),
+    "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
+    "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not there yet"),
+    # optimizer
+    "optimizer": Refusal(("adam", "sgd"), "Muon is not there yet"),
+    "optimizer_cpu_offload": Refusal((False,), "--offload_optimizer moves its state while vLLM generates"),
+    "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
+    # other ways to start
+    "use_ray": Refusal((False,), "ranks come from torchrun"),
+    "ray_exp_name": Refusal((None,), "ranks come from torchrun"),
+    "device_groups": Refusal((None,), "ranks come from torchrun"),
+    "skip_megatron_init": Refusal((False,), "ranks come from torchrun"),
+}
+
+
+def _flags(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+USED_HERE = _flags(
+    """
+    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model
+    temperature top_k top_p repetition_penalty stop_words max_completion_length
+    micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
+    vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
+    vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
+    vllm_mm_processor_cache_gb vllm_engine_kwargs sleep_level offload_optimizer offload_model
+    data_seed seed train_dataloader_shuffle dataset_shuffle max_length
+    log_completions wandb_log_unique_prompts report_to output_dir
+    """
+)
+
+# ms-swift reads these around this trainer: parsing, datasets, template, model, optimizer, checkpoints, callbacks, and
+# the reward functions of its registry.
+USED_BY_SWIFT = _flags(
+    """
+    model model_type model_revision torch_dtype local_repo_path use_hf hub_token model_kwargs enable_npu_model_patch
+    check_model ignore_args_error external_plugins custom_register_path load_args load_data_args
+    template system agent_template use_chat_template template_backend response_prefix enable_thinking
+    preserve_thinking add_non_thinking_prefix disable_ignore_empty_think
+    dataset val_dataset split_dataset_ratio dataset_num_proc load_from_cache_file val_dataset_shuffle interleave_prob
+    stopping_strategy download_mode columns strict remove_unused_columns disable_auto_column_mapping
+    model_name model_author custom_dataset_info
+    adapters freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters
+    trainable_parameters_regex target_modules target_regex modules_to_save lora_rank lora_alpha lora_dropout lora_bias
+    lora_dtype use_rslora merge_lora
+    cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct
+    cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length
+    recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute
+    train_iters num_train_epochs
+    masked_softmax_fusion bias_dropout_fusion bias_activation_fusion apply_rope_fusion gradient_accumulation_fusion
+    cross_entropy_loss_fusion cross_entropy_fusion_impl apply_query_key_layer_scaling attention_softmax_in_fp32
+    use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
+    exp_avg_sq_dtype bf16 accumulate_allreduce_grads_in_fp32
+    manual_gc manual_gc_steps manual_gc_eval te_rng_tracker data_parallel_random_init
+    lr lr_warmup_init lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction min_lr lr_wsd_decay_style
+    lr_wsd_decay_iters weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad
+    adam_beta1 adam_beta2 adam_eps sgd_momentum apply_wd_to_qk_layernorm
+    save_steps save_strategy no_save_optim no_save_rng mcore_model mcore_adapter no_load_optim no_load_rng finetune
+    perform_initialization use_cpu_initialization async_save save_total_limit metric_for_best_model greater_is_better
+    use_persistent_ckpt_worker dist_ckpt_save_pre_mcore_014 dist_ckpt_optim_fully_reshardable
+    distrib_optim_fully_reshardable_mem_efficient save_safetensors save_missing_weights max_shard_size
+    add_version create_checkpoint_symlink
+    local_rank ddp_timeout ddp_backend use_distributed_optimizer tensor_model_parallel_size
+    pipeline_model_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split overlap_p2p_comm batch_p2p_comm
+    align_param_gather sequence_parallel context_parallel_size cp_comm_type overlap_grad_reduce align_grad_reduce
+    nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
+    logging_steps tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name swanlab_project swanlab_exp_name
+    eval_iters eval_steps callbacks
+    moe_router_load_balancing_type moe_router_dtype moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm
+    moe_permute_fusion moe_aux_loss_coeff moe_z_loss_coeff moe_shared_expert_overlap moe_expert_capacity_factor
+    moe_pad_expert_input_to_capacity moe_token_drop_policy
+    dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss apply_dsa_kernel_fusion csa_dense_mode use_fused_mhc
+    mhc_recompute_layer_num engram_tokenizer_map linear_decoupled_in_proj megatron_extra_kwargs
+    """
+)
+
+# Nothing depends on these: they belong to other training types or engines and ms-swift's own GRPO does not read them
+# either; or they refine a flag that NOT_YET refuses; or they tune worker processes that read prompts.
+NO_EFFECT = _flags(
+    """
+    rpo_alpha reference_free label_smoothing f_divergence_type desirable_weight undesirable_weight calculate_KL
+    center_rewards_coefficient gkd_logits_topk lmbda seq_kd sft_alpha enable_dft_loss enable_channel_loss mrl_dims
+    num_labels problem_type max_new_tokens num_beams stream logprobs top_logprobs use_swift_lora
+    decision_drop_instructions decision_subsample_options decision_state_as_text decision_shuffle_fields
+    attn_impl experts_impl device_map max_memory init_strategy
+    max_pixels norm_bbox freeze_llm freeze_vit freeze_aligner vit_gradient_checkpointing
+    vit_gradient_checkpointing_kwargs vit_attn_impl padding_side sequence_parallel_size lazy_tokenize
+
+    tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
+    max_resample_times rollout_importance_sampling_threshold teacher_tag_key teacher_kl_coef
+    _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha completion_length_limit_scope
+    shuffle_buffer_size packing_length packing_num_proc packing_strategy
+    hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
+    optimizer_offload_fraction fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
+    data_parallel_sharding_strategy mtp_loss_scaling_factor mtp_decoder_input_detach mtp_shared_weights
+    muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
+    muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer muon_lr muon_min_lr
+
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context
+    """
+)
+
+
+def refusals(values: Mapping[str, Any], stock_trainer: str) -> list[str]:
+    """A sentence for every flag whose value this trainer does not serve. `stock_trainer`: how to get ms-swift's."""
+    return [
+        _sentence(flag, values[flag], refusal, stock_trainer)
+        for flag, refusal in NOT_YET.items()
+        if _plain(values[flag]) not in refusal.allowed
+    ]
+
+
+def _sentence(flag: str, value: Any, refusal: Refusal, stock_trainer: str) -> str:
+    choices = [_typed(choice) for choice in refusal.allowed if choice not in (None, False, [])]
+    remedies = [f"use --{flag} {' or '.join(choices)}" if choices else "leave it out"]
+    if refusal.stock:
+        remedies.append(stock_trainer)
+    return f"--{flag} {_typed(value)}: {refusal.why}; {', or '.join(remedies)}"
+
+
+def _plain(value: Any) -> Any:
+    return value.name if isinstance(value, Enum) else value
+
+
+def _typed(value: Any) -> str:
+    """As one types it on a command line."""
+    if isinstance(value, list):
+        return " ".join(_typed(each) for each in value)
+    return str(value).lower() if isinstance(value, bool) else str(_plain(value))

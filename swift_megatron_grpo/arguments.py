@@ -1,0 +1,295 @@
+"""The flags of `megatron rlhf --rlhf_type grpo`: ms-swift's, and those that this package adds.
+
+What can be known to fail is found here, before a process group exists, a model is loaded or anything is written.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from swift.megatron.arguments import MegatronRLHFArguments
+from swift.rewards import orms
+from swift.utils import get_dist_setting, import_external_file
+
+from swift_megatron_grpo import __version__
+from swift_megatron_grpo import argument_checks as checks
+from swift_megatron_grpo.argument_table import refusals
+from swift_megatron_grpo.autoload import VARIABLE
+from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
+from swift_megatron_grpo.config import (
+    CompletionLogConfig,
+    DataConfig,
+    GradingConfig,
+    GRPOConfig,
+    LossConfig,
+    ReferenceConfig,
+    ResidencyConfig,
+    SamplingConfig,
+    VllmConfig,
+)
+from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+
+_STOCK_TRAINER = f"{VARIABLE}=off for ms-swift's own trainer"
+
+
+@dataclass
+class GRPOArguments(MegatronRLHFArguments):
+    vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
+    bad_reward: Literal["stop", "drop"] = field(
+        default="stop",
+        metadata={
+            "help": "What happens when a completion gets no valid reward: every reward function returned None, or one "
+            "returned NaN or infinity. stop: the run stops and names the function and the completion. drop: the "
+            "completion is left out of its group's statistics and is not trained. Default: stop."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.rlhf_type != "grpo":
+            raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
+        self._check_what_is_typed()
+        existing = _with_parents(Path(self.output_dir or "megatron_output").expanduser())
+        try:
+            super().__post_init__()
+        except Exception:
+            _remove_empty(_with_parents(Path(self.output_dir or "megatron_output")), but=existing)
+            raise
+
+    # ---- checks
+
+    def _check_what_is_typed(self) -> None:
+        plugins = _listed(self.external_plugins) + _listed(self.custom_register_path)
+        checks.check_plugin_files(plugins)
+        for (
+            plugin
+        ) in plugins:  # reward functions register themselves; ms-swift imports the files later, once more in vain
+            import_external_file(plugin)
+        checks.check_all(
+            [
+                self._check_flags,
+                self._check_model_path,
+                self.batch_plan,
+                self._check_layout,
+                lambda: checks.check_group_size(self.num_generations),
+                lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
+                lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
+                self._check_rewards,
+                checks.check_vllm_installed,
+            ]
+        )
+
+    def _init_output_dir(self) -> None:
+        """ms-swift calls this when it has read the model's config, before it makes process groups and the folder."""
+        checks.check_all([self._check_flags, self._check_layout, self._check_modality, self._check_precision])
+        super()._init_output_dir()
+
+    def check_adopted(self) -> None:
+        """For arguments that ms-swift's own class has parsed: what __post_init__ would have refused."""
+        checks.check_all([self._check_flags, self._check_layout, self._check_modality, self._check_rewards])
+
+    def _check_flags(self) -> None:
+        problems = refusals({each.name: getattr(self, each.name) for each in fields(self)}, _STOCK_TRAINER)
+        if self.ref_model is not None and self._has_adapter:
+            problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def _check_model_path(self) -> None:
+        resumes = self.mcore_model or self.mcore_adapter or self.adapters  # their args.json names the model
+        if self.model is None and not resumes:
+            raise ValueError("no model is set; use --model with a folder or a hub id")
+        for flag in ("model", "ref_model"):
+            if getattr(self, flag) is not None:
+                checks.check_model_path(getattr(self, flag), flag, bare_ids=self.use_hf)
+
+    def _check_layout(self) -> None:
+        folder = Path(self.model_dir if "model_dir" in vars(self) else self.model or "").expanduser()
+        if not (folder / "config.json").is_file():
+            return  # on a hub: again when ms-swift has fetched it
+        layout = checks.Parallelism(
+            world_size=_world_size(),
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+            vllm_tensor_parallel_size=self.vllm_tensor_parallel_size,
+            sequence_parallel=self.sequence_parallel,
+            first_stage_layers=self.decoder_first_pipeline_num_layers,
+            last_stage_layers=self.decoder_last_pipeline_num_layers,
+            extra_layers=self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split,
+        )
+        checks.check_layout(layout, checks.read_model_shape(folder))
+
+    def _check_modality(self) -> None:
+        if self.model_meta.is_multimodal:
+            raise ValueError(
+                f"--model {self.model}: models with an image, video or audio part are not supported yet; use a text "
+                f"model, or {_STOCK_TRAINER}"
+            )
+
+    def _check_precision(self) -> None:
+        """ms-swift trains fp16 and fp32 checkpoints in fp16 unless told otherwise. NOT_YET says why that is refused."""
+        if self.fp16 is None and self.torch_dtype in (torch.float16, torch.float32):
+            raise ValueError(
+                f"--model {self.model} has torch_dtype {str(self.torch_dtype).removeprefix('torch.')}, which ms-swift "
+                "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
+            )
+
+    def _check_rewards(self) -> None:
+        checks.check_reward_functions(self.reward_funcs, orms)
+        checks.check_reward_weights(self.reward_weights, len(self.reward_funcs))
+
+    @property
+    def _has_adapter(self) -> bool:
+        return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter)
+
+    # ---- what ms-swift asks
+
+    def _init_generation_batch_params(self) -> None:
+        """In place of ms-swift's own arithmetic, which also refuses what only its trainer cannot do."""
+        plan = self.batch_plan()
+        self.generation_batch_size = plan.generation_batch_size
+        self.steps_per_generation = plan.steps_per_generation
+        self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.world_size)
+
+    def load_dataset(self) -> tuple[Any, Any]:
+        with no_prompt_dropped():
+            return super().load_dataset()
+
+    def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
+        """The datasets are there, the model is not."""
+        for dataset in (train_dataset, val_dataset):
+            if dataset is not None:
+                check_rows(dataset)
+        super().init_iters(train_dataset, val_dataset)
+        if self.train_iters < 1:
+            raise ValueError(
+                f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
+                f"{self.num_train_epochs}; use --train_iters, which goes through the dataset as often as it takes"
+            )
+
+    # ---- what the rest of the package asks
+
+    def batch_plan(self) -> BatchPlan:
+        return resolve(
+            world_size=_world_size(),
+            tensor_parallel=self.tensor_model_parallel_size,
+            pipeline_parallel=self.pipeline_model_parallel_size,
+            context_parallel=self.context_parallel_size,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            num_generations=self.num_generations,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+        )
+
+    def start_up_lines(self) -> list[str]:
+        """For the log: which trainer this is, the layout, the batch arithmetic."""
+        plan = self.batch_plan()
+        layout = (
+            f"TP {plan.tensor_parallel}{' with SP' if self.sequence_parallel else ''}, PP {plan.pipeline_parallel}, "
+            f"CP {plan.context_parallel}, EP {self.expert_model_parallel_size}, DP {plan.data_parallel}, "
+            f"world {plan.world_size}; vLLM TP {self.vllm_tensor_parallel_size}"
+        )
+        return [
+            f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {layout}",
+            *format_table(plan).splitlines(),
+            *plan.notes,
+        ]
+
+    def to_config(self, consumed_completions: int = 0) -> GRPOConfig:
+        """For the stages. After ms-swift has finished parsing."""
+        plan = self.batch_plan()
+        weights = self.reward_weights or [1.0] * len(self.reward_funcs)
+        full_copy = self.beta != 0 and not self._has_adapter
+        return GRPOConfig(
+            batch=plan,
+            data=DataConfig(self.data_seed, self.train_dataloader_shuffle, consumed_completions),
+            sampling=SamplingConfig(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                repetition_penalty=self.repetition_penalty,
+                max_completion_length=self.max_completion_length,
+                stop_words=tuple(self.stop_words),
+            ),
+            vllm=self._vllm_config(plan),
+            grading=GradingConfig(
+                num_generations=self.num_generations,
+                reward_names=tuple(map(_reward_name, self.reward_funcs)),
+                reward_weights=tuple(map(float, weights)),
+                scale_rewards=self.scale_rewards,
+                bad_reward=self.bad_reward,
+            ),
+            loss=LossConfig(
+                name=self.loss_type,
+                epsilon_low=self.epsilon,
+                epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+                beta=self.beta,
+                temperature=self.temperature,
+            ),
+            reference=ReferenceConfig(self.beta, full_copy, (self.ref_model or self.model) if full_copy else None),
+            residency=ResidencyConfig(self.offload_model, self.offload_optimizer),
+            log=CompletionLogConfig(
+                enabled=self.log_completions,
+                output_dir=self.output_dir,
+                report_to=tuple(self.report_to),
+                unique_prompts=bool(self.wandb_log_unique_prompts),
+            ),
+            seed=self.seed,
+        )
+
+    def _vllm_config(self, plan: BatchPlan) -> VllmConfig:
+        per_engine = -(-plan.generation_batch_size // plan.world_size) * self.vllm_tensor_parallel_size
+        return VllmConfig(
+            model_dir=self.model_dir,
+            model_type=self.model_type,
+            dtype=self.torch_dtype,
+            tensor_parallel_size=self.vllm_tensor_parallel_size,
+            gpu_memory_utilization=self.vllm_gpu_memory_utilization,
+            max_model_len=self.vllm_max_model_len,
+            max_num_seqs=self.vllm_max_num_seqs or per_engine,
+            enforce_eager=self.vllm_enforce_eager,
+            enable_prefix_caching=self.vllm_enable_prefix_caching,
+            disable_cascade_attn=self.vllm_disable_cascade_attn,
+            limit_mm_per_prompt=self.vllm_limit_mm_per_prompt,
+            mm_processor_cache_gb=self.vllm_mm_processor_cache_gb,
+            engine_kwargs=self.vllm_engine_kwargs or {},
+            sleep_level=self.sleep_level,
+            seed=self.seed,
+        )
+
+
+def _world_size() -> int:
+    """As the launcher says, before any process group exists."""
+    world_size: int = get_dist_setting()[2]
+    return world_size
+
+
+def _listed(paths: str | list[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths)
+
+
+def _reward_name(function: Any) -> str:
+    """ms-swift names a reward function after its class."""
+    registered = orms[function] if isinstance(function, str) else function
+    named = inspect.isclass(registered) or inspect.isfunction(registered)
+    return registered.__name__ if named else type(registered).__name__
+
+
+def _with_parents(folder: Path) -> list[Path]:
+    """The folder and those it lies in, innermost first, as far as they exist."""
+    return [each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir()]
+
+
+def _remove_empty(folders: list[Path], but: list[Path]) -> None:
+    for folder in folders:
+        if folder not in but:
+            with suppress(OSError):  # not empty, or another rank was faster
+                folder.rmdir()

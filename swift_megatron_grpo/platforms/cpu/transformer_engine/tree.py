@@ -1,0 +1,131 @@
+"""Transformer Engine's module tree, assembled from the files of this folder and put into sys.modules.
+
+For `activate()`. Where a module is missing here although Transformer Engine has it, megatron-core takes a path of its own,
+and that path is the one to take on a CPU: cpp_extensions (fused GEMM), graph (CUDA graphs), cpu_offload, float8_tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from swift_megatron_grpo.platforms.cpu.transformer_engine import attention, base, distributed, linear, norm, optimizers, recipe
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import unsupported_class, unsupported_function
+
+NAME = "transformer_engine"
+# megatron-core and mcore-bridge ask for the version by transformer_engine.__version__. 2.11 is what the GPU stack runs, so
+# both platforms take the same paths. The highest version they compare with is 2.10; from 2.7 on the fused router is
+# imported, so its names exist below.
+VERSION = "2.11.0"
+
+_RECIPES = ("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
+            "NVFP4BlockScaling", "Recipe")  # fmt: skip
+_ACTIVATIONS = ("GEGLU", "GELU", "ReGLU", "ReLU", "SiLU", "SwiGLU")
+_OPS = ("AllReduce", "BasicLinear", "Bias", "FusibleOperation", "LayerNorm", "RMSNorm", "ReduceScatter", "Sequential")
+_PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
+                 "moe_unpermute")  # fmt: skip
+_ROUTER = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
+
+
+def _classes(module: str, *names: str) -> dict[str, Any]:
+    return {name: unsupported_class(f"{NAME}.{module}", name) for name in names}
+
+
+def _functions(module: str, *names: str) -> dict[str, Any]:
+    return {name: unsupported_function(f"{NAME}.{module}", name) for name in names}
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    """Module path below transformer_engine -> its names."""
+    fp8 = {
+        "FP8GlobalStateManager": recipe.FP8GlobalStateManager,
+        "fp8_autocast": recipe.fp8_autocast,
+        "fp8_model_init": recipe.fp8_model_init,
+    }
+    layers = {
+        "GroupedLinear": linear.GroupedLinear,
+        "LayerNorm": norm.LayerNorm,
+        "LayerNormLinear": linear.LayerNormLinear,
+        "Linear": linear.Linear,
+        "RMSNorm": norm.RMSNorm,
+    }
+    optimizer_names = ("FusedAdam", "FusedSGD", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale")
+    distributed_names = (
+        "CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "get_all_rng_states",
+        "is_fp8_activation_recompute_enabled",
+    )  # fmt: skip
+    return {
+        "common": {},
+        "common.recipe": {"Format": recipe.Format, **_classes("common.recipe", *_RECIPES)},
+        "pytorch": {
+            **layers,
+            "CudaRNGStatesTracker": distributed.CudaRNGStatesTracker,
+            "DotProductAttention": attention.DotProductAttention,
+            "checkpoint": distributed.checkpoint,
+            "fp8_autocast": recipe.fp8_autocast,
+            "fp8_model_init": recipe.fp8_model_init,
+            **_classes("pytorch", "Fp8Padding", "Fp8Unpadding", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"),
+        },
+        "pytorch.attention": {"DotProductAttention": attention.DotProductAttention},
+        "pytorch.attention.rope": _functions("pytorch.attention.rope", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
+        "pytorch.cross_entropy": _functions("pytorch.cross_entropy", "parallel_cross_entropy"),
+        "pytorch.distributed": {name: getattr(distributed, name) for name in distributed_names},
+        "pytorch.fp8": fp8,
+        "pytorch.module": layers,
+        "pytorch.module.base": {
+            "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
+            **_functions("pytorch.module.base", "get_dummy_wgrad", "initialize_ub"),
+        },
+        "pytorch.ops": _classes("pytorch.ops", *_OPS, *_ACTIVATIONS),
+        "pytorch.optimizers": {name: getattr(optimizers, name) for name in optimizer_names},
+        "pytorch.permutation": _functions("pytorch.permutation", *_PERMUTATIONS),
+        "pytorch.quantization": fp8,
+        "pytorch.router": _functions("pytorch.router", *_ROUTER),
+        "pytorch.tensor": _classes("pytorch.tensor", "QuantizedTensor"),
+        "pytorch.utils": _classes("pytorch.utils", "SplitAlongDim"),
+    }
+
+
+class _StandIn(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system asks for these
+            raise AttributeError(name)
+        raise AttributeError(_missing(f"{self.__name__}.{name}"))
+
+
+class _RefuseTheRest:
+    """Behind every other finder: whatever is not in the tree cannot be imported, and says why."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
+        if name.startswith(f"{NAME}."):
+            raise ImportError(_missing(name), name=name)
+
+
+def _missing(name: str) -> str:
+    return f"{name} is not part of the CPU platform's stand-in (real Transformer Engine needs CUDA)"
+
+
+def install() -> None:
+    """Only where there is no transformer_engine yet; one that is installed cannot be imported without CUDA."""
+    if NAME in sys.modules:
+        raise RuntimeError(f"{NAME} is already imported: activate the CPU platform before it")
+    root = _module(NAME, {"__version__": VERSION})
+    modules = {NAME: root}
+    for path, names in _contents().items():
+        module = _module(f"{NAME}.{path}", names)
+        modules[module.__name__] = module
+        parent, _, leaf = module.__name__.rpartition(".")
+        setattr(modules[parent], leaf, module)
+    sys.modules.update(modules)
+    sys.meta_path.append(_RefuseTheRest())  # type: ignore[arg-type]
+
+
+def _module(name: str, names: dict[str, Any]) -> ModuleType:
+    module = _StandIn(name)
+    module.__path__ = []  # a package, so that submodules are looked for
+    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+    vars(module).update(names)
+    return module

@@ -1,0 +1,323 @@
+"""The seams with the real ms-swift, mcore-bridge, megatron-core and torch: a name that we lean on and that moves upstream
+fails here, by name, and not in the middle of a run.
+
+The packages import on a machine without CUDA only under the CPU platform, which changes the process, so they are
+looked at in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+
+LOOK = """
+import inspect, json, sys
+import torch
+if not torch.cuda.is_available():
+    from swift_megatron_grpo.platforms.cpu import activate
+    activate()
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+def source(function):
+    return inspect.getsource(function)
+"""
+
+
+def look(code: str) -> Any:
+    """Run the code after LOOK in a fresh interpreter; what it assigns to `seen` comes back through JSON."""
+    program = LOOK + textwrap.dedent(code) + "\nprint('SEEN ' + json.dumps(seen))\n"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    return json.loads(result.stdout.rsplit("SEEN ", 1)[1])
+
+
+@cache
+def upstream() -> dict[str, Any]:
+    """One look at everything: importing these packages takes 20 seconds."""
+    seen: dict[str, Any] = look(
+        """
+        from swift.megatron.arguments import MegatronRLHFArguments
+        from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+        from swift.megatron.pipelines.train.sft import MegatronSft
+        from swift.megatron.trainers.base import BaseMegatronTrainer
+        from swift.pipelines.base import SwiftPipeline
+        from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
+        from swift.utils import import_external_file
+        from swift.cli import main as swift_cli
+        from swift.cli._megatron.main import ROUTE_MAPPING
+        import swift.megatron.trainers as trainers
+        from mcore_bridge import GPTBridge
+        from mcore_bridge.model.gpt_model import GPTModel
+
+        methods = ("train", "run_train_step", "train_step", "setup_training", "finalize_training", "prepare_model",
+                   "save_checkpoint", "_aggregated_metrics", "merge_lora_adapters", "unmerge_lora_adapters",
+                   "get_optimizer_and_scheduler", "on_log", "evaluate", "__init__")
+        seen = {
+            "trainer": {name: parameters(getattr(BaseMegatronTrainer, name)) for name in methods},
+            "prepare_trainer": source(MegatronRLHF.prepare_trainer),
+            "prepare_trainer_of": MegatronRLHF.prepare_trainer.__qualname__,
+            "args_class": MegatronRLHF.args_class is MegatronRLHFArguments,
+            "_parse_args": parameters(MegatronRLHF._parse_args),
+            "_parse_args_source": source(SwiftPipeline._parse_args),
+            "run": parameters(MegatronRLHF.run),
+            "run_source": source(MegatronSft.run),
+            "main_source": source(SwiftPipeline.main),
+            "trainers_type": type(trainers).__name__,
+            "trainers_getattr": parameters(type(trainers).__getattr__),
+            "trainers_structure": trainers._import_structure,
+            "import_external_file": source(import_external_file),
+            "swift_main": source(swift_cli),
+            "megatron_routes": ROUTE_MAPPING,
+            "_forward_output_layer": str(inspect.signature(GPTModel._forward_output_layer)),
+            "_postprocess": source(GPTModel._postprocess),
+            "export_weights": parameters(GPTBridge.export_weights),
+            "infer": parameters(GRPOVllmEngine.infer),
+        }
+        """
+    )
+    return seen
+
+
+# ---- registration
+
+
+def test_prepare_trainer_looks_the_class_up_by_name_in_swift_megatron_trainers() -> None:
+    source = upstream()["prepare_trainer"]
+    assert upstream()["prepare_trainer_of"] == "MegatronRLHF.prepare_trainer"
+    assert "'grpo': 'MegatronGRPOTrainer'" in source
+    assert "importlib.import_module('swift.megatron.trainers')" in source
+    assert "getattr(module, trainer_cls_name)" in source
+    assert "trainer_cls(args, self.template, **kwargs)" in source
+
+
+def test_swift_megatron_trainers_resolves_names_when_asked() -> None:
+    assert upstream()["trainers_type"] == "_LazyModule"
+    assert upstream()["trainers_getattr"] == ["self", "name"]
+    assert "MegatronGRPOTrainer" in upstream()["trainers_structure"]["grpo_trainer"]
+
+
+def test_the_pipeline_parses_with_its_args_class() -> None:
+    assert upstream()["args_class"]
+    assert upstream()["_parse_args"] == ["self", "args"]
+    assert "parse_args(self.args_class, args)" in upstream()["_parse_args_source"]
+    assert "isinstance(args, self.args_class)" in upstream()["_parse_args_source"]
+
+
+def test_run_loads_the_data_before_it_builds_the_trainer() -> None:
+    source = upstream()["run_source"]
+    assert upstream()["run"] == ["self"]
+    assert "self.run()" in upstream()["main_source"]
+    assert source.index("self._prepare_dataset()") < source.index("self.prepare_trainer()")
+
+
+def test_external_plugins_go_by_path_with_their_folder_first_on_sys_path() -> None:
+    source = upstream()["import_external_file"]
+    assert "sys.path.insert(0, py_dir)" in source
+    assert "spec_from_file_location(module_name, file_path)" in source
+
+
+def test_the_parent_expands_a_config_file_before_it_starts_the_ranks() -> None:
+    source = upstream()["swift_main"]
+    assert source.index("parse_yaml_args(argv)") < source.index("subprocess.run(args)")
+    assert upstream()["megatron_routes"]["rlhf"] == "swift.cli._megatron.rlhf"
+
+
+def test_torch_calls_the_entry_points_of_torch_backends() -> None:
+    import torch
+
+    assert torch._is_device_backend_autoload_enabled()
+    names = {entry.name: entry.value for entry in entry_points(group="torch.backends")}
+    assert names["swift_megatron_grpo"] == "swift_megatron_grpo.autoload:arm"
+    assert callable(torch.accelerator.current_accelerator)
+
+
+# ---- the trainer's parent
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("__init__", ["self", "args", "template"]),
+        ("prepare_model", ["self"]),
+        ("get_optimizer_and_scheduler", ["self"]),
+        ("train", ["self", "train_dataset", "val_dataset"]),
+        ("setup_training", ["self", "train_dataset", "val_dataset"]),
+        ("run_train_step", ["self", "train_data_iterator", "val_data_iterator"]),
+        ("train_step", ["self", "train_data_iterator"]),
+        ("_aggregated_metrics", ["self", "metrics", "total_metrics"]),
+        ("on_log", ["self", "logs", "prefix"]),
+        ("evaluate", ["self", "val_data_iterator"]),
+        ("finalize_training", ["self"]),
+        ("save_checkpoint", ["self"]),
+        ("merge_lora_adapters", ["self", "adapter_name"]),
+        ("unmerge_lora_adapters", ["self"]),
+    ],
+)
+def test_base_megatron_trainer(method: str, parameters: list[str]) -> None:
+    assert upstream()["trainer"][method] == parameters
+
+
+# ---- the head, the weights, the engine
+
+
+def test_the_head_is_one_method_that_postprocess_calls_with_its_weight() -> None:
+    assert upstream()["_forward_output_layer"] == "(self, hidden_states, *args, **kwargs)"
+    calls = upstream()["_postprocess"].split("self._forward_output_layer(")[1:]
+    assert calls
+    for call in calls:
+        assert "weight=output_weight" in call.split(")")[0]
+        assert "runtime_gather_output=runtime_gather_output" in call.split(")")[0]
+
+
+def test_the_bridge_exports_weights_under_their_hugging_face_names() -> None:
+    parameters = upstream()["export_weights"]
+    assert parameters[:4] == ["self", "mg_models", "target_device", "only_master_rank"]
+    assert {"peft_format", "adapter_name", "converter"} <= set(parameters)
+
+
+def test_the_engine_infers() -> None:
+    assert upstream()["infer"] == [
+        "self",
+        "infer_requests",
+        "request_config",
+        "metrics",
+        "use_tqdm",
+        "adapter_request",
+    ]
+
+
+# ---- what register() does to it
+
+
+@cache
+def registered() -> dict[str, Any]:
+    """register() before ms-swift is imported, as in a rank. What is parsed with is chosen before the first flag is read."""
+    seen: dict[str, Any] = look(
+        """
+        from swift_megatron_grpo.plugin import register
+        register(); register()
+
+        import types
+        import swift.megatron.trainers as trainers
+        import swift.pipelines.base as base
+        from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+        sys.modules["swift_megatron_grpo.trainer"] = types.ModuleType("without the class")
+        try:
+            broken = trainers.MegatronGRPOTrainer.__module__
+        except ImportError:
+            broken = "ImportError"
+        del sys.modules["swift_megatron_grpo.trainer"]
+
+        class Chosen(Exception):
+            pass
+
+        def parse_args(args_class, args):
+            raise Chosen(args_class.__module__)
+
+        base.parse_args = parse_args
+
+        def chosen(args, argv=()):
+            sys.argv = ["rlhf.py", *argv]
+            try:
+                MegatronRLHF(args)
+            except Chosen as choice:
+                return str(choice)
+
+        grpo, dpo = ["--rlhf_type", "grpo"], ["--rlhf_type", "dpo"]
+        from swift.megatron.trainers import MegatronGRPOTrainer
+        names = ["GRPO", "DPO", "KTO", "GKD", "Reward"]
+        seen = {
+            "trainers": {name: getattr(trainers, f"Megatron{name}Trainer").__module__ for name in names},
+            "from import": MegatronGRPOTrainer.__module__,
+            "broken": broken,
+            "parsed with": {
+                "command line: grpo": chosen(None, grpo),
+                "command line: dpo": chosen(None, dpo),
+                "command line: nothing": chosen(None),
+                "list: grpo": chosen(grpo),
+                "list: dpo": chosen(dpo),
+                "list: dpo, command line: grpo": chosen(dpo, grpo),
+                "list: grpo, after the others": chosen(grpo),
+            },
+        }
+        """
+    )
+    return seen
+
+
+def test_register_puts_our_trainer_in_and_leaves_the_others() -> None:
+    assert registered()["trainers"] == {
+        "GRPO": "swift_megatron_grpo.trainer",
+        "DPO": "swift.megatron.trainers.dpo_trainer",
+        "KTO": "swift.megatron.trainers.kto_trainer",
+        "GKD": "swift.megatron.trainers.gkd_trainer",
+        "Reward": "swift.megatron.trainers.reward_trainer",
+    }
+    assert registered()["from import"] == "swift_megatron_grpo.trainer"
+
+
+def test_a_broken_trainer_is_an_error_and_not_ms_swifts_trainer() -> None:
+    assert registered()["broken"] == "ImportError"
+
+
+def test_register_changes_the_flags_of_grpo_only() -> None:
+    ours, theirs = "swift_megatron_grpo.arguments", "swift.megatron.arguments.rlhf_args"
+    assert registered()["parsed with"] == {
+        "command line: grpo": ours,
+        "command line: dpo": theirs,
+        "command line: nothing": theirs,
+        "list: grpo": ours,
+        "list: dpo": theirs,
+        "list: dpo, command line: grpo": theirs,
+        "list: grpo, after the others": ours,
+    }
+
+
+def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> None:
+    """With --external_plugins all of ms-swift is imported already, and its own trainer may have been resolved."""
+    seen = look(
+        """
+        import os, subprocess, types
+        import swift.megatron.trainers as trainers
+        from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+        from swift.utils import import_external_file
+        from swift_megatron_grpo.external import PATH
+
+        before = trainers.MegatronGRPOTrainer.__module__
+        import_external_file(PATH)
+        import_external_file(PATH)
+        child = [sys.executable, "-c", "import types; print(types.__file__)"]
+        environment = {**os.environ, "PYTHONPATH": sys.path[0]}
+        seen = {
+            "trainer": [before, trainers.MegatronGRPOTrainer.__module__],
+            "run": MegatronRLHF.run.__module__,
+            "folder": sorted(name for name in os.listdir(sys.path[0]) if name.endswith(".py")),
+            "types": subprocess.check_output(child, env=environment, text=True).strip() == types.__file__,
+        }
+        """
+    )
+    assert seen == {
+        "trainer": ["swift.megatron.trainers.grpo_trainer", "swift_megatron_grpo.trainer"],
+        "run": "swift_megatron_grpo.plugin",
+        "folder": ["__init__.py", "plugin.py"],
+        "types": True,
+    }
+
+
+def test_a_data_loader_worker_may_replay_the_external_plugin() -> None:
+    """ms-swift imports external plugins again in spawned workers, where neither the platform nor Megatron is wanted."""
+    code = (
+        "import sys\nfrom swift_megatron_grpo.external import plugin\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'mcore_bridge', 'swift')))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -1,0 +1,439 @@
+"""Reward functions are called as ms-swift calls them; what is wrong with one is said by name; no NaN leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_megatron_grpo.config import BadRewardPolicy, GradingConfig, ScaleRewards
+from swift_megatron_grpo.grading import BadReward, RewardError, RewardFunctions, finish, reward_metrics, score
+from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
+from swift_megatron_grpo.types import Graded, Prompt, Rollout
+
+SCALES: list[ScaleRewards] = ["group", "batch", "none"]
+
+
+def make_rollouts(texts: Sequence[str], group: int = 1, **columns: Any) -> list[Rollout]:
+    """Groups of `group` completions; `columns` are constant columns of the dataset."""
+    rollouts = []
+    for i, text in enumerate(texts):
+        row = {"messages": [{"role": "user", "content": f"question {i // group}"}], **columns}
+        rollouts.append(
+            Rollout(
+                prompt=Prompt(prompt_id=f"0-{i // group}", row=row),
+                prompt_ids=[1, 2, 3],
+                completion_ids=list(range(len(text))),
+                logprobs=None,
+                text=text,
+                finish_reason="length" if text.endswith("...") else "stop",
+                weights_version=0,
+            )
+        )
+    return rollouts
+
+
+def functions(*each: Callable[..., Any]) -> RewardFunctions:
+    return RewardFunctions([f.__name__ for f in each], each, [1.0] * len(each))
+
+
+def config(
+    num_generations: int = 2,
+    weights: Sequence[float] = (1.0,),
+    scale: ScaleRewards = "group",
+    bad_reward: BadRewardPolicy = "stop",
+) -> GradingConfig:
+    names = tuple(f"function{i}" for i in range(len(weights)))
+    return GradingConfig(num_generations, names, tuple(weights), scale, bad_reward)
+
+
+def length(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+# ---- what a reward function is given
+
+
+class Recorder:
+    """A reward function that remembers its arguments."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        self.completions, self.kwargs = completions, kwargs
+        return [0.0] * len(completions)
+
+
+def only(recorder: Recorder) -> RewardFunctions:
+    return RewardFunctions(["recorder"], [recorder], [1.0])
+
+
+def test_a_function_gets_what_ms_swift_gives_it() -> None:
+    from swift.rl_core.data import GRPOSample
+    from swift.rl_core.grpo_algorithm import compute_rewards_per_func
+
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "of the dataset"}],
+            "solution": "2",
+            "images": [],
+            "tools": None,
+            "objects": {"ref": ["x"]},
+            "dataset": "a.jsonl",
+        },
+        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2"}], "answer": {"value": 4}},
+    ]
+    rollouts = [
+        Rollout(Prompt(f"0-{i}", row), [1], [5, 6, 7 + i], None, f"text {i}", finish, 0)
+        for i, (row, finish) in enumerate(zip(rows, ["stop", "length"], strict=True))
+    ]
+    samples = []
+    for rollout in rollouts:
+        sample = GRPOSample.from_row(rollout.prompt.row)
+        if sample.messages[-1]["role"] == "assistant":
+            sample.messages.pop()
+        sample.messages.append({"role": "assistant", "content": rollout.text})
+        sample.response_token_ids = rollout.completion_ids  # type: ignore[assignment]  # as colocated vLLM leaves them
+        sample.finish_reason = rollout.finish_reason
+        sample.prompt_id, sample.request_id = rollout.prompt.prompt_id, f"{rollout.prompt.prompt_id}-0"
+        samples.append(sample)
+    state = object()
+
+    theirs, ours = Recorder(), Recorder()
+    compute_rewards_per_func(samples, [theirs], [None], torch.device("cpu"), trainer_state=state)
+    score(rollouts, only(ours), state)
+
+    assert ours.completions == theirs.completions
+    assert ours.kwargs == theirs.kwargs
+    assert ours.kwargs["trainer_state"] is state
+    assert ours.kwargs["messages"][0][-1] == {"role": "assistant", "content": "text 0"}
+
+
+def test_ms_swifts_own_functions_run() -> None:
+    from types import SimpleNamespace
+
+    from swift.rewards import orms
+
+    limits = SimpleNamespace(soft_max_length=8, soft_cache_length=4, repetition_n_grams=2, repetition_max_penalty=-1.0)
+    names = ["format", "soft_overlong", "repetition"]
+    rewards = RewardFunctions(names, [orms[name](args=limits) for name in names], [1.0, 1.0, 1.0])
+    rollouts = make_rollouts(["<think>a</think><answer>b</answer>", "a b a b a b"])
+    assert score(rollouts, rewards, None) == [[1.0, pytest.approx(-7.5), 0.0], [0.0, pytest.approx(-1.75), -0.6]]
+
+
+def test_a_function_that_changes_its_arguments_changes_nothing_else() -> None:
+    def careless(completions: list[str], messages: list[Any], solution: list[Any], **kwargs: Any) -> list[float]:
+        for turn in messages:
+            turn.clear()
+        solution[0]["value"] = "spoilt"
+        return [0.0] * len(completions)
+
+    solution = {"value": "4"}
+    rollouts = make_rollouts(["a", "b"], group=2, solution=solution)
+    score(rollouts, functions(careless), None)
+    assert solution == {"value": "4"}
+    assert rollouts[0].prompt.row["messages"] == [{"role": "user", "content": "question 0"}]
+
+
+def test_request_ids_tell_completions_of_a_prompt_apart() -> None:
+    seen = Recorder()
+    score(make_rollouts(["a", "b", "c", "d"], group=2), only(seen), None)
+    assert seen.kwargs["request_id"] == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
+    assert seen.kwargs["prompt_id"] == ["0-0", "0-0", "0-1", "0-1"]
+
+
+# ---- what it returns
+
+
+def test_none_means_that_a_function_does_not_apply() -> None:
+    def only_a(completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [1.0 if completion == "a" else None for completion in completions]
+
+    assert score(make_rollouts(["a", "b"]), functions(only_a, length), None) == [[1.0, 1.0], [None, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "answer", [[1, 2.5], (True, numpy.float32(2.5)), numpy.array([1, 2.5]), torch.tensor([1, 2.5])]
+)
+def test_any_list_of_numbers_will_do(answer: Any) -> None:
+    def numbers(completions: list[str], **kwargs: Any) -> Any:
+        return answer
+
+    assert score(make_rollouts(["a", "b"]), functions(numbers), None) == [[1.0], [2.5]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ([1.0], "reward function strange returned 1 rewards for 2 completions"),
+        ([1.0, 2.0, 3.0], "reward function strange returned 3 rewards for 2 completions"),
+        (1.0, "reward function strange returned float, not a list of 2 numbers"),
+        (None, "reward function strange returned NoneType, not a list of 2 numbers"),
+        (
+            [1.0, "2"],
+            "reward function strange returned '2' (str), neither a number nor None (prompt 0-1, completion 'b'",
+        ),
+        ([1.0, [2.0]], "reward function strange returned [2.0] (list), neither a number nor None (prompt 0-1"),
+        ([torch.ones(2), 1.0], "neither a number nor None (prompt 0-0, completion 'a')"),
+    ],
+)
+def test_an_answer_that_is_no_list_of_numbers_is_named(answer: Any, message: str) -> None:
+    def strange(completions: list[str], **kwargs: Any) -> Any:
+        return answer
+
+    with pytest.raises(RewardError) as caught:
+        score(make_rollouts(["a", "b"]), functions(strange), None)
+    assert message in str(caught.value)
+
+
+# ---- what it raises
+
+
+def raises_on_bad(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(completion) for completion in completions]
+
+
+async def raises_on_bad_later(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [float(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("function", [raises_on_bad, raises_on_bad_later])
+@pytest.mark.parametrize("bad", [0, 3, 7, 12])
+def test_the_completion_that_a_function_fails_on_is_named(function: Callable[..., Any], bad: int) -> None:
+    texts = [str(i) for i in range(13)]
+    texts[bad] = "seven " + "x" * 300
+    with pytest.raises(RewardError) as caught:
+        score(make_rollouts(texts), functions(length, function), None)
+    message = str(caught.value)
+    assert message.startswith(f"reward function {function.__name__} raised ValueError: could not convert string")
+    assert f"(prompt 0-{bad}, completion 'seven " in message
+    shown = message.rsplit("completion '", 1)[1]
+    assert shown.startswith(("seven " + "x" * 300)[:200] + " ...")
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_failure_of_several_completions_together_names_the_first() -> None:
+    def refuses_two(completions: list[str], **kwargs: Any) -> list[float]:
+        if len(completions) == 4:
+            raise RuntimeError("too many")
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"too many \(on 4 completions, the first: prompt 0-0, completion 'a'\)"):
+        score(make_rollouts(list("abcd")), functions(refuses_two), None)
+
+
+@pytest.mark.parametrize("function_is_async", [False, True])
+def test_a_column_that_the_dataset_lacks_is_a_reward_error(function_is_async: bool) -> None:
+    def needs_solution(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    async def needs_solution_later(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    function = needs_solution_later if function_is_async else needs_solution
+    with pytest.raises(RewardError, match="missing 1 required positional argument: 'solution'"):
+        score(make_rollouts(["a", "b"]), functions(function), None)
+
+
+def test_coroutines_run_together_and_keep_their_places() -> None:
+    met = asyncio.Barrier(2)
+
+    async def first(completions: list[str], **kwargs: Any) -> list[float]:
+        await asyncio.wait_for(met.wait(), 5)
+        return [1.0] * len(completions)
+
+    class Second:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            await asyncio.wait_for(met.wait(), 5)
+            return [2.0] * len(completions)
+
+    rewards = RewardFunctions(["first", "length", "second"], [first, length, Second()], [1.0, 1.0, 1.0])
+    assert score(make_rollouts(["a", "bb"]), rewards, None) == [[1.0, 1.0, 2.0], [1.0, 2.0, 2.0]]
+
+
+def test_nothing_to_score_asks_nobody() -> None:
+    assert score([], functions(raises_on_bad), None) == []
+
+
+# ---- from rewards to advantages
+
+reward = st.floats(-100, 100).map(lambda value: round(value, 3))
+groups_of_4 = st.lists(st.lists(reward, min_size=4, max_size=4), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(groups=groups_of_4)
+@settings(deadline=None)
+def test_advantages_are_ms_swifts(scale: ScaleRewards, groups: list[list[float]]) -> None:
+    from swift.rl_core.advantage import compute_advantages
+
+    rewards = [value for group in groups for value in group]
+    theirs, _ = compute_advantages(
+        torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 4, scale_rewards=scale
+    )
+    assert group_advantages(rewards, 4, scale) == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(groups=groups_of_4, order=st.randoms(use_true_random=False))
+def test_the_order_of_groups_and_completions_does_not_matter(
+    scale: ScaleRewards, groups: list[list[float]], order: Any
+) -> None:
+    places = [(g, i) for g in range(len(groups)) for i in range(4)]
+    plain = dict(zip(places, group_advantages([groups[g][i] for g, i in places], 4, scale), strict=True))
+    shuffled_groups = order.sample(range(len(groups)), len(groups))
+    shuffled = [(g, i) for g in shuffled_groups for i in order.sample(range(4), 4)]
+    moved = dict(zip(shuffled, group_advantages([groups[g][i] for g, i in shuffled], 4, scale), strict=True))
+    assert moved == pytest.approx(plain, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["group", "none"])
+@given(groups=groups_of_4, shift=st.floats(-1000, 1000))
+def test_a_constant_added_to_a_group_changes_nothing(
+    scale: ScaleRewards, groups: list[list[float]], shift: float
+) -> None:
+    first = groups[0]
+    assert group_advantages([value + shift for value in first], 4, scale) == pytest.approx(
+        group_advantages(first, 4, scale), rel=1e-5, abs=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(value=st.floats(-1e30, 1e30))
+def test_equal_rewards_have_no_advantage_at_all(scale: ScaleRewards, value: float) -> None:
+    assert group_advantages([value] * 7 + [0.0] * 7, 7, scale)[:7] == [0.0] * 7
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(groups=groups_of_4, dropped=st.sets(st.integers(0, 23)))
+def test_dropped_rewards_are_as_if_they_had_never_been(
+    scale: ScaleRewards, groups: list[list[float]], dropped: set[int]
+) -> None:
+    rewards: list[float | None] = [value for group in groups for value in group]
+    rewards = [None if i in dropped else value for i, value in enumerate(rewards)]
+    advantages = group_advantages(rewards, 4, scale)
+    spread = torch.tensor([value for value in rewards if value is not None], dtype=torch.float64).std().item()
+    for start in range(0, len(rewards), 4):
+        kept = [i for i in range(start, start + 4) if rewards[i] is not None]
+        values = torch.tensor([rewards[i] for i in kept], dtype=torch.float64)
+        divisor = {"group": values.std().item() + 1e-4, "batch": spread + 1e-4, "none": 1.0}[scale]
+        for i in range(start, start + 4):
+            if i not in kept or len(kept) < 2:
+                assert advantages[i] == 0.0
+            else:
+                expected = (values[kept.index(i)] - values.mean()).item() / divisor
+                assert advantages[i] == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(
+    rewards=st.lists(st.none() | st.sampled_from([1e30, -1e30, 0.0, 1e-30, 3.4e38, -3.4e38]), min_size=8, max_size=8)
+)
+def test_extreme_rewards_give_finite_advantages(scale: ScaleRewards, rewards: list[float | None]) -> None:
+    assert all(map(math.isfinite, group_advantages(rewards, 4, scale)))
+
+
+def test_the_total_is_the_weighted_sum_of_what_applies() -> None:
+    assert total_reward([1.0, None, 3.0], [1.0, 5.0, 0.5]) == 2.5
+    assert total_reward([None, None], [1.0, 1.0]) is None
+    assert total_reward([1.0, math.nan], [1.0, 1.0]) is None
+    assert total_reward([1.0, -math.inf], [1.0, 0.0]) is None
+    assert total_reward([3e38, 3e38], [1.0, 1.0]) is None  # infinite in fp32
+
+
+def test_groups_must_be_whole() -> None:
+    with pytest.raises(ValueError, match="7 rewards are no whole number of groups of 4"):
+        group_advantages([0.0] * 7, 4, "group")
+
+
+# ---- bad rewards
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([None, None], "every reward function (function0, function1) returned None for prompt 0-1, completion 'bad'"),
+        ([math.nan, 1.0], "reward function function0 returned nan for prompt 0-1, completion 'bad'"),
+        ([None, -math.inf], "reward function function1 returned -inf for prompt 0-1, completion 'bad'"),
+    ],
+)
+def test_a_bad_reward_stops_the_run_and_is_named(row: list[float | None], reason: str) -> None:
+    rollouts = make_rollouts(["a", "b", "c", "bad"], group=2)
+    scores: list[list[float | None]] = [[1.0, 1.0], [2.0, None], [3.0, 1.0], row]
+    with pytest.raises(BadReward) as caught:
+        finish(rollouts, scores, 2, config(weights=[1.0, 1.0]))
+    assert reason in str(caught.value)
+    assert "1 of 4 completions have no valid reward" in str(caught.value)
+    assert "--bad_reward drop" in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_a_bad_reward_is_dropped_on_request(bad: float | None) -> None:
+    rollouts = make_rollouts(["a", "b", "c", "d", "e", "f"], group=3)
+    scores: list[list[float | None]] = [[1.0], [bad], [3.0], [1.0], [2.0], [3.0]]
+    graded = finish(rollouts, scores, 3, config(3, bad_reward="drop"))
+    assert [each.reward for each in graded] == [1.0, None, 3.0, 1.0, 2.0, 3.0]
+    assert [each.advantage for each in graded[:3]] == pytest.approx([-0.70706, 0.0, 0.70706], abs=1e-4)
+    assert [each.rollout for each in graded] == rollouts
+    metrics = reward_metrics(graded, ["function0"], 3)
+    assert metrics["rewards/dropped"] == 1
+    assert metrics["reward"] == 2.0
+    assert all(map(math.isfinite, metrics.values()))
+
+
+def test_a_rollout_without_any_valid_reward_stops_the_run_even_then() -> None:
+    with pytest.raises(BadReward, match="nothing would be left to train on"):
+        finish(make_rollouts(["a", "b"], group=2), [[None], [math.nan]], 2, config(bad_reward="drop"))
+
+
+def test_many_bad_rewards_are_counted_and_not_all_shown() -> None:
+    with pytest.raises(BadReward, match="and 7 more"):
+        finish(make_rollouts(list("abcdefghij"), group=2), [[None]] * 10, 2, config())
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@given(
+    rows=st.lists(st.tuples(reward, st.none() | reward, st.none()), min_size=2, max_size=24).map(
+        lambda rows: rows[: len(rows) // 2 * 2]
+    )
+)
+@settings(deadline=None)
+def test_metrics_are_ms_swifts(scale: ScaleRewards, rows: list[tuple[float | None, ...]]) -> None:
+    from swift.rl_core.advantage import compute_reward_metrics
+
+    weights = [1.0, 0.5, 2.0]
+    names = ["a", "b", "never"]
+    scores = [list(row) for row in rows]
+    graded = finish(make_rollouts(["x"] * len(rows), group=2), scores, 2, config(2, weights, scale))
+    matrix = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
+    totals = (matrix * torch.tensor(weights, dtype=torch.float64)).nansum(1)
+    theirs = compute_reward_metrics(totals, matrix, names, 2, scale)
+    expected = {
+        "reward": theirs.reward_mean,
+        "reward_std": theirs.reward_std,
+        "frac_reward_zero_std": theirs.frac_reward_zero_std,
+        **{f"rewards/{name}/mean": value for name, value in theirs.per_func_mean.items()},
+        **{f"rewards/{name}/std": value for name, value in theirs.per_func_std.items()},
+    }
+    ours = reward_metrics(graded, names, 2, scale)
+    assert {name: ours[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert "rewards/never/mean" not in ours
+    assert "rewards/dropped" not in ours
+
+
+def test_lengths_and_truncation_are_reported() -> None:
+    graded = [Graded(rollout, [1.0], 1.0, 0.0) for rollout in make_rollouts(["a", "abcd", "ab...", ""], group=2)]
+    metrics = reward_metrics(graded, ["f"], 2)
+    assert metrics["completions/mean_length"] == 2.5
+    assert metrics["completions/max_length"] == 5
+    assert metrics["completions/min_length"] == 0
+    assert metrics["completions/clipped_ratio"] == 0.25
