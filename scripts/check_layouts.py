@@ -1,9 +1,9 @@
-"""Proves a layout: the same fixed batch on one rank and on every layout asked for; loss, gradient norm and weights agree.
+"""Proves a layout: a fixed batch on one rank and on every layout asked for; loss, gradient norm and weights agree.
 
     python scripts/check_layouts.py --model DIR                      all layouts that 2 (or --max-ranks) ranks allow
     python scripts/check_layouts.py --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
-A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, recompute, overlap. Exit code 1 if any value is
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, recompute, overlap. Exit code 1 if a value is
 further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy one, with a KL term.
 """
 
@@ -105,7 +105,7 @@ def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bo
     from swift_megatron_grpo.types import Sample
 
     rng = random.Random(seed)
-    # The last tokens of a vocabulary are special ones; one with an embedding of zeros (padding) has a gradient without bound.
+    # The last tokens of a vocabulary are special; one with an embedding of zeros (padding) has no bounded gradient.
     ordinary = vocab_size * 9 // 10
     samples = []
     for i in range(count):
@@ -179,13 +179,14 @@ def train(job: dict[str, Any], layout: Layout) -> tuple[list[dict[str, float]], 
         batches = make_batches(job["batches"], engine, trainer.config.padded_vocab_size)
         metrics = [engine.train_step(samples, loss) for samples in batches]
         weights = {
-            name: tensor.clone().float().cpu() for name, tensor in export_weights(trainer.bridge, trainer.unwrapped_models)
+            name: tensor.clone().float().cpu()
+            for name, tensor in export_weights(trainer.bridge, trainer.unwrapped_models)
         }
     return metrics, weights
 
 
 def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
-    """on-policy: the old policy is the current one; off-policy: it is the one at the start; given: see fixed_samples."""
+    """on-policy: the old policy is the current one; off-policy: the one at the start; given: see fixed_samples."""
     batches = []
     for number, kind in enumerate(kinds, start=1):
         samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
@@ -268,7 +269,8 @@ def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
              "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
              "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
              "--tuner_type", arguments.tuner, "--lora_dropout", "0", "--attention_backend", arguments.attention_backend,
-             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false", *arguments.extra]  # fmt: skip
+             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false",
+             *arguments.extra]  # fmt: skip
 
 
 def print_row(cells: Sequence[str]) -> None:
@@ -295,10 +297,12 @@ def main() -> int:
         parser.error("--model is required")
 
     moe = "num_experts" in Path(arguments.model, "config.json").read_text()
-    layouts = [Layout.parse(name) for name in arguments.layouts or DENSE + (MOE if moe else [])]
+    names = arguments.layouts or (DENSE + MOE if moe else DENSE)
+    layouts = [Layout.parse(name) for name in names]
     layouts = [layout for layout in layouts if layout.ranks <= arguments.max_ranks]
     with tempfile.TemporaryDirectory() as folder:
-        job = {"folder": folder, "flags": base_flags(arguments, folder), "batches": ["on-policy", "off-policy"]}
+        flags = base_flags(arguments, folder)
+        job: dict[str, Any] = {"folder": folder, "flags": flags, "batches": ["on-policy", "off-policy"]}
         if arguments.tuner == "lora":
             adapter = str(Path(folder, "adapter"))
             Path(folder, "adapter.json").write_text(json.dumps({**job, "adapter": adapter}))
@@ -314,7 +318,7 @@ def main() -> int:
             found = compare(layout, result, reference)
             differences.append(found)
             print_row([found.layout, f"{found.loss:.1e}", f"{found.grad_norm:.1e}", f"{found.weights:.1e}",
-                       f"{found.seconds:.1f}" + ("" if found.worst <= arguments.tolerance else "  FAR OFF")])  # fmt: skip
+                       f"{found.seconds:.1f}" + "  FAR OFF" * (found.worst > arguments.tolerance)])  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(found) for found in differences], indent=1) + "\n")
     far = [found.layout for found in differences if found.worst > arguments.tolerance]

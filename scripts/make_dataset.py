@@ -2,7 +2,8 @@
 
     python scripts/make_dataset.py --out FILE --rows N --seed S
 
-Every row has one user turn in `messages` and the column `letters`, which the reward in templates/plugins/letters.py reads.
+Every row has one user turn in `messages` and the column `letters`, which the reward of
+templates/plugins/letters.py reads.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ MIN_STEPS = 10
 
 
 def read_steps(log: Path) -> list[dict[str, Any]]:
-    """The logged training steps of the last run: ms-swift appends, and a run of the same folder starts over at step 1."""
+    """The logged training steps of the last run: ms-swift appends, and a new run in the folder starts at step 1."""
     steps: list[dict[str, Any]] = []
     for line in log.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)

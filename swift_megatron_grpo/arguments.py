@@ -203,14 +203,14 @@ class GRPOArguments(MegatronRLHFArguments):
             *plan.notes,
         ]
 
-    def to_config(self, consumed_completions: int = 0) -> GRPOConfig:
+    def to_config(self) -> GRPOConfig:
         """For the stages. After ms-swift has finished parsing."""
         plan = self.batch_plan()
         weights = self.reward_weights or [1.0] * len(self.reward_funcs)
-        full_copy = self.beta != 0 and not self._has_adapter
+        frozen_copy = None if self.beta == 0 or self._has_adapter else self.ref_model or self.model
         return GRPOConfig(
             batch=plan,
-            data=DataConfig(self.data_seed, self.train_dataloader_shuffle, consumed_completions),
+            data=DataConfig(self.data_seed, self.train_dataloader_shuffle),
             sampling=SamplingConfig(
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -234,7 +234,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 beta=self.beta,
                 temperature=self.temperature,
             ),
-            reference=ReferenceConfig(self.beta, full_copy, (self.ref_model or self.model) if full_copy else None),
+            reference=ReferenceConfig(self.beta, frozen_copy),
             residency=ResidencyConfig(self.offload_model, self.offload_optimizer),
             log=CompletionLogConfig(
                 enabled=self.log_completions,

@@ -1,8 +1,8 @@
 """What `import torch` calls, in every process of an environment in which this package is installed.
 
-The entry point is in the group `torch.backends`: torch calls it at the end of its own import. So this module decides from
-the command line what the process is, in well under a millisecond, and only for a rank of `megatron rlhf --rlhf_type grpo`
-puts hooks on modules that are imported later. SWIFT_MEGATRON_GRPO=off turns all of it off.
+The entry point is in the group `torch.backends`: torch calls it at the end of its own import. So this module decides
+from the command line what the process is, in well under a millisecond, and only for a rank of `megatron rlhf
+--rlhf_type grpo` puts hooks on modules that are imported later. SWIFT_MEGATRON_GRPO=off turns all of it off.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _activate_platform() -> None:
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
     """RANK, SWIFT_MEGATRON, or None for a process that is none of this package's business.
 
-    `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its parent's
-    sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
+    `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
+    parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
     """
     _, option, program = _program(orig_argv)
     if not argv or option == "-c":  # an embedded interpreter; a child of multiprocessing
@@ -88,7 +88,7 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
 
 
 def asks_for_grpo(args: Sequence[str]) -> bool:
-    """Whether ms-swift's parser will read `--rlhf_type grpo` from these arguments: dashes, "=", abbreviations, last one wins."""
+    """Whether ms-swift's parser will read `--rlhf_type grpo` from these: "-" for "_", "=", abbreviations, the last."""
     rlhf_type = ""
     for index, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
@@ -104,7 +104,7 @@ def _asks_for_ray(args: Sequence[str]) -> bool:
 
 
 def _program(orig_argv: Sequence[str]) -> tuple[int, str, str]:
-    """What the interpreter was told to run: where that is said, by which option ("-c", "-m" or "" for a script), and its name."""
+    """What the interpreter was told to run: where it is said, the option ("-c", "-m", "" for a script), the name."""
     index = 1
     while index < len(orig_argv) and orig_argv[index].startswith("-"):
         argument = orig_argv[index]

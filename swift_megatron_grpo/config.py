@@ -1,4 +1,4 @@
-"""What each stage needs to know, frozen. arguments.py fills these from the command line once; nobody passes `args` on."""
+"""What each stage needs to know, frozen. arguments.py fills these from the command line; nobody passes `args` on."""
 
 from __future__ import annotations
 
@@ -77,15 +77,13 @@ class ReferenceConfig:
     """Where the reference policy comes from. Full tuning: a frozen copy; LoRA: the base under the adapter."""
 
     beta: float
-    full_copy: bool
-    model_dir: str | None  # weights of the frozen copy
+    model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: the base under the adapter
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     seed: int
     shuffle: bool
-    consumed_completions: int  # of earlier runs, when resuming
 
 
 @dataclass(frozen=True, slots=True)

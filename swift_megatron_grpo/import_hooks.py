@@ -1,7 +1,7 @@
 """Call back just before or right after a module executes, whoever imports it and whenever.
 
-One finder on sys.meta_path looks the name up in two dictionaries and steps aside for every other module. Register before
-the import begins: a module that is being executed at that moment is refused, not missed.
+One finder on sys.meta_path looks the name up in two dictionaries and steps aside for every other module. Register
+before the import begins: a module that is being executed at that moment is refused, not missed.
 """
 
 from __future__ import annotations

@@ -7,17 +7,14 @@ prompts -> generation -> grading -> advantages -> samples -> (old and reference 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from mcore_bridge import GPTBridge
 
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.engine import GenerationEngine, Share
+from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Share
 from swift_megatron_grpo.grading import RewardFunctions, finish, reward_metrics, score
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
@@ -26,7 +23,6 @@ from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.reference import Reference
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
-from swift_megatron_grpo.weights.export import export_weights
 
 
 @dataclass(frozen=True)
@@ -39,8 +35,7 @@ class Parts:
     training: MegatronEngine
     reference: Reference | None
     residency: Residency
-    bridge: GPTBridge
-    models: Sequence[torch.nn.Module]  # unwrapped, as the bridge reads them
+    export_weights: Callable[[], NamedWeights]  # the trained ones, under the checkpoint's names; all ranks together
     coordinator: Coordinator
     log: CompletionLog
 
@@ -82,9 +77,9 @@ class GRPOLoop:
         samples = [_to_sample(g, group=i // grading.num_generations) for i, g in enumerate(graded)]
         batches = [samples[i : i + batch.global_batch_size] for i in range(0, len(samples), batch.global_batch_size)]
         batches, self._steps_to_skip = batches[self._steps_to_skip :], 0  # a resumed run has done the first ones
-        with timer("old_logprobs"):
-            # The first step after a rollout trains the very policy that generated: its old log-probs are its own.
-            for later in batches[1:]:
+        # The first step after a rollout trains the very policy that generated: its old log-probs are its own.
+        for later in batches[1:]:
+            with timer("old_logprobs"):
                 for index, logprobs in self.parts.training.infer(later).items():
                     later[index].old_logprobs = logprobs
         if self.parts.reference is not None:
@@ -108,7 +103,7 @@ class GRPOLoop:
         with timer("weight_sync"):
             engine.wake_weights()
             if engine.weights_version != self._weights_version:
-                engine.load_weights(export_weights(self.parts.bridge, self.parts.models), self._weights_version)
+                engine.load_weights(self.parts.export_weights(), self._weights_version)
         with timer("generation"), self.parts.residency.for_generation():
             engine.wake_cache()
             mine = engine.share.pick(requests)

@@ -1,4 +1,4 @@
-"""What this rank is: a small typed view of megatron's process groups, and the one place for cross-rank talk in Python."""
+"""What this rank is: a small typed view of megatron's process groups; and Python objects between ranks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class RankFailure(RuntimeError):
 
 
 class Coordinator:
-    """Python objects between ranks, over gloo: a slow rollout never meets NCCL's watchdog, and the GPU is not involved."""
+    """Python objects between ranks, over gloo: a slow rollout never meets NCCL's watchdog, the GPU takes no part."""
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()

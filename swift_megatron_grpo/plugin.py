@@ -1,7 +1,7 @@
 """The one place that hooks into ms-swift: its Megatron GRPO trainer becomes this package's, and so do its flags.
 
-Nothing is imported until ms-swift asks for it, so `register()` may be called at any time: before ms-swift is imported, in
-the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left as they are.
+Nothing is imported until ms-swift asks for it, so `register()` may be called at any time: before ms-swift is imported,
+in the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def register() -> None:
 def _replace_trainer(trainers: ModuleType) -> None:
     """Resolve the name at look-up and not now: the trainer's own imports need swift.megatron.trainers finished.
 
-    A `__getattr__`, and not a property, because an AttributeError inside a property would fall back to ms-swift's trainer.
+    A `__getattr__` and not a property: an AttributeError inside a property would fall back to ms-swift's trainer.
     """
 
     class Trainers(type(trainers)):  # type: ignore[misc]  # ms-swift's lazy module

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, safe_snapshot_dow
 
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
-from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.local import LocalVllm
 from swift_megatron_grpo.grading import RewardFunctions
@@ -28,7 +28,7 @@ from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, Reference
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
-from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.export import export_weights, merged_on_read
 
 logger = get_logger()
 
@@ -40,9 +40,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.settings = args.to_config()
         for line in args.start_up_lines():
             logger.info(line)
-        super().__init__(args, template)
+        functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
+        self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
+        self.val_prompts: PromptSource | None = None
+        super().__init__(args, template)
 
     # ---- what the parent asks while it builds
 
@@ -56,14 +59,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         wanted = self.settings.reference
         if wanted.beta == 0:
             return None, []
-        if not wanted.full_copy:
+        if wanted.model_dir is None:
             return BaseUnderAdapter(self.peft_models), []
         models = get_mcore_model(self.args, self.template.config)
         for model in models:
             model.to(torch.cuda.current_device())
-        folder = safe_snapshot_download(
-            self.args.ref_model or self.args.model, use_hf=self.args.use_hf, hub_token=self.args.hub_token
-        )
+        folder = safe_snapshot_download(wanted.model_dir, use_hf=self.args.use_hf, hub_token=self.args.hub_token)
         self.bridge.load_weights(models, folder)
         return FrozenCopy(models), models
 
@@ -77,40 +78,38 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     # ---- what the parent asks while it trains
 
     def setup_training(self, train_dataset: Any, val_dataset: Any) -> tuple[None, None]:
-        check_rows(train_dataset)
         self.setup_model_training()
         self.loop = self._build_loop(train_dataset)
-        self.val_prompts = None if val_dataset is None else PromptSource(val_dataset, seed=0, shuffle=False)
+        self.val_prompts = None if val_dataset is None else self._prompts(val_dataset, shuffle=False)
         return None, None
 
     def _build_loop(self, train_dataset: Any) -> GRPOLoop:
         settings, args = self.settings, self.args
-        functions, names = resolve_reward_funcs(args.reward_funcs, args=args)
-        rewards = RewardFunctions(names, functions, settings.grading.reward_weights)
-        prompts_done = self.state.consumed_train_samples // settings.batch.generation_batch_size
+        rollouts_done = self.state.consumed_train_samples // settings.batch.generation_batch_size
+        prompts_done = rollouts_done * settings.batch.rollout_prompts
         residency = Residency(settings.residency, self.wrapped_models, self.frozen_models, self.optimizer)
         with residency.for_generation():
             generation = LocalVllm(settings.vllm, self.template)
             generation.sleep()
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
-            prompts=PromptSource(
-                train_dataset,
-                settings.data.seed,
-                settings.data.shuffle,
-                taken=prompts_done * settings.batch.rollout_prompts,
-            ),
+            prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
             generation=generation,
-            rewards=rewards,
+            rewards=self.rewards,
             training=self.build_engine(),
             reference=self.reference,
             residency=residency,
-            bridge=self.bridge,
-            models=self.unwrapped_models,
+            export_weights=partial(export_weights, self.bridge, self.unwrapped_models),
             coordinator=Coordinator(timedelta(seconds=args.ddp_timeout)),
-            log=CompletionLog(settings.log, names, self.template.safe_decode, writer.append, is_last_rank()),
+            log=CompletionLog(
+                settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
+            ),
         )
         return GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+
+    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0) -> PromptSource:
+        system = self.template.template_meta.default_system
+        return PromptSource(dataset, self.settings.data.seed, shuffle, system, taken)
 
     def build_engine(self) -> MegatronEngine:
         settings = EngineSettings(self.settings.batch.micro_batch_size, self.settings.sampling.temperature)

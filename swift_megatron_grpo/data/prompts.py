@@ -1,9 +1,11 @@
-"""Prompts in an order that depends on the seed and on nothing else: not on the layout, not on batch sizes, and a resumed
-run goes on where the first one stopped."""
+"""Prompts in an order that depends on the seed and on nothing else: not on the layout, not on batch sizes.
+
+So a resumed run goes on where the first one stopped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,12 +16,20 @@ from swift_megatron_grpo.types import Prompt
 class PromptSource:
     """Endless; every rank holds the same one and takes the same prompts."""
 
-    def __init__(self, rows: Sequence[dict[str, Any]], seed: int, shuffle: bool, taken: int = 0) -> None:
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        seed: int,
+        shuffle: bool,
+        default_system: str | None = None,  # the template's, for rows that bring none
+        taken: int = 0,
+    ) -> None:
         if len(rows) == 0:
             raise ValueError("the training dataset has no rows")
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
+        self._default_system = default_system
         self.taken = taken
         self._order_of_epoch = (-1, [0])
 
@@ -31,7 +41,13 @@ class PromptSource:
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self._rows))
         row = self._order(epoch)[place]
-        return Prompt(prompt_id=f"{epoch}-{row}", row=dict(self._rows[row]))
+        return Prompt(prompt_id=f"{epoch}-{row}", row=self._with_system(self._rows[row]))
+
+    def _with_system(self, row: dict[str, Any]) -> dict[str, Any]:
+        messages = row["messages"]
+        if not self._default_system or messages[0]["role"] == "system":
+            return dict(row)
+        return {**row, "messages": [{"role": "system", "content": self._default_system}, *messages]}
 
     def _order(self, epoch: int) -> list[int]:
         if self._order_of_epoch[0] != epoch:

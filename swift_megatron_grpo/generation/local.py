@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from copy import copy, deepcopy
+from copy import copy
 
 import torch
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
@@ -31,7 +31,6 @@ class LocalVllm:
 
     def __init__(self, config: VllmConfig, template: Template) -> None:
         self.weights_version = -1
-        self._default_system = template.template_meta.default_system
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         group, place = divmod(rank, config.tensor_parallel_size)
         self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
@@ -50,9 +49,12 @@ class LocalVllm:
         return self._share
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        requests = [_request(prompt, self._default_system) for prompt in prompts]
+        requests = [_request(prompt) for prompt in prompts]
         answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
-        return [_rollout(prompt, answer.response, self.weights_version) for prompt, answer in zip(prompts, answers, strict=True)]
+        return [
+            _rollout(prompt, answer.response, self.weights_version)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
 
     def wake_weights(self) -> None:
         if self._asleep:
@@ -135,11 +137,9 @@ def _request_config(sampling: SamplingConfig) -> RequestConfig:
     )
 
 
-def _request(prompt: Prompt, default_system: str | None) -> object:
-    sample = OnPolicySample.from_row(deepcopy(prompt.row))
+def _request(prompt: Prompt) -> object:
+    sample = OnPolicySample.from_row(prompt.row)  # a copy
     remove_response(sample.messages)
-    if default_system and sample.messages[0]["role"] != "system":
-        sample.messages.insert(0, {"role": "system", "content": default_system})
     return sample.to_infer_request()
 
 

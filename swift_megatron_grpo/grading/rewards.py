@@ -141,7 +141,7 @@ async def _ask_async(function: RewardFunction, batch: _Batch, rows: slice) -> An
 
 
 def _is_async(function: RewardFunction) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(function.__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _failure(name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float) -> RewardError:

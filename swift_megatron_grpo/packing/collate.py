@@ -76,7 +76,9 @@ def collate(
     rows = [i - 1 for i, _ in targets]
     rows_of_rank = [_rows_held(rows, of_rank) for of_rank in held]
     order = torch.empty(len(rows), dtype=torch.long)
-    order[torch.tensor([i for held_rows in rows_of_rank for i, _ in held_rows], dtype=torch.long)] = torch.arange(len(rows))
+    order[torch.tensor([i for held_rows in rows_of_rank for i, _ in held_rows], dtype=torch.long)] = torch.arange(
+        len(rows)
+    )
 
     inputs = ModelInputs(
         input_ids=_long([tokens[i] for i in mine], device)[None],

@@ -1,4 +1,4 @@
-"""Which rank trains which completion in which micro batch. Pure Python: the same answer on every rank, no communication."""
+"""Which rank trains which completion in which micro batch. Pure Python: every rank finds the same, nobody asks."""
 
 from __future__ import annotations
 

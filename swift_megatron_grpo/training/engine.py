@@ -24,6 +24,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count
@@ -50,7 +51,7 @@ class EngineSettings:
 class MegatronEngine:
     def __init__(
         self,
-        models: Sequence[torch.nn.Module],  # as wrapped for training (DDP), one per virtual pipeline stage
+        models: Sequence[MegatronModule],  # as wrapped for training (DDP), one per virtual pipeline stage
         optimizer: MegatronOptimizer,
         scheduler: OptimizerParamScheduler,
         settings: EngineSettings,
@@ -62,9 +63,7 @@ class MegatronEngine:
         self.parallel = Parallel.from_megatron()
         self.steps_done = 0
         self._config = unwrap_model(self.models)[0].config
-        self._align = Alignment.of_layout(
-            self.parallel.tp_size, self.parallel.cp_size, self._config.sequence_parallel
-        )
+        self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self._config.sequence_parallel)
         if self._config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -95,7 +94,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def infer(
-        self, samples: Sequence[Sample], models: Sequence[torch.nn.Module] | None = None
+        self, samples: Sequence[Sample], models: Sequence[MegatronModule] | None = None
     ) -> dict[int, list[float]]:
         """Log-probs of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
 
@@ -122,7 +121,7 @@ class MegatronEngine:
         return float(plan.num_micro_batches * self.parallel.dp_size)
 
     def _schedule(
-        self, models: list[torch.nn.Module], samples: Sequence[Sample], plan: StepPlan, reduce: Any, train: bool
+        self, models: list[MegatronModule], samples: Sequence[Sample], plan: StepPlan, reduce: Any, train: bool
     ) -> list[Any]:
         """Megatron's forward(-backward) over this rank's micro batches; what `reduce` returned, on the last stage."""
         mine = plan.of_rank(self.parallel.dp_rank)
@@ -134,7 +133,7 @@ class MegatronEngine:
             for indices in mine:
                 yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, _device())
 
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
             batch = next(iterator)
             output = _forward(model, batch.inputs, head, place)
             return output, partial(_on_completion, reduce, batch, place)
@@ -182,8 +181,8 @@ class MegatronEngine:
             if "in local grad norm" not in str(error):
                 raise
             raise NonFiniteStep(
-                f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was updated, "
-                f"the last checkpoint is untouched. Megatron says: {error}"
+                f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was "
+                f"updated, the last checkpoint is untouched. Megatron says: {error}"
             ) from error
 
 
@@ -191,7 +190,7 @@ def _device() -> torch.device:
     return torch.device(torch.cuda.current_device())
 
 
-def _forward(model: torch.nn.Module, inputs: ModelInputs, head: HeadSettings, parallel: Parallel) -> torch.Tensor:
+def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: Parallel) -> torch.Tensor:
     """Hidden states to the next stage, or on the last one [1, k, 1] log-probs."""
     packed = PackedSeqParams(
         qkv_format="thd",

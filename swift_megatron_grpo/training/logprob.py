@@ -60,7 +60,7 @@ def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, 
 
 
 def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: Parallel) -> torch.Tensor:
-    """[l or l / TP, 1, h] -> [k, h]. Each tensor-parallel rank's vocabulary adds its part to the gradient here, once."""
+    """[l or l / TP, 1, h] -> [k, h]. Each tensor-parallel rank adds its part of the gradient here, once."""
     if parallel.tp_size > 1:
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

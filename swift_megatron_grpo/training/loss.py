@@ -79,8 +79,10 @@ def clipped_surrogate(
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(base || other) on tokens drawn from base: never negative, low variance. Bounded as in
-    ms-swift, so that one token cannot swamp the step."""
+    """Schulman's k3 estimate of KL(base || other) on tokens drawn from base: never negative, low variance.
+
+    Bounded as in ms-swift, so that one token cannot swamp the step.
+    """
     log_ratio = (logprobs - base).clamp(-20, 20)
     return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)
 

@@ -1,8 +1,8 @@
 """Megatron's gradient norm counts a parameter once per tensor-parallel group unless it is marked as sharded.
 
-megatron-core sets the mark of the embedding and the output layer where it initialises them at random. mcore-bridge loads
-weights instead (perform_initialization False), so their other shards are left out of the norm, 7-9 % on a small model,
-and clipping is wrong by as much. The marks must be right before the optimizer copies them to its own shards.
+megatron-core sets the mark of the embedding and the output layer where it initialises them at random. mcore-bridge
+loads weights instead (perform_initialization False), so their other shards are left out of the norm, 7-9 % on a small
+model, and clipping is wrong by as much. The marks must be right before the optimizer copies them to its own shards.
 """
 
 from __future__ import annotations

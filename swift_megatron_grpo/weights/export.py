@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 from mcore_bridge import GPTBridge, LoraParallelLinear
+from mcore_bridge.model import GPTModel
 
 ADAPTER = "default"
 
 
-def export_weights(bridge: GPTBridge, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def export_weights(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
     """All ranks together: shards are gathered as the iterator advances, and every rank gets every tensor."""
     with merged_on_read(bridge, models):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
 @contextmanager
-def merged_on_read(bridge: GPTBridge, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+def merged_on_read(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[None]:
     """While open, whatever the bridge exports has the adapters merged in. One layer is merged at a time."""
     adapted = {module for model in models for module in _adapted(model)}
     if not adapted:

@@ -1,5 +1,5 @@
-"""The seams with the real ms-swift, mcore-bridge, megatron-core and torch: a name that we lean on and that moves upstream
-fails here, by name, and not in the middle of a run.
+"""The seams with the real ms-swift, mcore-bridge, megatron-core and torch: a name that we lean on and that moves
+upstream fails here, by name, and not in the middle of a run.
 
 The packages import on a machine without CUDA only under the CPU platform, which changes the process, so they are
 looked at in processes of their own.
@@ -200,7 +200,7 @@ def test_the_engine_infers() -> None:
 
 @cache
 def registered() -> dict[str, Any]:
-    """register() before ms-swift is imported, as in a rank. What is parsed with is chosen before the first flag is read."""
+    """register() before ms-swift is imported, as in a rank. Nothing is parsed: the class is chosen before that."""
     seen: dict[str, Any] = look(
         """
         from swift_megatron_grpo.plugin import register

@@ -1,6 +1,6 @@
 """Plain transformers (and peft) on a saved checkpoint: log-probs of the probe's sequence. No megatron, no ms-swift.
 
-    python hf_logprobs.py CHECKPOINT [BASE_MODEL]        with BASE_MODEL the checkpoint is a peft adapter
+python hf_logprobs.py CHECKPOINT [BASE_MODEL]        with BASE_MODEL the checkpoint is a peft adapter
 """
 
 from __future__ import annotations

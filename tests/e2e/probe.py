@@ -1,6 +1,6 @@
 """An external plugin for tests: on every save, what the trainer says of a fixed sequence goes to probe.json.
 
-    megatron rlhf ... --external_plugins .../probe.py --callbacks probe
+megatron rlhf ... --external_plugins .../probe.py --callbacks probe
 """
 
 from __future__ import annotations

@@ -59,9 +59,10 @@ def megatron_rlhf(
     """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here."""
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     program = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
-    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3", "--dataset",
-                 str(dataset), "--output_dir", str(folder),
-                 "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS), "--reward_funcs", "letters",
+    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
+                 "--dataset", str(dataset), "--output_dir", str(folder),
+                 "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS),
+                 "--reward_funcs", "letters",
                  "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                  "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
                  "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
@@ -80,6 +81,7 @@ def megatron_rlhf(
     }
     done = subprocess.run([*program, *arguments], env=variables, text=True, timeout=timeout, cwd=folder.parent,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    folder.with_suffix(".txt").write_text(done.stdout)
     return Finished(done.returncode, done.stdout, folder)
 
 

@@ -1,5 +1,8 @@
-"""The real command in every mode: it trains, the engine runs the trainer's weights after each sync, and what it saves is
-what it trained, as plain transformers reads it."""
+"""The real command in every mode.
+
+It trains, the engine runs the trainer's weights after each sync, and what it saves is what it trained, as plain
+transformers reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import swift_megatron_grpo
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
+PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 
 
@@ -31,7 +36,7 @@ def dataset(folder: Path) -> Path:
 
 def check_run(run: Finished, steps: int, layout: str, k3_bound: float) -> None:
     assert run.code == 0, run.output[-4000:]
-    assert "swift-megatron-grpo" in run.output and layout in run.output
+    assert "trains this run" in run.output and layout in run.output
     assert len(run.log) == steps
     for step in run.log:
         assert step["grad_norm"] > 0
@@ -55,7 +60,7 @@ def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dat
 
 def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
-    run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags)
+    run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
     checkpoint = run.last_checkpoint
     assert hf_difference(checkpoint, base=dense)["mean"] < 2e-2
@@ -65,8 +70,8 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
 
 
 def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
-    flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false",
-             "--offload_model", "true", "--offload_optimizer", "true", *PROBED]  # fmt: skip
+    flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
+             "--fp16", "false", "--offload_model", "true", "--offload_optimizer", "true", *PROBED]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
     check_run(run, steps=2, layout="PP 2", k3_bound=1e-7)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
@@ -74,7 +79,9 @@ def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, 
 
 def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
     model = make_model(folder / "moe", kind="moe")
-    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", *PROBED]
-    run = megatron_rlhf(model, dataset, folder / "experts", ranks=2, flags=flags)
+    """Without the entry point: on this machine it brings the CPU platform only, and --external_plugins the trainer."""
+    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--callbacks", "probe",
+             "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE)]  # fmt: skip
+    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, {"SWIFT_MEGATRON_GRPO": "platform"})
     check_run(run, steps=2, layout="EP 2", k3_bound=1e-6)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4

@@ -161,7 +161,7 @@ def test_torch_calls_arm() -> None:
 
 
 def test_arming_costs_less_than_a_millisecond() -> None:
-    """As torch does it: at the end of its import, so with its modules loaded, and from bytecode as an installed package."""
+    """As torch does it: at the end of its import, so with its modules loaded, and from bytecode."""
     code = """
 import json, sys, time
 import torch

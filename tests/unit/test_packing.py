@@ -93,7 +93,9 @@ def test_each_row_sees_the_token_before_its_target() -> None:
     samples = make_samples([(3, 4), (2, 1)])
     batch = collate(samples, [1, 0], count(samples), Alignment(1, 1), 0, 1, CPU)
     seen = batch.inputs.input_ids[0][batch.inputs.head_positions].tolist()
-    expected = [sample.tokens[i - 1] for sample in (samples[1], samples[0]) for i, m in enumerate(sample.completion_mask) if m]
+    expected = [
+        sample.tokens[i - 1] for sample in (samples[1], samples[0]) for i, m in enumerate(sample.completion_mask) if m
+    ]
     assert seen == expected
     assert batch.inputs.cu_seqlens.tolist() == [0, 3, 10]
 

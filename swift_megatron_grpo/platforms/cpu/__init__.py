@@ -1,11 +1,12 @@
 """The CPU platform: megatron-core, mcore-bridge, ms-swift and vLLM as they are, on a machine without a GPU.
 
-For whoever starts a training process: call `activate()` once, before megatron.core or mcore_bridge execute. Nothing else in
-this package knows that the platform exists, and it serves ms-swift's own trainers too. What runs is the real arithmetic,
-sharding and plumbing; what it cannot say anything about is CUDA kernels, NCCL, streams, CUDA graphs, sleeping engines, fp8.
+For whoever starts a training process: call `activate()` once, before megatron.core or mcore_bridge execute. Nothing
+else in this package knows that the platform exists, and it serves ms-swift's own trainers too. What runs is the real
+arithmetic, sharding and plumbing; what it cannot say anything about is CUDA kernels, NCCL, streams, CUDA graphs,
+sleeping engines, fp8.
 
-One difference remains visible: host and device are the same memory, so `.to("cpu")`, `.cuda()` and `.pin_memory()` return
-the tensor itself. Code that wants a snapshot must clone.
+One difference remains visible: host and device are the same memory, so `.to("cpu")`, `.cuda()` and `.pin_memory()`
+return the tensor itself. Code that wants a snapshot must clone.
 """
 
 from __future__ import annotations

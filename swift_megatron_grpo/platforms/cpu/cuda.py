@@ -1,8 +1,8 @@
 """The part of torch.cuda that does not need a GPU: one device, one stream that is never behind, the CPU's generator.
 
-For `activate()`. torch.cuda.is_available() stays False: vLLM, transformers and ms-swift choose the CPU by it. What would
-describe a GPU (properties, capability, name) raises, as it does in torch's own CPU build, and whatever is not listed here
-keeps raising too.
+For `activate()`. torch.cuda.is_available() stays False: vLLM, transformers and ms-swift choose the CPU by it. What
+would describe a GPU (properties, capability, name) raises, as it does in torch's own CPU build, and whatever is not
+listed here keeps raising too.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class Stream:
 _STREAM = Stream()
 
 
-class _Device(nullcontext):  # type: ignore[type-arg]
+class _Device(nullcontext[None]):
     """torch.cuda.device(index)"""
 
 
 class _CpuGenerator:
     """torch.cuda.default_generators[0]: torch's CPU generator.
 
-    The graph-safe methods are there for megatron-core's `te_rng_tracker`, which asks for them although no graph is captured;
-    a state is a tensor here and not a generator.
+    The graph-safe methods are there for megatron-core's `te_rng_tracker`, which asks for them although no graph is
+    captured; a state is a tensor here and not a generator.
     """
 
     initial_seed = staticmethod(torch.default_generator.initial_seed)
@@ -140,6 +140,8 @@ def install() -> None:
         setattr(torch.cuda.nvtx, name, _do_nothing(name))
     for name in _USED_BY_RANDOM:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    # Not left to the mode of devices.py: torch's argument parser refuses our streams before a mode is asked.
+    torch.Tensor.record_stream = _do_nothing("record_stream")  # type: ignore[method-assign]
 
 
 # A function of its own for every name: torch._dynamo tells them apart by identity.

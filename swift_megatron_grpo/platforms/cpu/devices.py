@@ -1,8 +1,8 @@
 """Wherever torch is asked for a CUDA device, it takes the CPU.
 
-For `activate()`. The mechanism is the one of torch.set_default_device: a TorchFunctionMode sees every call of torch's API
-before it runs and rewrites the device in its arguments. torch's own functions stay what they are, so torch.jit.script and
-pickling keep working. Modes belong to a thread, so every thread that starts later enters one too.
+For `activate()`. The mechanism is the one of torch.set_default_device: a TorchFunctionMode sees every call of torch's
+API before it runs and rewrites the device in its arguments. torch's own functions stay what they are, so
+torch.jit.script and pickling keep working. Modes belong to a thread, so every thread that starts later enters one too.
 """
 
 from __future__ import annotations
@@ -48,10 +48,6 @@ def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tenso
     return tensor
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Tensor.record_stream: there is one stream, and memory is freed when nobody holds it."""
-
-
 def redirect(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The same keyword arguments with the CPU in place of a CUDA device and without pinned memory."""
     if "device" in kwargs and is_cuda(kwargs["device"]):
@@ -61,26 +57,27 @@ def redirect(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-class CudaToCpu(TorchFunctionMode):
-    _TAKE_A_DEVICE_FIRST = {
-        torch.device: _device,
-        torch._C._nn._parse_to: _first_argument(torch._C._nn._parse_to, skip=0),  # Module.to
-        torch.Tensor.to: _first_argument(torch.Tensor.to, skip=1),
-        torch.Tensor.cuda: _same_tensor,
-        torch.Tensor.pin_memory: _same_tensor,
-        torch.Tensor.record_stream: _nothing,
-    }
+_IN_PLACE_OF: dict[Any, Callable[..., Any]] = {
+    torch.device: _device,
+    torch._C._nn._parse_to: _first_argument(torch._C._nn._parse_to, skip=0),  # Module.to
+    torch.Tensor.to: _first_argument(torch.Tensor.to, skip=1),
+    torch.Tensor.cuda: _same_tensor,
+    torch.Tensor.pin_memory: _same_tensor,
+}
 
+
+class CudaToCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        function = self._TAKE_A_DEVICE_FIRST.get(func, func)
+        function = _IN_PLACE_OF.get(func, func)
         return function(*args, **redirect(kwargs)) if kwargs else function(*args)
 
 
 def install() -> None:
     CudaToCpu().__enter__()  # for the rest of the process
     _redirect_new_threads()
+    _redirect_backward()
     # Checkpoints written on a GPU, and torch.load(..., map_location="cuda").
     torch.serialization.register_package(0, lambda storage: None, _load_on_cpu)
 
@@ -99,8 +96,19 @@ def _redirect_new_threads() -> None:
         thread.run = run_redirected  # type: ignore[method-assign]
         start(thread)
 
-    threading.Thread.start = start_redirected  # type: ignore[method-assign]
+    threading.Thread.start = start_redirected  # type: ignore[assignment, method-assign]
 
 
-def _load_on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
+def _redirect_backward() -> None:
+    """A mode is off while it handles a call. A call of .backward() runs anybody's functions, so there it is on again."""
+    run_backward = torch.autograd._engine_run_backward
+
+    def run_backward_redirected(*args: Any, **kwargs: Any) -> Any:
+        with CudaToCpu():
+            return run_backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = run_backward_redirected
+
+
+def _load_on_cpu(storage: Any, location: str) -> Any:
     return storage if is_cuda(location) else None

@@ -1,7 +1,7 @@
 """torch.distributed on gloo for scripts that were written for NCCL.
 
-For `activate()`. gloo of torch 2.13 has nearly every collective that Megatron uses, averages and coalesced calls included.
-What it lacks is here: the name "nccl", and all_gather of tensors of unequal size.
+For `activate()`. gloo of torch 2.13 has nearly every collective that Megatron uses, averages and coalesced calls
+included. What it lacks is here: the name "nccl", and all_gather of tensors of unequal size.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def _say_once(message: str) -> None:
 
 
 @functools.wraps(_all_gather)
-def all_gather(
-    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> Any:
+def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
     """NCCL takes tensors of different shapes (Megatron's experts under tensor parallelism); gloo gets them padded."""
     if len({t.shape for t in tensor_list}) == 1:
         return _all_gather(tensor_list, tensor, group, async_op)

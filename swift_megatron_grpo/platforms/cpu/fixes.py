@@ -1,6 +1,7 @@
 """What upstream gets wrong without a GPU, put right in the module that has it, right after that module is imported.
 
-For `activate()`. One function per fault. Nothing here changes what upstream computes; it makes it compute that on a CPU.
+For `activate()`. One function per fault. Nothing here changes what upstream computes; it makes it compute that on a
+CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 _MAX_SENDS_IN_FLIGHT = 64
 
 
-def do_not_fuse(jit: ModuleType) -> None:
+def do_not_fuse(jit: Any) -> None:
     """megatron.core.jit decorates its fused functions with torch.compile: minutes of C++ for milliseconds of work."""
     jit.disable_jit_fuser()
 
@@ -41,7 +42,7 @@ def _functions_of(module: ModuleType) -> list[FunctionType]:
 
 
 def _without_cuda_literals(constant: Any) -> Any:
-    """The same constant of a code object, functions nested in it included, with "torch.cuda." taken out of tensor types."""
+    """The same constant of a code object, nested functions included, with "torch.cuda." taken out of tensor types."""
     if isinstance(constant, CodeType):
         return constant.replace(co_consts=tuple(map(_without_cuda_literals, constant.co_consts)))
     if isinstance(constant, tuple):
@@ -51,7 +52,7 @@ def _without_cuda_literals(constant: Any) -> Any:
     return constant
 
 
-def make_split_sizes_arrays(token_dispatcher: ModuleType) -> None:
+def make_split_sizes_arrays(token_dispatcher: Any) -> None:
     """`maybe_move_tensor_to_cpu(sizes, as_numpy=True)` leaves CPU tensors tensors, which all_to_all_single refuses."""
     move = token_dispatcher.maybe_move_tensor_to_cpu
 
@@ -64,7 +65,7 @@ def make_split_sizes_arrays(token_dispatcher: ModuleType) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = move_or_convert
 
 
-def keep_sent_tensors(p2p_communication: ModuleType) -> None:
+def keep_sent_tensors(p2p_communication: Any) -> None:
     """The interleaved pipeline takes a sent tensor's storage away before the send is over.
 
     With NCCL the stream orders that; gloo reads the memory later and sends what it then finds. So send copies, and hold
@@ -88,12 +89,12 @@ def keep_sent_tensors(p2p_communication: ModuleType) -> None:
 
 
 def expect_one_generator(random: ModuleType) -> None:
-    """Megatron warns, at every fork of its tracker, that the CPU's generator moved: here it is the one that was forked."""
+    """At every fork of its tracker Megatron warns if the CPU's generator moved: here that is the one it forked."""
     message = "CPU RNG state changed within GPU RNG context"
     logging.getLogger(random.__name__).addFilter(lambda record: record.getMessage() != message)
 
 
-def prefer_sdpa_for_images(model_config: ModuleType) -> None:
+def prefer_sdpa_for_images(model_config: Any) -> None:
     """mcore-bridge's vision towers take flash_attention_2 unless told otherwise."""
     _before(model_config.ModelConfig, "__post_init__", _set_vision_attention)
 
@@ -103,7 +104,7 @@ def _set_vision_attention(config: Any) -> None:
         config.vit_attn_impl = "sdpa"
 
 
-def gather_on_cpu(state: ModuleType) -> None:
+def gather_on_cpu(state: Any) -> None:
     """accelerate.utils.gather returns its argument, silently, unless the first PartialState was built with cpu=True.
 
     Built when somebody first asks for it and not now: on several ranks building it is a rendezvous.
@@ -121,7 +122,7 @@ def gather_on_cpu(state: ModuleType) -> None:
         partial_state._reset_state()
 
 
-def leave_destroyed_groups_alone(parallel_state: ModuleType) -> None:
+def leave_destroyed_groups_alone(parallel_state: Any) -> None:
     """vLLM takes its groups down when the interpreter exits; by then ms-swift has destroyed every process group."""
     destroy = parallel_state.GroupCoordinator.destroy
 
@@ -131,6 +132,20 @@ def leave_destroyed_groups_alone(parallel_state: ModuleType) -> None:
             destroy(self)
 
     parallel_state.GroupCoordinator.destroy = destroy_if_there
+
+
+def keep_weights_that_can_be_reloaded(utils: Any) -> None:
+    """vLLM packs a linear layer's weight for its CPU kernels and drops the original: new weights have nowhere to go."""
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    @functools.wraps(dispatch)
+    def multiply_unpacked(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2 and not layer.weight.is_meta:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            dispatch(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = multiply_unpacked
 
 
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
@@ -155,4 +170,5 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.random": expect_one_generator,
     "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
     "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
+    "vllm.model_executor.layers.utils": keep_weights_that_can_be_reloaded,
 }

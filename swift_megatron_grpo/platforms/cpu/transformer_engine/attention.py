@@ -1,8 +1,10 @@
-"""DotProductAttention: batches as sbhd, bshd or packed thd, with and without context parallelism. For TEDotProductAttention.
+"""DotProductAttention: batches as sbhd, bshd or packed thd, with and without context parallelism. For
+TEDotProductAttention.
 
-Packed sequences are attended one by one, so time and memory grow with the sequences and not with the square of the pack, and
-a sequence's result does not depend on its neighbours by a bit. Context parallelism gathers keys and values: every rank
-holds chunks r and 2n-1-r of 2n of every sequence, which is Transformer Engine's layout for all of its communication types.
+Packed sequences are attended one by one, so time and memory grow with the sequences and not with the square of the
+pack, and a sequence's result does not depend on its neighbours by a bit. Context parallelism gathers keys and values:
+every rank holds chunks r and 2n-1-r of 2n of every sequence, which is Transformer Engine's layout for all of its
+communication types.
 
 Without effect on the numbers and therefore taken: max_seqlen_q and max_seqlen_kv, fast_zero_fill, pad_between_seqs (it
 follows from the padded cu_seqlens), num_splits, layer_number, attention_type, cp_stream, cp_global_ranks.
@@ -235,7 +237,7 @@ def _window(size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
 
 
 def _allowed(mask_type: str, mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
-    """Masks say True for what is hidden. Other types than padding and arbitrary ignore theirs, as Transformer Engine does.
+    """Masks say True for what is hidden. As in Transformer Engine, types other than padding and arbitrary ignore theirs.
 
     padding: [b, 1, 1, s] for queries and keys, or one for each; arbitrary: broadcastable to [b, h, q, k].
     """

@@ -1,6 +1,7 @@
 """Exact attention of one block of queries over its keys, in fp32. For DotProductAttention.
 
-Shapes: b sequences, h query heads, g key heads (h a multiple of g), q queries, k keys, d and e channels of keys and values.
+Shapes: b sequences, h query heads, g key heads (h a multiple of g), q queries, k keys, d and e channels of keys and
+values.
 """
 
 from __future__ import annotations

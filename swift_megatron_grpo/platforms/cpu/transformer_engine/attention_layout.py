@@ -1,4 +1,4 @@
-"""Where tokens are: packed sequences in a batch, and chunks of sequences on context-parallel ranks. For DotProductAttention."""
+"""Where tokens are: sequences in a pack, and their chunks on context-parallel ranks. For DotProductAttention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""TransformerEngineBaseModule: parameters with deferred initialisation, and the fp8 attributes that Megatron reads (all off).
+"""TransformerEngineBaseModule: parameters with deferred initialisation, and the fp8 attributes that Megatron reads (all
+off).
 
 For the stand-in's layers, and for `isinstance` in megatron-core.
 """
@@ -15,6 +16,7 @@ from torch import nn
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
 
+Device = torch.device | str | int | None
 Initializer = Callable[[torch.Tensor], Any]
 
 
@@ -48,10 +50,16 @@ class TransformerEngineBaseModule(nn.Module):
         self.tp_size = tp_size if tp_group is None else tp_group.size()
 
     def _new_parameter(
-        self, name: str, shape: tuple[int, ...], init: Initializer, *, tracked: bool = False, **factory: Any
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        init: Initializer,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        tracked: bool = False,
     ) -> None:
         """`init` runs in reset_parameters(), if `tracked` under the module's RNG tracker."""
-        self.register_parameter(name, nn.Parameter(torch.empty(shape, **factory)))
+        self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._initializers[name] = (init, tracked)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Collectives with gradients over a tensor- or context-parallel group. For the stand-in's linear and attention layers."""
+"""Collectives with gradients over a tensor- or context-parallel group. For the linear layers and attention."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CopyToGroup(Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_reduced(grad, ctx.group), None
 
 
@@ -50,7 +50,7 @@ class ReduceFromGroup(Function):
         return _all_reduced(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
@@ -63,7 +63,7 @@ class GatherSequence(Function):
         return _gathered(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _reduce_scattered(grad, ctx.group), None
 
 
@@ -76,5 +76,5 @@ class ReduceScatterSequence(Function):
         return _reduce_scattered(tensor, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gathered(grad, ctx.group), None

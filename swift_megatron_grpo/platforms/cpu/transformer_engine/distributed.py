@@ -63,7 +63,7 @@ def get_all_rng_states() -> dict[str, torch.Tensor]:
     return _states_of_the_last_tracker
 
 
-class activation_recompute_forward(AbstractContextManager, ContextDecorator):  # type: ignore[type-arg]
+class activation_recompute_forward(AbstractContextManager, ContextDecorator):
     """Tells fp8 layers that they run twice; there are none."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None: ...
@@ -115,7 +115,11 @@ class _RandomStates:
 class _Recompute(Function):
     @staticmethod
     def forward(
-        ctx: Any, function: Callable[..., Any], get_tracker: Callable[[], Any] | None, kwargs: dict[str, Any], *args: Any
+        ctx: Any,
+        function: Callable[..., Any],
+        get_tracker: Callable[[], Any] | None,
+        kwargs: dict[str, Any],
+        *args: Any,
     ) -> Any:
         ctx.function, ctx.get_tracker, ctx.kwargs = function, get_tracker, kwargs
         ctx.states = _RandomStates(get_tracker)
@@ -127,7 +131,7 @@ class _Recompute(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+        if not torch.autograd._is_checkpoint_valid():
             raise RuntimeError("checkpoint() works with .backward(), not with .grad()")
         saved = zip(ctx.saved_tensors, ctx.others, strict=True)
         inputs = detach_variable(tuple(other if tensor is None else tensor for tensor, other in saved))
@@ -140,5 +144,5 @@ class _Recompute(Function):
         pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if torch.is_tensor(y) and y.requires_grad]
         if not pairs:
             raise RuntimeError("none of output has requires_grad=True, this checkpoint() is not necessary")
-        torch.autograd.backward(*zip(*pairs, strict=True))
+        torch.autograd.backward([y for y, _ in pairs], [grad for _, grad in pairs])
         return None, None, None, *(x.grad if torch.is_tensor(x) else None for x in inputs)

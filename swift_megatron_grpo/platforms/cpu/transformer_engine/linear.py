@@ -1,7 +1,8 @@
 """Linear, LayerNormLinear and GroupedLinear, column- or row-parallel. For the TE...Linear classes of megatron-core.
 
 Arguments of Transformer Engine 2.11, in its order. Without effect on the numbers and therefore taken and kept:
-`save_original_input` (what to keep for backward), `ub_name` and `name` (labels), `is_first_microbatch` (fp8 weight cache).
+`save_original_input` (what to keep for backward), `ub_name` and `name` (labels), `is_first_microbatch` (fp8 weight
+cache).
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Initializer, constant
+from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, Initializer, constant
 from swift_megatron_grpo.platforms.cpu.transformer_engine.norm import normalize
 from swift_megatron_grpo.platforms.cpu.transformer_engine.parallel_linear import ParallelLinear
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
 
 
 class Linear(ParallelLinear):
+    weight: nn.Parameter
+    bias: torch.Tensor
+
     def __init__(
         self,
         in_features: int,
@@ -36,7 +41,7 @@ class Linear(ParallelLinear):
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
         parameters_split: Any = None,
-        device: torch.device | str | int = "cuda",
+        device: Device = "cuda",
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -66,7 +71,7 @@ class Linear(ParallelLinear):
             get_rng_state_tracker, rng_tracker_name,
         )  # fmt: skip
         self.ub_name, self.name, self.save_original_input = ub_name, name, save_original_input
-        self._new_weight_and_bias("", init_method, device=device, dtype=params_dtype)
+        self._new_weight_and_bias("", init_method, device, params_dtype)
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -87,6 +92,11 @@ class Linear(ParallelLinear):
 
 
 class LayerNormLinear(ParallelLinear):
+    weight: nn.Parameter
+    bias: torch.Tensor
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -107,7 +117,7 @@ class LayerNormLinear(ParallelLinear):
         return_layernorm_output_gathered: bool = False,
         parameters_split: Any = None,
         zero_centered_gamma: bool = False,
-        device: torch.device | str | int = "cuda",
+        device: Device = "cuda",
         ub_overlap_ag: bool = False,
         ub_overlap_rs: bool = False,
         ub_overlap_rs_dgrad: bool = False,
@@ -141,14 +151,13 @@ class LayerNormLinear(ParallelLinear):
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
         self.return_layernorm_output = return_layernorm_output  # LoRA switches it on and off
         self.ub_name, self.name = ub_name, name
-        factory = {"device": device, "dtype": params_dtype}
         gamma = constant(0.0 if zero_centered_gamma else 1.0)
-        self._new_parameter("layer_norm_weight", (self.in_features,), gamma, **factory)
+        self._new_parameter("layer_norm_weight", (self.in_features,), gamma, device, params_dtype)
         if normalization == "LayerNorm":
-            self._new_parameter("layer_norm_bias", (self.in_features,), constant(0.0), **factory)
+            self._new_parameter("layer_norm_bias", (self.in_features,), constant(0.0), device, params_dtype)
         else:
             self.layer_norm_bias = None
-        self._new_weight_and_bias("", init_method, **factory)
+        self._new_weight_and_bias("", init_method, device, params_dtype)
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
@@ -157,7 +166,7 @@ class LayerNormLinear(ParallelLinear):
             self._mark("")
             for parameter in (self.layer_norm_weight, self.layer_norm_bias):
                 if parameter is not None:
-                    parameter.sequence_parallel = self.sequence_parallel
+                    parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(
         self,
@@ -166,7 +175,7 @@ class LayerNormLinear(ParallelLinear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """y; (y, bias) with return_bias; each with the normalised input, of this rank's tokens, behind it if asked for."""
+        """y, then bias with return_bias, then the normalised input of this rank's tokens if that is asked for."""
         refuse("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
         rms = self.normalization == "RMSNorm"
         normalized = normalize(
@@ -180,6 +189,8 @@ class LayerNormLinear(ParallelLinear):
 
 class GroupedLinear(ParallelLinear):
     """One weight per expert. Tensor parallelism shapes the weights; the communication is the token dispatcher's."""
+
+    weight0: nn.Parameter
 
     def __init__(
         self,
@@ -197,7 +208,7 @@ class GroupedLinear(ParallelLinear):
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
         parallel_mode: str | None = None,
-        device: torch.device | str | int = "cuda",
+        device: Device = "cuda",
         ub_overlap_rs: bool = False,
         ub_overlap_ag: bool = False,
         ub_name: str | None = None,
@@ -222,7 +233,7 @@ class GroupedLinear(ParallelLinear):
         self.num_gemms = num_gemms
         self.ub_name, self.name, self.save_original_input = ub_name, name, save_original_input
         for gemm in range(num_gemms):
-            self._new_weight_and_bias(str(gemm), init_method, device=device, dtype=params_dtype)
+            self._new_weight_and_bias(str(gemm), init_method, device, params_dtype)
         self.reset_parameters(defer_init=self.weight0.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.base import TransformerEngineBaseModule, constant
+from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, TransformerEngineBaseModule, constant
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
 
 
@@ -24,6 +24,8 @@ def normalize(
 
 class _Norm(TransformerEngineBaseModule):
     _rms: bool
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class _Norm(TransformerEngineBaseModule):
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
         hidden_size: int | None = None,
-        device: torch.device | str | int | None = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         sm_margin: int = 0,
     ) -> None:
@@ -48,17 +50,18 @@ class _Norm(TransformerEngineBaseModule):
         self.eps = eps
         self.sequence_parallel = sequence_parallel  # type: ignore[assignment]  # None: parameters get no mark
         self.zero_centered_gamma = zero_centered_gamma
-        factory = {"device": device, "dtype": params_dtype if dtype is None else dtype}
-        self._new_parameter("weight", self.normalized_shape, constant(0.0 if zero_centered_gamma else 1.0), **factory)
+        dtype = params_dtype if dtype is None else dtype
+        gamma = constant(0.0 if zero_centered_gamma else 1.0)
+        self._new_parameter("weight", self.normalized_shape, gamma, device, dtype)
         if not self._rms:
-            self._new_parameter("bias", self.normalized_shape, constant(0.0), **factory)
+            self._new_parameter("bias", self.normalized_shape, constant(0.0), device, dtype)
         self.reset_parameters(defer_init=self.weight.is_meta)
 
     def reset_parameters(self, defer_init: bool = False) -> None:
         super().reset_parameters(defer_init)
         if not defer_init and self.sequence_parallel is not None:
             for parameter in self.parameters(recurse=False):
-                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]  # Megatron reduces it
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self._rms else self.bias
@@ -67,10 +70,7 @@ class _Norm(TransformerEngineBaseModule):
 
 class RMSNorm(_Norm):
     _rms = True
-    weight: nn.Parameter
 
 
 class LayerNorm(_Norm):
     _rms = False
-    weight: nn.Parameter
-    bias: nn.Parameter

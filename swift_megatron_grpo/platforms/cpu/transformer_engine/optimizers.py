@@ -77,7 +77,7 @@ class FusedAdam(Optimizer):
                 parameter.decoupled_grad.zero_()  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         refuse("FusedAdam.step", grad_scaler=grad_scaler is not None)
         loss = None
         if closure is not None:

@@ -1,4 +1,4 @@
-"""What Linear, LayerNormLinear and GroupedLinear share: the shape of a rank's weight, its marks, and the communication."""
+"""What Linear, LayerNormLinear and GroupedLinear share: a rank's part of the weight, its marks, the communication."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import (
+    Device,
     Initializer,
     TransformerEngineBaseModule,
     constant,
@@ -55,16 +56,18 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.get_rng_state_tracker, self.rng_tracker_name = tracker, tracker_name
         self.fuse_wgrad_accumulation = False
 
-    def _new_weight_and_bias(self, suffix: str, init: Initializer | None, **factory: Any) -> None:
+    def _new_weight_and_bias(
+        self, suffix: str, init: Initializer | None, device: Device, dtype: torch.dtype | None
+    ) -> None:
         init = default_weight_init if init is None else init
-        self._new_parameter(f"weight{suffix}", (self.out_features, self.in_features), init, tracked=True, **factory)
+        self._new_parameter(f"weight{suffix}", (self.out_features, self.in_features), init, device, dtype, tracked=True)
         if self.use_bias:
-            self._new_parameter(f"bias{suffix}", (self.out_features,), constant(0.0), **factory)
+            self._new_parameter(f"bias{suffix}", (self.out_features,), constant(0.0), device, dtype)
         else:
-            setattr(self, f"bias{suffix}", torch.empty(0, **factory))  # Megatron asks for its numel()
+            setattr(self, f"bias{suffix}", torch.empty(0, device=device, dtype=dtype))  # Megatron asks for its numel()
 
     def _mark(self, *suffixes: str) -> None:
-        """Which parameters are shards, for Megatron's gradient norm. Every weight is marked, as Transformer Engine does."""
+        """Which parameters are shards, for Megatron's gradient norm. Transformer Engine marks every weight, too."""
         for suffix in suffixes:
             weight = getattr(self, f"weight{suffix}")
             _mark_tensor_parallel(weight, dim=1 if self.parallel_mode == "row" else 0)

@@ -1,7 +1,8 @@
 """Transformer Engine's module tree, assembled from the files of this folder and put into sys.modules.
 
-For `activate()`. Where a module is missing here although Transformer Engine has it, megatron-core takes a path of its own,
-and that path is the one to take on a CPU: cpp_extensions (fused GEMM), graph (CUDA graphs), cpu_offload, float8_tensor.
+For `activate()`. Where a module is missing here although Transformer Engine has it, megatron-core takes a path of its
+own, and that path is the one to take on a CPU: cpp_extensions (fused GEMM), graph (CUDA graphs), cpu_offload,
+float8_tensor.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine import attention, base, distributed, linear, norm, optimizers, recipe
+from swift_megatron_grpo.platforms.cpu.transformer_engine import (
+    attention,
+    base,
+    distributed,
+    linear,
+    norm,
+    optimizers,
+    recipe,
+)
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import unsupported_class, unsupported_function
 
 NAME = "transformer_engine"
-# megatron-core and mcore-bridge ask for the version by transformer_engine.__version__. 2.11 is what the GPU stack runs, so
-# both platforms take the same paths. The highest version they compare with is 2.10; from 2.7 on the fused router is
-# imported, so its names exist below.
+# megatron-core and mcore-bridge read transformer_engine.__version__. 2.11 is what the GPU stack runs, so both platforms
+# take the same paths. The highest version they compare with is 2.10; from 2.7 on megatron-core imports the fused router
+# without asking whether it is there, so its names exist below.
 VERSION = "2.11.0"
 
 _RECIPES = ("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
             "NVFP4BlockScaling", "Recipe")  # fmt: skip
 _ACTIVATIONS = ("GEGLU", "GELU", "ReGLU", "ReLU", "SiLU", "SwiGLU")
 _OPS = ("AllReduce", "BasicLinear", "Bias", "FusibleOperation", "LayerNorm", "RMSNorm", "ReduceScatter", "Sequential")
-_PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_sort_chunks_by_index", "moe_sort_chunks_by_index_with_probs",
-                 "moe_unpermute")  # fmt: skip
+_PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_sort_chunks_by_index",
+                 "moe_sort_chunks_by_index_with_probs", "moe_unpermute")  # fmt: skip
 _ROUTER = ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function")
 
 
@@ -67,10 +76,14 @@ def _contents() -> dict[str, dict[str, Any]]:
             "checkpoint": distributed.checkpoint,
             "fp8_autocast": recipe.fp8_autocast,
             "fp8_model_init": recipe.fp8_model_init,
-            **_classes("pytorch", "Fp8Padding", "Fp8Unpadding", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"),
+            **_classes(
+                "pytorch", "Fp8Padding", "Fp8Unpadding", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"
+            ),
         },
         "pytorch.attention": {"DotProductAttention": attention.DotProductAttention},
-        "pytorch.attention.rope": _functions("pytorch.attention.rope", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"),
+        "pytorch.attention.rope": _functions(
+            "pytorch.attention.rope", "apply_rotary_pos_emb", "apply_fused_qkv_rotary_pos_emb"
+        ),
         "pytorch.cross_entropy": _functions("pytorch.cross_entropy", "parallel_cross_entropy"),
         "pytorch.distributed": {name: getattr(distributed, name) for name in distributed_names},
         "pytorch.fp8": fp8,
@@ -120,7 +133,7 @@ def install() -> None:
         parent, _, leaf = module.__name__.rpartition(".")
         setattr(modules[parent], leaf, module)
     sys.modules.update(modules)
-    sys.meta_path.append(_RefuseTheRest())  # type: ignore[arg-type]
+    sys.meta_path.append(_RefuseTheRest())
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:

@@ -1,0 +1,115 @@
+"""The checks of arguments, on plain values: what megatron-core and vLLM can divide, what may be a model, what fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.argument_checks import (
+    ModelShape,
+    Parallelism,
+    check_layout,
+    check_lengths,
+    check_model_path,
+    check_reward_functions,
+    read_model_shape,
+)
+
+
+def shape(**changes: Any) -> ModelShape:
+    plain = {"name": "m", "attention_heads": 16, "kv_heads": 4, "ffn": 96, "layers": 10, "experts": 8, "expert_ffn": 24}
+    return ModelShape(**plain | changes)
+
+
+def layout(world_size: int = 16, **changes: Any) -> Parallelism:
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor", "vllm_tensor")
+    sizes = {f"{name}_parallel_size": 1 for name in names}
+    return Parallelism(**{"world_size": world_size, "sequence_parallel": True} | sizes | changes)
+
+
+def test_megatron_core_takes_key_value_heads_that_divide_or_are_divided() -> None:
+    """transformer_config.py: num_query_groups must be a multiple or divisor of tensor_model_parallel_size."""
+    for tp in (1, 2, 4, 8, 16):
+        check_layout(layout(tensor_model_parallel_size=tp), shape())
+    with pytest.raises(
+        ValueError, match=r"num_key_value_heads \(4\) of m; use --tensor_model_parallel_size 1 or 2 or 4"
+    ):
+        check_layout(layout(12, tensor_model_parallel_size=6), shape(attention_heads=12, experts=None))
+    with pytest.raises(ValueError, match=r"must divide intermediate_size \(100\)"):
+        check_layout(layout(tensor_model_parallel_size=8), shape(ffn=100))
+    with pytest.raises(ValueError, match=r"must divide the linear attention heads \(2\)"):
+        check_layout(layout(tensor_model_parallel_size=4), shape(linear_heads=(2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fits"),
+    [
+        ({"pipeline_model_parallel_size": 2}, True),
+        ({"pipeline_model_parallel_size": 4}, False),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 1}, True),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 1, "last_stage_layers": 2}, False),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 2, "last_stage_layers": 2}, True),
+        ({"pipeline_model_parallel_size": 2, "first_stage_layers": 4, "last_stage_layers": 6}, True),
+        ({"pipeline_model_parallel_size": 2, "first_stage_layers": 4, "last_stage_layers": 4}, False),
+        ({"pipeline_model_parallel_size": 4, "extra_layers": 2}, True),
+    ],
+)
+def test_layers_must_fill_the_pipeline(flags: dict[str, int], fits: bool) -> None:
+    if fits:
+        check_layout(layout(**flags), shape())
+    else:
+        with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
+            check_layout(layout(**flags), shape())
+
+
+def test_experts_are_divided_evenly_and_want_sequence_parallelism() -> None:
+    check_layout(layout(expert_model_parallel_size=4, expert_tensor_parallel_size=2), shape())
+    with pytest.raises(ValueError, match="use --expert_model_parallel_size 1 or 2 or 4 or 8"):
+        check_layout(layout(expert_model_parallel_size=3), shape())
+    with pytest.raises(ValueError, match=r"use --expert_model_parallel_size 1 or 2$"):
+        check_layout(layout(expert_model_parallel_size=8, expert_tensor_parallel_size=8), shape())
+    with pytest.raises(ValueError, match="use --expert_tensor_parallel_size 1"):
+        check_layout(layout(expert_tensor_parallel_size=16), shape())
+    with pytest.raises(ValueError, match="use --sequence_parallel true"):
+        check_layout(layout(tensor_model_parallel_size=2, sequence_parallel=False), shape())
+
+
+def test_what_a_config_does_not_say_is_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    silent = read_model_shape(tmp_path)
+    assert silent == ModelShape(str(tmp_path), None, None, None, None, None, None)
+    check_layout(layout(tensor_model_parallel_size=16), silent)
+
+
+def test_the_shape_of_composed_latent_and_sparse_models(tmp_path: Path) -> None:
+    text = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "n_routed_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "num_hidden_layers": 6}))
+    got = read_model_shape(tmp_path)
+    assert (got.attention_heads, got.kv_heads, got.experts, got.layers) == (8, None, 4, 6)
+
+
+@pytest.mark.parametrize("name", ["./models/qwen", "/models/qwen", "../qwen", "~/qwen", "a/b/c", "qwen3"])
+def test_what_can_only_be_a_local_path_must_exist(name: str) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_model_path(name)
+
+
+def test_hub_ids_are_left_to_ms_swift() -> None:
+    check_model_path("Qwen/Qwen3-8B")
+    check_model_path("gpt2", bare_ids=True)
+
+
+def test_a_callable_needs_no_registry() -> None:
+    check_reward_functions([len], [])
+
+
+def test_lengths_that_fit_and_that_do_not() -> None:
+    check_lengths(100, 50, 150)
+    check_lengths(None, 149, 150)
+    with pytest.raises(ValueError, match="use --vllm_max_model_len 151, or --max_completion_length 149"):
+        check_lengths(None, 150, 150)
+    with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
+        check_lengths(None, 0, 150)

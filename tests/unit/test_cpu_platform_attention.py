@@ -1,0 +1,244 @@
+"""The stand-in's attention against a dense fp64 reference written from the definition, gradients included."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from swift_megatron_grpo.platforms.cpu.transformer_engine.attention import DotProductAttention
+
+HEADS, GROUPS, CHANNELS = 4, 2, 8
+
+
+def tensors(*batch: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
+    """Query, key and value [*batch, heads, channels]"""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(*batch, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS)]
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def layer(**kwargs: object) -> DotProductAttention:
+    return DotProductAttention(HEADS, CHANNELS, num_gqa_groups=GROUPS, **kwargs)
+
+
+def reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    allowed: torch.Tensor,
+    offset: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[q, h, d], [k, g, d], [k, g, d], bool [q, k] or [h, q, k] -> [q, h * d] in fp64; zeros where nothing is seen"""
+    query, key, value = query.double(), key.double(), value.double()
+    outputs = []
+    for head in range(HEADS):
+        group = head // (HEADS // GROUPS)
+        scores = query[:, head] @ key[:, group].T / CHANNELS**0.5
+        scores = scores if bias is None else scores + bias[head]
+        visible = allowed if allowed.dim() == 2 else allowed[head]
+        weights = torch.where(visible, (scores - scores.detach().amax()).exp(), 0.0)
+        total = weights.sum(-1, keepdim=True)
+        if offset is not None:
+            total = total + (offset[head].double() - scores.detach().amax()).exp()
+        outputs.append(weights / total.clamp_min(1e-300) @ value[:, group])
+    return torch.stack(outputs, 1).flatten(1)
+
+
+def packing(lengths: list[int], rooms: list[int] | None = None) -> dict[str, torch.Tensor]:
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    arguments = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens}
+    if rooms is not None:
+        padded = torch.tensor([0, *rooms]).cumsum(0).int()
+        arguments |= {"cu_seqlens_q_padded": padded, "cu_seqlens_kv_padded": padded}
+    return arguments
+
+
+def assert_same(
+    inputs: list[torch.Tensor], actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6
+) -> None:
+    """Values and the gradients of every input that has one."""
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    grads = torch.autograd.grad(actual, inputs, upstream.to(actual.dtype))
+    expected_grads = torch.autograd.grad(expected, inputs, upstream)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert torch.isfinite(grad).all()
+        torch.testing.assert_close(grad, expected_grad, atol=20 * tolerance, rtol=20 * tolerance)
+
+
+def same_sequence(lengths: list[int], rooms: list[int], total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of `total` packed tokens: [t, t] whether two are of one sequence; [t] the position of each in it, -1: padding."""
+    sequence, position = torch.full((total,), -1), torch.full((total,), -1)
+    start = 0
+    for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
+        sequence[start : start + length], position[start : start + length] = index, torch.arange(length)
+        start += room
+    together = (sequence[:, None] == sequence[None]) & (sequence[:, None] >= 0)
+    return together, position[:, None], position[None]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize(
+    ("lengths", "rooms", "total"),
+    [([5, 9, 1, 4], [5, 9, 1, 4], 19), ([5, 9, 1], [8, 12, 4], 24), ([5, 9], [5, 9], 20)],
+    ids=["dense", "padded-between", "padded-at-the-end"],
+)
+def test_packed_sequences(
+    causal: bool, window: tuple[int, int] | None, lengths: list[int], rooms: list[int], total: int
+) -> None:
+    inputs = tensors(total)
+    together, row, column = same_sequence(lengths, rooms, total)
+    allowed = together & (row >= column) if causal else together
+    if window is not None:
+        allowed = allowed & (column >= row - window[0]) & (column <= row + window[1])
+    mask_type = "padding_causal" if causal else "padding"
+    actual = layer(attn_mask_type=mask_type, window_size=window)(
+        *inputs, qkv_format="thd", **packing(lengths, None if sum(rooms) == sum(lengths) else rooms)
+    )
+    assert_same(inputs, actual, reference(*inputs, allowed))
+
+
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right"])
+@pytest.mark.parametrize("window", [None, (4, 0), (2, 3)])
+def test_batches(qkv_format: str, mask_type: str, window: tuple[int, int] | None) -> None:
+    batch, tokens = 2, 11
+    inputs = tensors(*((tokens, batch) if qkv_format == "sbhd" else (batch, tokens)))
+    row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    allowed = row >= column if "causal" in mask_type else torch.ones(tokens, tokens, dtype=torch.bool)
+    if window is not None:
+        allowed = allowed & (column >= row - window[0]) & (column <= row + window[1])
+    actual = layer(window_size=window)(*inputs, qkv_format=qkv_format, attn_mask_type=mask_type)
+    dim = 1 if qkv_format == "sbhd" else 0
+    expected = torch.stack([reference(*(t.select(dim, i) for t in inputs), allowed) for i in range(batch)], dim)
+    assert_same(inputs, actual, expected)
+
+
+@pytest.mark.parametrize(("mask_type", "shift"), [("causal", 0), ("causal_bottom_right", 5)])
+def test_more_keys_than_queries(mask_type: str, shift: int) -> None:
+    query, key, value = tensors(4, 1)[0], *tensors(9, 1)[1:]
+    allowed = torch.arange(4)[:, None] + shift >= torch.arange(9)[None]
+    actual = layer()(query, key, value, attn_mask_type=mask_type)
+    assert_same([query, key, value], actual[:, 0], reference(query[:, 0], key[:, 0], value[:, 0], allowed))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding_masks(causal: bool) -> None:
+    lengths, tokens = [7, 3], 7
+    inputs = tensors(tokens, 2)
+    hidden = torch.arange(tokens)[None] >= torch.tensor(lengths)[:, None]  # [b, s], True is hidden
+    mask = hidden[:, None, None]
+    row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
+    mask_type = "padding_causal" if causal else "padding"
+    for given in (mask, (mask, mask)):
+        expected = []
+        for index in range(2):
+            allowed = ~(hidden[index][:, None] | hidden[index][None])
+            allowed = allowed & (row >= column) if causal else allowed
+            expected.append(reference(*(t[:, index] for t in inputs), allowed))
+        assert_same(inputs, layer()(*inputs, given, attn_mask_type=mask_type), torch.stack(expected, 1))
+    with pytest.raises(ValueError, match=r"a padding mask is \[b, 1, 1, s\]"):
+        layer()(*inputs, mask.expand(2, 1, 7, 7), attn_mask_type=mask_type)
+    with pytest.raises(ValueError, match="needs attention_mask"):
+        layer()(*inputs, attn_mask_type=mask_type)
+
+
+def test_arbitrary_masks_and_bias() -> None:
+    inputs = tensors(6, 1)
+    hidden = torch.rand(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
+    hidden[:, :, 2] = True  # a query that sees nothing
+    bias = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    attention = layer(attn_mask_type="arbitrary")
+    arguments = dict(core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+    expected = reference(*(t[:, 0] for t in inputs), ~hidden[0], bias=bias[0])
+    assert_same([*inputs, bias], attention(*inputs, hidden, **arguments)[:, 0], expected)
+    assert_same(inputs, attention(*inputs, hidden)[:, 0], reference(*(t[:, 0] for t in inputs), ~hidden[0]))
+
+
+@pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
+def test_attention_sinks(softmax_type: str) -> None:
+    attention = layer(softmax_type=softmax_type, attn_mask_type="padding_causal")
+    inputs, lengths = tensors(12), [7, 5]
+    together, row, column = same_sequence(lengths, lengths, 12)
+    offset = attention.softmax_offset
+    learned = [offset] if softmax_type == "learnable" else []
+    assert isinstance(offset, torch.nn.Parameter) == bool(learned)
+    actual = attention(*inputs, qkv_format="thd", **packing(lengths))
+    assert_same([*inputs, *learned], actual, reference(*inputs, together & (row >= column), offset))
+
+
+def test_a_sequence_does_not_depend_on_its_neighbours_by_a_bit() -> None:
+    lengths = [33, 64, 7, 128, 50]
+    inputs = tensors(sum(lengths), dtype=torch.bfloat16)
+    attention = layer(attn_mask_type="padding_causal")
+    together = attention(*inputs, qkv_format="thd", **packing(lengths))
+    for begin, end in pairwise(torch.tensor([0, *lengths]).cumsum(0).tolist()):
+        alone = attention(*(t[begin:end] for t in inputs), qkv_format="thd", **packing([end - begin]))
+        assert torch.equal(together[begin:end], alone)
+    assert together.dtype == torch.bfloat16
+
+
+def test_accumulation_is_fp32() -> None:
+    inputs = tensors(256, dtype=torch.bfloat16)
+    together, row, column = same_sequence([256], [256], 256)
+    actual = layer(attn_mask_type="padding_causal")(*inputs, qkv_format="thd", **packing([256]))
+    expected = reference(*inputs, together & (row >= column))
+    half_a_place = 2**-8  # of bf16: one rounding, at the end
+    torch.testing.assert_close(actual.double(), expected, rtol=1.001 * half_a_place, atol=1e-6)
+
+
+def test_dropout_is_for_training_and_forks_the_tracker() -> None:
+    inputs, state = tensors(6, 1), torch.get_rng_state()
+    attention = layer(attention_dropout=0.5)
+    plain = layer()(*inputs)
+    assert torch.equal(attention.eval()(*inputs), plain)
+    attention.train()
+    torch.set_rng_state(state)
+    first = attention(*inputs)
+    torch.set_rng_state(state)
+    assert torch.equal(attention(*inputs), first)
+    assert not torch.equal(first, plain)
+
+
+def test_what_attention_refuses() -> None:
+    inputs = tensors(6, 1)
+    for kwargs in (
+        dict(checkpoint_core_attention=True),
+        dict(core_attention_bias_type="alibi"),
+        dict(alibi_slopes=torch.ones(HEADS)),
+        dict(inference_params=object()),
+        dict(fp8_output=True),
+    ):
+        with pytest.raises(NotImplementedError, match=next(iter(kwargs))):
+            layer()(*inputs, **kwargs)
+    with pytest.raises(TypeError, match="fancy"):
+        layer()(*inputs, fancy=True)
+    for kwargs, message in (
+        (dict(attn_mask_type="diagonal"), "diagonal"),
+        (dict(qkv_format="hdst"), "hdst"),
+        (dict(qkv_format="thd", attn_mask_type="causal"), "thd takes padding masks"),
+        (dict(qkv_format="thd", attn_mask_type="padding"), "thd needs cu_seqlens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer()(*inputs, **kwargs)
+    with pytest.raises(ValueError, match="softmax_type"):
+        layer(softmax_type="sharp")
+
+
+def test_packing_many_sequences_costs_what_the_sequences_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 sequences of 32 tokens: a dense [t, t] mask would be 64 times the work and the memory."""
+    scores = []
+    attend = F.scaled_dot_product_attention
+
+    def counting(query: torch.Tensor, key: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        scores.append(query.shape[2] * key.shape[2])
+        return attend(query, key, *args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counting)
+    layer(attn_mask_type="padding_causal")(*tensors(64 * 32), qkv_format="thd", **packing([32] * 64))
+    assert sum(scores) == 64 * 32 * 32
