@@ -3,7 +3,8 @@
     python scripts/check_layouts.py --model DIR                      all layouts that 2 (or --max-ranks) ranks allow
     python scripts/check_layouts.py --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
-A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, recompute, overlap. Exit code 1 if a value is
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in
+a micro batch), recompute, overlap. Exit code 1 if a value is
 further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy one, with a KL term.
 """
 
@@ -31,7 +32,7 @@ DENSE = [
 MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2"]
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
          "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
-         "vpp": "virtual_pipeline_model_parallel_size"}  # fmt: skip
+         "vpp": "virtual_pipeline_model_parallel_size", "mbs": "micro_batch_size"}  # fmt: skip
 SWITCHES = {
     "sp": ["--sequence_parallel", "true"],
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
@@ -50,13 +51,13 @@ class Layout:
         sizes: dict[str, int] = {}
         switches: list[str] = []
         for part in [] if name == "one" else name.split("+"):
-            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp)(\d+)", part)
+            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp|mbs)(\d+)", part)
             if match:
                 sizes[match[1]] = int(match[2])
             elif part in SWITCHES:
                 switches.append(part)
             else:
-                known = "tpN ppN cpN dpN epN etpN vppN " + " ".join(SWITCHES)
+                known = "tpN ppN cpN dpN epN etpN vppN mbsN " + " ".join(SWITCHES)
                 raise SystemExit(f"layout {name!r}: {part!r} is not one of {known}")
         return cls(name, sizes, tuple(switches))
 

@@ -2,8 +2,12 @@
 # From a clone to a model whose reward has doubled, on two CPU cores and without a download of weights.
 #   RUN=folder   where everything goes (runs/quickstart)
 set -euo pipefail
+run=runs/quickstart
+if [ -n "${RUN:-}" ]; then
+    mkdir -p "$RUN"
+    run=$(cd "$RUN" && pwd)
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-run=${RUN:-runs/quickstart}
 
 scripts/setup_venv.sh
 PATH="$PWD/.venv/bin:$PATH"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from threading import Lock
 from types import ModuleType
@@ -61,7 +62,7 @@ class _Finder:
         return None
 
 
-class _Loader:
+class _Loader(Loader):
     """The real loader with callbacks around exec_module. It takes itself out before the module executes."""
 
     def __init__(self, loader: Any) -> None:

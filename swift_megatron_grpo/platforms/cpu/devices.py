@@ -100,7 +100,7 @@ def _redirect_new_threads() -> None:
 
 
 def _redirect_backward() -> None:
-    """A mode is off while it handles a call. A call of .backward() runs anybody's functions, so there it is on again."""
+    """A mode is off while it handles a call. A call of .backward() runs anybody's functions: there it is on again."""
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_redirected(*args: Any, **kwargs: Any) -> Any:

@@ -237,7 +237,7 @@ def _window(size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
 
 
 def _allowed(mask_type: str, mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
-    """Masks say True for what is hidden. As in Transformer Engine, types other than padding and arbitrary ignore theirs.
+    """Masks say True for what is hidden. As in Transformer Engine, types other than padding and arbitrary have none.
 
     padding: [b, 1, 1, s] for queries and keys, or one for each; arbitrary: broadcastable to [b, h, q, k].
     """

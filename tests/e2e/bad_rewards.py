@@ -1,0 +1,42 @@
+"""An external plugin with reward functions that go wrong on one completion, as users' functions do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from swift.rewards import ORM, orms
+
+
+class Broken(ORM):
+    """Fine, but for one completion of the batch it is given."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[Any]:
+        rewards: list[Any] = [float(len(text)) for text in completions]
+        return self.break_one(rewards)
+
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        raise NotImplementedError
+
+
+class Raises(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        raise KeyError("solution")
+
+
+class SaysNaN(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        return [math.nan, *rewards[1:]]
+
+
+class SaysTooFew(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        return rewards[1:]
+
+
+class DoesNotApply(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        return [None, *rewards[1:]]
+
+
+orms.update(raises=Raises, says_nan=SaysNaN, says_too_few=SaysTooFew, does_not_apply=DoesNotApply)

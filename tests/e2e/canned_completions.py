@@ -1,0 +1,47 @@
+"""An external plugin: completions come from a fixed random source instead of vLLM, whose start takes most of a test."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import swift_megatron_grpo.trainer
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.types import Prompt, Rollout
+
+
+class CannedCompletions:
+    """A GenerationEngine on every rank."""
+
+    def __init__(self, *_: Any) -> None:
+        self.weights_version = -1
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.share = Share(index=rank, of=world_size, speaks=True)
+        self._random = random.Random(rank)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+        return [self._complete(prompt, sampling.max_completion_length) for prompt in prompts]
+
+    def _complete(self, prompt: Prompt, longest: int) -> Rollout:
+        tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]
+        text = bytes(tokens).decode()
+        return Rollout(prompt, [1, 2, 3], tokens, None, text, "stop", self.weights_version)
+
+    def load_weights(self, weights: NamedWeights, version: int) -> None:
+        assert sum(1 for _ in weights) > 0
+        self.weights_version = version
+
+    def wake_weights(self) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
+    def sleep(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+swift_megatron_grpo.trainer.LocalVllm = CannedCompletions

@@ -1,0 +1,50 @@
+"""One bad reward stops the run with its name, or is left out if the user said so. It never poisons the batch."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import make_dataset, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+PLUGIN = Path(__file__).with_name("bad_rewards.py")
+REPLAY = Path(__file__).with_name("canned_completions.py")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    folder = tmp_path_factory.mktemp("bad_rewards")
+    return folder, make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("function", "complaint"),
+    [
+        ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
+        ("says_nan", "reward function SaysNaN returned nan for prompt"),
+        ("says_too_few", "reward function SaysTooFew returned 3 rewards for 4 completions"),
+        ("does_not_apply", "every reward function (DoesNotApply) returned None for prompt"),
+    ],
+)
+def test_the_default_stops_the_run_and_names_the_function(
+    inputs: tuple[Path, Path, Path], function: str, complaint: str
+) -> None:
+    folder, model, dataset = inputs
+    flags = ["--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", function]
+    run = megatron_rlhf(model, dataset, folder / function, ranks=2, flags=flags)
+    assert run.code != 0
+    assert complaint in run.output, run.output[-3000:]
+    assert not list(run.folder.glob("checkpoint-*"))
+
+
+def test_drop_trains_the_others(inputs: tuple[Path, Path, Path]) -> None:
+    folder, model, dataset = inputs
+    flags = ["--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", "says_nan", "--bad_reward", "drop"]
+    run = megatron_rlhf(model, dataset, folder / "drop", ranks=2, flags=flags)
+    assert run.code == 0, run.output[-3000:]
+    for step in run.log:
+        assert step["rewards/dropped"] == 2  # each of the two ranks asked the function once
+        assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
