@@ -119,7 +119,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         assert self.loop is not None
         metrics = self.loop.step()
         grad_norm = reduce_max_stat_across_model_parallel_group(metrics.pop("grad_norm"))
-        return [{name: torch.tensor(value) for name, value in metrics.items()}], grad_norm, True
+        return [_tensors(metrics)], grad_norm, True
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None
@@ -130,7 +130,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for _ in range(self.args.eval_iters):
             metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
             self.call_event("on_eval_step")
-            self._aggregated_metrics([{name: torch.tensor(value) for name, value in metrics.items()}], rounds)
+            self._aggregated_metrics([_tensors(metrics)], rounds)
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds
@@ -146,3 +146,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")
+
+
+def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
+    """As the parent adds them up, on the device where it does."""
+    return {name: torch.tensor(value, device=torch.cuda.current_device()) for name, value in metrics.items()}
