@@ -11,6 +11,7 @@ further from one rank's than the tolerance. Two optimizer steps: an on-policy on
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,8 @@ def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bo
     return samples
 
 
-def work(job: dict[str, Any]) -> None:
-    """Runs the job's layouts, one after the other, in this process group."""
+def be_a_rank(job_file: Path) -> None:
+    """Does the tasks of a file one after the other, in one process group: starting ranks takes longer than most."""
     import torch
 
     from swift_megatron_grpo.autoload import hook_platform
@@ -135,55 +136,56 @@ def work(job: dict[str, Any]) -> None:
     hook_platform()
     register()
     torch.set_num_threads(1)
-    if job.get("adapter"):
-        make_adapter(job)
-        return
-    for name in job["layouts"]:
-        start = time.perf_counter()
-        metrics, weights = train(job, Layout.parse(name))
-        if torch.distributed.get_rank() == 0:
-            path = os.path.join(job["folder"], f"{name}.pt")
-            torch.save(weights, path)
-            done = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
-            Path(job["folder"], f"{name}.json").write_text(json.dumps(done))
+    for task in json.loads(job_file.read_text()):
+        module, function = task["call"].split(":")
+        with megatron_torn_down():
+            getattr(importlib.import_module(module), function)(**task["arguments"])
 
 
-def make_adapter(job: dict[str, Any]) -> None:
+def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
+    """What one layout computes goes to NAME.json and NAME.pt in the folder."""
+    import torch
+
+    start = time.perf_counter()
+    metrics, weights = train([*flags, *Layout.parse(name).flags()], batches)
+    if torch.distributed.get_rank() == 0:
+        path = str(Path(folder, f"{name}.pt"))
+        torch.save(weights, path)
+        done = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
+        Path(folder, f"{name}.json").write_text(json.dumps(done))
+
+
+def make_adapter(flags: list[str], adapter: str) -> None:
     """A LoRA adapter with weights in both halves; a fresh one would differ from layout to layout, and B would be 0."""
     import torch
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    with megatron_torn_down():
-        trainer = MegatronRLHF(job["flags"]).prepare_trainer()
-        torch.manual_seed(0)
-        for name, parameter in trainer.unwrapped_models[0].named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.02)
-        trainer.bridge.save_weights(
-            trainer.unwrapped_models, job["adapter"], peft_format=True, args=trainer.args,
-            processor=trainer.template.processor,
-        )  # fmt: skip
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    torch.manual_seed(0)
+    for name, parameter in trainer.unwrapped_models[0].named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    trainer.bridge.save_weights(
+        trainer.unwrapped_models, adapter, peft_format=True, args=trainer.args, processor=trainer.template.processor
+    )
 
 
-def train(job: dict[str, Any], layout: Layout) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Metrics of a step on each batch, and the weights after them."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     from swift_megatron_grpo.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
     from swift_megatron_grpo.weights.export import export_weights
 
-    with megatron_torn_down():
-        trainer = MegatronRLHF([*job["flags"], *layout.flags()]).prepare_trainer()
-        trainer.setup_model_training()
-        engine = trainer.build_engine()
-        loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
-        batches = make_batches(job["batches"], engine, trainer.config.padded_vocab_size)
-        metrics = [engine.train_step(samples, loss) for samples in batches]
-        weights = {
-            name: tensor.clone().float().cpu()
-            for name, tensor in export_weights(trainer.bridge, trainer.unwrapped_models)
-        }
-    return metrics, weights
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    trainer.setup_model_training()
+    engine = trainer.build_engine()
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+    batches = make_batches(kinds, engine, trainer.config.padded_vocab_size)
+    metrics = [engine.train_step(samples, loss) for samples in batches]
+    exported = export_weights(trainer.bridge, trainer.unwrapped_models)
+    return metrics, {name: tensor.clone().float().cpu() for name, tensor in exported}
 
 
 def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
@@ -207,10 +209,12 @@ class megatron_torn_down:
     def __exit__(self, *error: object) -> None:
         import gc
 
+        from mcore_bridge.bridge import gpt_bridge
         from megatron.core import mpu
         from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
         mpu.destroy_model_parallel()
+        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge makes it once a process
         unset_num_microbatches_calculator()
         gc.collect()
 
@@ -218,38 +222,49 @@ class megatron_torn_down:
 # ------------------------------------------------------------------------------------------------ the comparing side
 
 
-def run_layouts(job: dict[str, Any], layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Path]]:
-    """One torchrun per number of ranks; yields the layouts in the order in which they finish."""
-    for ranks in sorted({layout.ranks for layout in layouts}):
-        these = [layout for layout in layouts if layout.ranks == ranks]
-        job_file = Path(job["folder"], f"job{ranks}.json")
-        job_file.write_text(json.dumps({**job, "layouts": [layout.name for layout in these]}))
-        launch(ranks, job_file, Path(job["folder"], f"log{ranks}.txt"))
-        for layout in these:
-            yield layout, Path(job["folder"], f"{layout.name}.json")
+Task = dict[str, Any]
 
 
-def launch(ranks: int, job_file: Path, log: Path) -> None:
-    # swift/cli/_megatron/rlhf.py is the process name by which the plugin knows a rank of `megatron rlhf`
+def task(call: str, **arguments: Any) -> Task:
+    """For be_a_rank: "module:function" and its arguments."""
+    return {"call": call, "arguments": arguments}
+
+
+def layout_tasks(job: dict[str, Any], layouts: Sequence[str]) -> dict[int, list[Task]]:
+    """By the number of ranks they need. A job is the arguments of run_layout but for the name."""
+    tasks: dict[int, list[Task]] = {}
+    for name in layouts:
+        tasks.setdefault(Layout.parse(name).ranks, []).append(
+            task("scripts.check_layouts:run_layout", name=name, **job)
+        )
+    return tasks
+
+
+def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
+    """One torchrun for all of them. Its output goes to a file in the folder."""
+    job_file, log = folder / f"tasks{ranks}.json", folder / f"ranks{ranks}.txt"
+    job_file.write_text(json.dumps(tasks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
-               str(random.randint(20000, 59999)), __file__, "--job", str(job_file)]  # fmt: skip
+               str(random.randint(20000, 59999)), "-m", "scripts.check_layouts", "--job", str(job_file)]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     with log.open("w") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+        code = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=Path(__file__).parents[1]
+        ).returncode
     if code != 0:
         raise SystemExit(f"{ranks} ranks ended with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
 
 
-def compare(layout: Layout, result: Path, reference: dict[str, Any]) -> Difference:
+def compare(name: str, folder: str) -> Difference:
     import torch
 
-    run = json.loads(result.read_text())
+    run, reference = (json.loads(Path(folder, f"{each}.json").read_text()) for each in (name, "one"))
     pairs = list(zip(run["metrics"], reference["metrics"], strict=True))
     mine, theirs = torch.load(run["weights"]), torch.load(reference["weights"])
     if set(mine) != set(theirs):
-        raise SystemExit(f"{layout.name}: other weights than one rank has: {sorted(set(mine) ^ set(theirs))[:5]}")
+        raise SystemExit(f"{name}: other weights than one rank has: {sorted(set(mine) ^ set(theirs))[:5]}")
     return Difference(
-        layout=layout.name,
+        layout=name,
         loss=max(abs(a[key] - b[key]) for a, b in pairs for key in b if key != "grad_norm"),
         grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
         weights=max((mine[key] - theirs[key]).abs().max().item() for key in theirs),
@@ -278,6 +293,16 @@ def print_row(cells: Sequence[str]) -> None:
     print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
 
 
+def print_reference(run: dict[str, Any]) -> None:
+    first = run["metrics"][0]
+    print_row(["one rank", f"{first['loss']:.6g}", f"{first['grad_norm']:.6g}", "-", f"{run['seconds']:.1f}"])
+
+
+def print_difference(found: Difference, tolerance: float) -> None:
+    values = [f"{value:.1e}" for value in (found.loss, found.grad_norm, found.weights)]
+    print_row([found.layout, *values, f"{found.seconds:.1f}", *(["FAR OFF"] if found.worst > tolerance else [])])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
@@ -292,34 +317,34 @@ def main() -> int:
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
-        work(json.loads(arguments.job.read_text()))
+        be_a_rank(arguments.job)
         return 0
     if not arguments.model:
         parser.error("--model is required")
 
+    arguments.model = str(Path(arguments.model).resolve())  # ranks start in another folder
     moe = "num_experts" in Path(arguments.model, "config.json").read_text()
     names = arguments.layouts or (DENSE + MOE if moe else DENSE)
-    layouts = [Layout.parse(name) for name in names]
-    layouts = [layout for layout in layouts if layout.ranks <= arguments.max_ranks]
+    names = [name for name in names if Layout.parse(name).ranks <= arguments.max_ranks]
     with tempfile.TemporaryDirectory() as folder:
         flags = base_flags(arguments, folder)
-        job: dict[str, Any] = {"folder": folder, "flags": flags, "batches": ["on-policy", "off-policy"]}
+        first = []
         if arguments.tuner == "lora":
             adapter = str(Path(folder, "adapter"))
-            Path(folder, "adapter.json").write_text(json.dumps({**job, "adapter": adapter}))
-            launch(1, Path(folder, "adapter.json"), Path(folder, "adapter.txt"))
-            job["flags"] += ["--adapters", adapter]
-        list(run_layouts(job, [Layout.parse("one")]))
-        reference = json.loads(Path(folder, "one.json").read_text())
+            first = [task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter)]
+            flags = [*flags, "--adapters", adapter]
+        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": folder}
+        tasks = layout_tasks(job, ["one", *names])
+        tasks[1] = [*first, *tasks[1]]
         print_row(["layout", "loss", "grad norm", "weights", "seconds"])
-        print_row(["one rank", *[f"{reference['metrics'][0][k]:.6g}" for k in ("loss", "grad_norm")], "-",
-                   f"{reference['seconds']:.1f}"])  # fmt: skip
         differences = []
-        for layout, result in run_layouts(job, layouts):
-            found = compare(layout, result, reference)
-            differences.append(found)
-            print_row([found.layout, f"{found.loss:.1e}", f"{found.grad_norm:.1e}", f"{found.weights:.1e}",
-                       f"{found.seconds:.1f}" + "  FAR OFF" * (found.worst > arguments.tolerance)])  # fmt: skip
+        for ranks in sorted(tasks):
+            launch(ranks, tasks[ranks], Path(folder))
+            if ranks == 1:
+                print_reference(json.loads(Path(folder, "one.json").read_text()))
+            for found in (compare(name, folder) for name in names if Layout.parse(name).ranks == ranks):
+                differences.append(found)
+                print_difference(found, arguments.tolerance)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(found) for found in differences], indent=1) + "\n")
     far = [found.layout for found in differences if found.worst > arguments.tolerance]

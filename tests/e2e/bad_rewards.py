@@ -29,14 +29,4 @@ class SaysNaN(Broken):
         return [math.nan, *rewards[1:]]
 
 
-class SaysTooFew(Broken):
-    def break_one(self, rewards: list[Any]) -> list[Any]:
-        return rewards[1:]
-
-
-class DoesNotApply(Broken):
-    def break_one(self, rewards: list[Any]) -> list[Any]:
-        return [None, *rewards[1:]]
-
-
-orms.update(raises=Raises, says_nan=SaysNaN, says_too_few=SaysTooFew, does_not_apply=DoesNotApply)
+orms.update(raises=Raises, says_nan=SaysNaN)

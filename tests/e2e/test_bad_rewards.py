@@ -1,4 +1,7 @@
-"""One bad reward stops the run with its name, or is left out if the user said so. It never poisons the batch."""
+"""One bad reward stops the run with its name, or is left out if the user said so. It never poisons the batch.
+
+The other ways to go wrong are in tests/unit/test_grading.py.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     [
         ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
         ("says_nan", "reward function SaysNaN returned nan for prompt"),
-        ("says_too_few", "reward function SaysTooFew returned 3 rewards for 4 completions"),
-        ("does_not_apply", "every reward function (DoesNotApply) returned None for prompt"),
     ],
 )
 def test_the_default_stops_the_run_and_names_the_function(
