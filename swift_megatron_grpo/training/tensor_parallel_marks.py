@@ -1,4 +1,4 @@
-"""Megatron's gradient norm counts a parameter on every tensor-parallel rank if it is marked as sharded, else on the first.
+"""Megatron's gradient norm counts a parameter on every tensor-parallel rank if it is marked as sharded, else on one.
 
 Two kinds of marks are wrong in a model that mcore-bridge has built, and clipping is then wrong by as much as the norm:
 

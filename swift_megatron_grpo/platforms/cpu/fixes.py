@@ -66,26 +66,41 @@ def make_split_sizes_arrays(token_dispatcher: Any) -> None:
 
 
 def keep_sent_tensors(p2p_communication: Any) -> None:
-    """The interleaved pipeline takes a sent tensor's storage away before the send is over.
+    """The interleaved pipeline gives away the storage of a tensor that it has sent, and some of the handles.
 
-    With NCCL the stream orders that; gloo reads the memory later and sends what it then finds. So send copies, and hold
-    each copy until its send is over (gloo knows only once somebody has waited for it).
+    With NCCL the stream orders that. gloo reads the memory later, and holds neither: so send copies, and keep each copy
+    and its handle until the send is over.
     """
     p2p_ops = p2p_communication._p2p_ops
-    in_flight: list[tuple[dist.Work, torch.Tensor]] = []
+    in_flight: list[_Send] = []
 
     @functools.wraps(p2p_ops)
-    def p2p_ops_with_copies(**kwargs: Any) -> dict[str, dist.Work]:
+    def p2p_ops_with_copies(**kwargs: Any) -> dict[str, Any]:
         sent = {name: kwargs[f"tensor_{name}"] for name in ("send_prev", "send_next")}
         copies = {name: tensor.detach().clone() for name, tensor in sent.items() if tensor is not None}
         requests = p2p_ops(**{**kwargs, **{f"tensor_{name}": copy for name, copy in copies.items()}})
-        in_flight[:] = [(request, copy) for request, copy in in_flight if not request.is_completed()]
-        in_flight.extend((requests[name], copy) for name, copy in copies.items())
-        while len(in_flight) > _MAX_SENDS_IN_FLIGHT:
-            in_flight.pop(0)[0].wait()
+        requests |= {name: _Send(requests[name], copy) for name, copy in copies.items()}
+        in_flight[:] = [send for send in in_flight if not send.is_completed()]
+        in_flight.extend(requests[name] for name in copies)
+        while len(in_flight) > _MAX_SENDS_IN_FLIGHT:  # of those whose handles were given away
+            in_flight.pop(0).wait()
         return requests
 
     p2p_communication._p2p_ops = p2p_ops_with_copies
+
+
+class _Send:
+    """A handle and what it sends. gloo knows that a send is over only once it was waited for, and waits only once."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self) -> None:
+        if not self._work.is_completed():
+            self._work.wait()
 
 
 def expect_one_generator(random: ModuleType) -> None:

@@ -1,0 +1,54 @@
+"""What a sequence costs to train on, so that ranks can be given equal work. Pure Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsModel:
+    """FLOPs of one forward pass over one packed sequence of t tokens, c of them completion tokens:
+
+        per_token * t + per_token_squared * t**2 + per_completion_token * c
+
+    The planner compares sequences and never adds their FLOPs to anything else, so any common factor is right: backward
+    costs about twice the forward in every term, recompute once more.
+    """
+
+    per_token: float  # projections and feed-forward of all layers
+    per_token_squared: float  # attention of all layers
+    per_completion_token: float = 0.0  # the head: prompt positions never reach it
+
+    @classmethod
+    def of_transformer(
+        cls,
+        *,
+        num_layers: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        vocab_size: int,
+        num_query_groups: int | None = None,
+        kv_channels: int | None = None,
+        gated_linear_unit: bool = True,
+    ) -> FlopsModel:
+        """A decoder with softmax attention in every layer; a multiplication and an addition are two FLOPs.
+
+        Names are Megatron's. For a mixture of experts, ffn_hidden_size is what one token passes through: the sum over
+        its routed and shared experts. Of the t * t attention scores a causal mask leaves half.
+        """
+        head_size = kv_channels or hidden_size // num_attention_heads
+        queries = num_attention_heads * head_size
+        keys_and_values = 2 * (num_query_groups or num_attention_heads) * head_size
+        projections = hidden_size * (2 * queries + keys_and_values)  # q, k, v and the output
+        feed_forward = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2)
+        scores_and_mix = 2 * queries / 2
+        return cls(
+            per_token=2.0 * num_layers * (projections + feed_forward),
+            per_token_squared=2.0 * num_layers * scores_and_mix,
+            per_completion_token=2.0 * hidden_size * vocab_size,
+        )
+
+    def of_sequence(self, tokens: int, completion_tokens: int) -> float:
+        linear = self.per_token + self.per_token_squared * tokens
+        return linear * tokens + self.per_completion_token * completion_tokens
