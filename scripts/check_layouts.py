@@ -33,7 +33,7 @@ DENSE = [
 MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2"]
 SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
          "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
-         "vpp": "virtual_pipeline_model_parallel_size", "mbs": "micro_batch_size"}  # fmt: skip
+         "vpp": "virtual_pipeline_model_parallel_size", "mbs": "micro_batch_size", "tokens": "max_tokens_per_micro_batch"}  # fmt: skip
 SWITCHES = {
     "sp": ["--sequence_parallel", "true"],
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
@@ -52,13 +52,13 @@ class Layout:
         sizes: dict[str, int] = {}
         switches: list[str] = []
         for part in [] if name == "one" else name.split("+"):
-            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp|mbs)(\d+)", part)
+            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp|mbs|tokens)(\d+)", part)
             if match:
                 sizes[match[1]] = int(match[2])
             elif part in SWITCHES:
                 switches.append(part)
             else:
-                known = "tpN ppN cpN dpN epN etpN vppN mbsN " + " ".join(SWITCHES)
+                known = "tpN ppN cpN dpN epN etpN vppN mbsN tokensN " + " ".join(SWITCHES)
                 raise SystemExit(f"layout {name!r}: {part!r} is not one of {known}")
         return cls(name, sizes, tuple(switches))
 

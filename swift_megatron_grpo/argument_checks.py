@@ -295,3 +295,14 @@ def check_vllm_installed() -> None:
 def check_duration(train_iters: int | None, num_train_epochs: int | None) -> None:
     if train_iters is None and num_train_epochs is None:
         raise ValueError("nothing says how long to train; use --num_train_epochs 1 or --train_iters 100")
+
+
+def check_token_budgets(training: int | None, inference: int | None, micro_batch_size: int) -> None:
+    for flag, budget in (("max", training), ("infer_max", inference)):
+        if budget is not None and budget < 1:
+            raise ValueError(f"--{flag}_tokens_per_micro_batch must be at least 1, got {budget}; 16384 suits most GPUs")
+    if training is not None and micro_batch_size != 1:
+        raise ValueError(
+            f"--micro_batch_size {micro_batch_size} counts completions and --max_tokens_per_micro_batch {training} counts "
+            "tokens of a micro batch: leave one of them out"
+        )

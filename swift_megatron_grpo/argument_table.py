@@ -145,6 +145,7 @@ def _flags(names: str) -> frozenset[str]:
 
 USED_HERE = _flags(
     """
+    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch
     rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model
     temperature top_k top_p repetition_penalty stop_words max_completion_length
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval

@@ -27,6 +27,7 @@ from swift_megatron_grpo.config import (
     GradingConfig,
     GRPOConfig,
     LossConfig,
+    PackingConfig,
     ReferenceConfig,
     ResidencyConfig,
     SamplingConfig,
@@ -46,6 +47,22 @@ class GRPOArguments(MegatronRLHFArguments):
             "help": "What happens when a completion gets no valid reward: every reward function returned None, or one "
             "returned NaN or infinity. stop: the run stops and names the function and the completion. drop: the "
             "completion is left out of its group's statistics and is not trained. Default: stop."
+        },
+    )
+
+    max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token budget of a packed micro batch, prompts and padding included: completions fill micro batches "
+            "up to it, and data-parallel ranks get equal work. A completion longer than the budget gets a micro batch "
+            "of its own. Without it, --micro_batch_size completions make a micro batch. Default: none."
+        },
+    )
+    infer_max_tokens_per_micro_batch: int | None = field(
+        default=None,
+        metadata={
+            "help": "The same for passes that only compute log-probs, which need less memory. Default: "
+            "--max_tokens_per_micro_batch."
         },
     )
 
@@ -76,6 +93,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self.batch_plan,
                 self._check_layout,
                 lambda: checks.check_group_size(self.num_generations),
+                self._check_token_budgets,
                 lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
@@ -140,6 +158,11 @@ class GRPOArguments(MegatronRLHFArguments):
                 f"--model {self.model} has torch_dtype {str(self.torch_dtype).removeprefix('torch.')}, which ms-swift "
                 "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
             )
+
+    def _check_token_budgets(self) -> None:
+        checks.check_token_budgets(
+            self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.micro_batch_size
+        )
 
     def _check_rewards(self) -> None:
         checks.check_reward_functions(self.reward_funcs, orms)
@@ -227,6 +250,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 scale_rewards=self.scale_rewards,
                 bad_reward=self.bad_reward,
             ),
+            packing=PackingConfig(self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch),
             loss=LossConfig(
                 name=self.loss_type,
                 epsilon_low=self.epsilon,

@@ -65,6 +65,14 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PackingConfig:
+    """Token budgets of packed micro batches. None: micro_batch_size completions each."""
+
+    max_tokens: int | None
+    infer_max_tokens: int | None  # of forward-only passes; None: as in training
+
+
+@dataclass(frozen=True, slots=True)
 class ResidencyConfig:
     """What leaves the GPU while vLLM generates."""
 
@@ -103,6 +111,7 @@ class GRPOConfig:
     sampling: SamplingConfig
     vllm: VllmConfig
     grading: GradingConfig
+    packing: PackingConfig
     loss: LossConfig
     reference: ReferenceConfig
     residency: ResidencyConfig

@@ -112,7 +112,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return PromptSource(dataset, self.settings.data.seed, shuffle, system, taken)
 
     def build_engine(self) -> MegatronEngine:
-        settings = EngineSettings(self.settings.batch.micro_batch_size, self.settings.sampling.temperature)
+        batch, packing = self.settings.batch, self.settings.packing
+        settings = EngineSettings(
+            temperature=self.settings.sampling.temperature,
+            micro_batch_size=batch.micro_batch_size,
+            max_tokens=packing.max_tokens,
+            infer_max_tokens=packing.infer_max_tokens,
+        )
         return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, settings)
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:

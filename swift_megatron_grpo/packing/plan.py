@@ -127,6 +127,36 @@ def plan_by_tokens(
     )
 
 
+def refill(
+    plan: StepPlan,
+    lengths: Sequence[int],
+    max_tokens: int,
+    cost: FlopsModel,
+    align: Alignment,
+    micro_batch_multiple: int = 1,
+    flag: str = "--infer_max_tokens_per_micro_batch",
+) -> StepPlan:
+    """The same samples on the same ranks, in micro batches of another budget: for passes that only compute log-probs."""
+
+    def fill(samples: Sequence[int], multiple: int) -> StepPlan:
+        return plan_by_tokens([lengths[i] for i in samples], 1, max_tokens, cost, align, multiple, flag=flag)
+
+    of_ranks = [[i for batch in rank for i in batch] for rank in plan.assignment]
+    most = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in of_ranks)
+    # Every rank runs as many as the fullest one needs, or as all of them have samples for.
+    smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
+    filled = [fill(samples, min(most, smallest)) for samples in of_ranks]
+    return StepPlan(
+        assignment=tuple(
+            tuple(tuple(samples[i] for i in batch) for batch in each.assignment[0])
+            for samples, each in zip(of_ranks, filled, strict=True)
+        ),
+        over_budget=tuple(
+            sorted(samples[i] for samples, each in zip(of_ranks, filled, strict=True) for i in each.over_budget)
+        ),
+    )
+
+
 def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: int) -> None:
     if dp_size < 1 or micro_batch_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_batch_multiple {micro_batch_multiple} must be at least 1")

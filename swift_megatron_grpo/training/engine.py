@@ -10,6 +10,7 @@ Megatron's pipeline schedule, and sums the metrics once per step.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from mcore_bridge import unwrap_model
+from mcore_bridge import ModelConfig, unwrap_model
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -27,11 +28,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count
+from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill
 from swift_megatron_grpo.parallel import Parallel, sum_over_ranks
 from swift_megatron_grpo.training.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.types import Sample
+
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteStep(RuntimeError):
@@ -44,8 +49,10 @@ class OptimizerStepFailed(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    micro_batch_size: int  # sequences in a packed micro batch
     temperature: float  # logits are divided by it
+    micro_batch_size: int = 1  # sequences in a packed micro batch, where no token budget is given
+    max_tokens: int | None = None  # token budget of a packed micro batch
+    infer_max_tokens: int | None = None  # of a forward-only pass; None: as in training
 
 
 class MegatronEngine:
@@ -64,6 +71,9 @@ class MegatronEngine:
         self.steps_done = 0
         self._config = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self._config.sequence_parallel)
+        self._flops = _flops_model(self._config)
+        # Megatron's interleaved schedule takes micro batches in groups.
+        self._multiple = self._config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
         if self._config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -101,16 +111,39 @@ class MegatronEngine:
         Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
         """
         models = self.models if models is None else list(models)
+        plan = self._plan_inference(samples)
         modes = [model.training for model in models]
         for model in models:
             model.eval()
-        results = self._schedule(models, samples, self._plan(samples), _split_by_sample, train=False)
+        results = self._schedule(models, samples, plan, _split_by_sample, train=False)
         for model, training in zip(models, modes, strict=True):
             model.train(training)
         return {index: values.tolist() for result in results for index, values in result.items()}
 
     def _plan(self, samples: Sequence[Sample]) -> StepPlan:
-        return plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
+        budget = self.settings.max_tokens
+        if budget is None:
+            return plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
+        lengths = [len(sample.tokens) for sample in samples]
+        completions = [sum(sample.completion_mask) for sample in samples]
+        plan = plan_by_tokens(
+            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._multiple, completions
+        )
+        if plan.over_budget and self.parallel.rank == 0:
+            longest = max(lengths[i] for i in plan.over_budget)
+            logger.warning(
+                f"{len(plan.over_budget)} completions do not fit --max_tokens_per_micro_batch {budget} (the longest has "
+                f"{longest} tokens with its prompt): their micro batches are larger"
+            )
+        return plan
+
+    def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
+        """As in training, so that results are where they will be needed; only micro batches may be larger."""
+        plan, budget = self._plan(samples), self.settings.infer_max_tokens
+        if budget is None:
+            return plan
+        lengths = [len(sample.tokens) for sample in samples]
+        return refill(plan, lengths, budget, self._flops, self._align, self._multiple)
 
     def _undo_megatron_mean(self, plan: StepPlan) -> float:
         """Megatron averages over micro batches and data-parallel ranks; our losses are shares that must be summed.
@@ -184,6 +217,23 @@ class MegatronEngine:
                 f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was "
                 f"updated, the last checkpoint is untouched. Megatron says: {error}"
             ) from error
+
+
+def _flops_model(config: ModelConfig) -> FlopsModel:
+    if config.num_moe_experts is None:
+        width = config.ffn_hidden_size
+    else:
+        width = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    return FlopsModel.of_transformer(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=width,
+        num_attention_heads=config.num_attention_heads,
+        vocab_size=config.padded_vocab_size,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        gated_linear_unit=config.gated_linear_unit,
+    )
 
 
 def _device() -> torch.device:
