@@ -1,0 +1,41 @@
+"""For two ranks: a step that must not update anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from scripts.check_layouts import fixed_samples
+
+
+def main(out: str, flags: list[str]) -> None:
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.training.engine import NonFiniteStep
+    from swift_megatron_grpo.training.loss import make_loss
+
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    trainer.setup_model_training()
+    engine = trainer.build_engine()
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.2, beta=0.0, temperature=1.0))
+    before = [p.detach().clone() for p in trainer.unwrapped_models[0].parameters()]
+
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    assert samples[5].old_logprobs is not None
+    samples[5].old_logprobs[0] = math.nan
+    told = {}
+    try:
+        engine.train_step(samples, loss)
+    except NonFiniteStep as error:
+        told["nan"] = str(error)
+    now = list(trainer.unwrapped_models[0].parameters())
+    told["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+
+    good = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    told["after"] = engine.train_step(good, loss)["grad_norm"]
+    told["changed"] = not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))

@@ -1,0 +1,53 @@
+"""For two ranks: twenty exports with ever new adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def main(out: str, kind: str, flags: list[str]) -> None:
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    from swift_megatron_grpo.weights.export import export_weights
+
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    [model] = trainer.unwrapped_models
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" not in n}
+    plain = {n: t.clone() for n, t in trainer.bridge.export_weights([model])}
+    torch.manual_seed(torch.distributed.get_rank() if kind == "moe" else 0)
+    told: dict[str, Any] = {"worst": 0.0, "exports": 0, "base_tensors": len(base), "changed": []}
+    for _ in range(20):
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        sent = {n: t.clone() for n, t in export_weights(trainer.bridge, [model])}
+        assert set(sent) == set(plain)
+        assert any(not torch.equal(sent[n], plain[n]) for n in plain)
+        if kind == "dense":
+            told["worst"] = max(told["worst"], difference_to_peft(trainer, sent, plain))
+        now = {n: p for n, p in model.named_parameters() if "lora_" not in n}
+        told["changed"] += [n for n in base if not torch.equal(now[n], base[n])]
+        told["exports"] += 1
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+
+
+def difference_to_peft(trainer: Any, sent: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
+    """What was sent against base + B A * alpha / r, from the adapter as it would be saved, in fp64."""
+    adapter = dict(trainer.bridge.export_weights(trainer.unwrapped_models, peft_format=True))
+    scaling = trainer.args.lora_alpha / trainer.args.lora_rank
+    adapted, worst = set(), 0.0
+    for name, a in adapter.items():
+        if ".lora_A." not in name:
+            continue
+        target = name.removeprefix("base_model.model.").replace(".lora_A.weight", ".weight")
+        delta = adapter[name.replace(".lora_A.", ".lora_B.")].double() @ a.double() * scaling
+        expected = plain[target].double() + delta
+        worst = max(worst, ((sent[target].double() - expected).norm() / expected.norm()).item())
+        adapted.add(target)
+    assert len(adapted) == 4 * 7  # q, k, v, o, gate, up, down of every layer
+    assert all(torch.equal(sent[n], plain[n]) for n in plain if n not in adapted)
+    return worst

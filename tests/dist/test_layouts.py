@@ -1,0 +1,28 @@
+"""Loss, gradient norm and the weights after two steps are those of one rank, for every layout, in fp32 to 1e-6."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.check_layouts import compare
+from tests.dist.conftest import LAYOUTS, TUNERS, Ranks
+
+pytestmark = pytest.mark.dist
+CASES = [(kind, tuner, layout) for kind, layouts in LAYOUTS.items() for tuner in TUNERS for layout in layouts]
+
+
+@pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_layout_computes_what_one_rank_computes(ranks: Ranks, kind: str, tuner: str, layout: str) -> None:
+    found = compare(layout, ranks.layouts(kind, tuner))
+    assert found.loss <= 1e-6 and found.grad_norm <= 1e-6 and found.weights <= 1e-6
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+def test_there_was_something_to_compare(ranks: Ranks, tuner: str) -> None:
+    first, second = json.loads(Path(ranks.layouts("dense", tuner), "one.json").read_text())["metrics"]
+    assert first["actor/approxkl"] == 0 and first["actor/clipfrac"] == 0  # on-policy: the ratio is 1
+    assert second["actor/approxkl"] > 0 and second["kl"] > 0  # off-policy, and away from the reference
+    assert first["grad_norm"] > 0.05  # so it was clipped: a wrong norm would show in the weights
