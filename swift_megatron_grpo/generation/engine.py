@@ -30,7 +30,7 @@ class Share:
 
 
 class GenerationEngine(Protocol):
-    weights_version: int  # of the weights it runs; -1: those of the checkpoint
+    weights_version: int  # of the weights it runs; -1: none that the trainer has sent
 
     @property
     def share(self) -> Share: ...

@@ -86,6 +86,8 @@ class LocalVllm:
             vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)
             self._asleep = True
+            if self._sleep_level == 2:
+                self.weights_version = -1  # it has forgotten them
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
