@@ -193,9 +193,9 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[lis
     batches = []
     for number, kind in enumerate(kinds, start=1):
         samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
-        for index, logprobs in engine.infer(samples).items() if kind != "given" else ():
-            samples[index].ref_logprobs = logprobs
-            samples[index].old_logprobs = logprobs if kind == "off-policy" else None
+        for index, values in engine.infer(samples).items() if kind != "given" else ():
+            samples[index].ref_logprobs = values.logprobs
+            samples[index].old_logprobs = values.logprobs if kind == "off-policy" else None
         batches.append(samples)
     return batches
 

@@ -80,13 +80,13 @@ class GRPOLoop:
         # The first step after a rollout trains the very policy that generated: its old log-probs are its own.
         for later in batches[1:]:
             with timer("old_logprobs"):
-                for index, logprobs in self.parts.training.infer(later).items():
-                    later[index].old_logprobs = logprobs
+                for index, values in self.parts.training.infer(later).items():
+                    later[index].old_logprobs = values.logprobs
         if self.parts.reference is not None:
             with timer("ref_logprobs"):
                 for each in batches:
-                    for index, logprobs in self.parts.reference.infer(self.parts.training, each).items():
-                        each[index].ref_logprobs = logprobs
+                    for index, values in self.parts.reference.infer(self.parts.training, each).items():
+                        each[index].ref_logprobs = values.logprobs
         self._batches.extend(batches)
         return self._reward_metrics(graded, grading.num_generations)
 

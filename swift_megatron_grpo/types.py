@@ -45,6 +45,14 @@ class Graded:
     advantage: float
 
 
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """What the policy says of the trained tokens of one sample."""
+
+    logprobs: list[float]  # [c]
+    entropies: list[float] | None  # [c] of the whole distribution at each token; None: not asked for
+
+
 @dataclass(slots=True)
 class Sample:
     """What the engine trains on: one sequence and its per-token or per-sequence values."""

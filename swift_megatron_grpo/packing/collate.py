@@ -49,7 +49,8 @@ class MicroBatch:
 
     indices: tuple[int, ...]  # [s] which samples of the step
     inputs: ModelInputs
-    lengths: torch.Tensor  # [s] trained tokens of each sequence; sums to m
+    counts: tuple[int, ...]  # [s] trained tokens of each sequence; sums to m
+    lengths: torch.Tensor  # [s] the same, on the device
     advantages: torch.Tensor  # [m] fp32
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the policy has not moved since the rollout
     ref_logprobs: torch.Tensor | None  # [m] fp32
@@ -94,6 +95,7 @@ def collate(
     return MicroBatch(
         indices=tuple(indices),
         inputs=inputs,
+        counts=tuple(counts),
         lengths=_long(counts, device),
         advantages=_floats([a for s, c in zip(chosen, counts, strict=True) for a in [s.advantage] * c], device),
         old_logprobs=_per_token([s.old_logprobs for s in chosen], counts, "old", device),

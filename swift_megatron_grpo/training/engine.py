@@ -2,7 +2,7 @@
 
     engine = MegatronEngine(models, optimizer, scheduler, settings)
     metrics = engine.train_step(samples, loss_func)
-    logprobs = engine.infer(samples)
+    values = engine.infer(samples, outputs=("logprob", "entropy"))
 
 All ranks pass the same samples. The engine deals them to data-parallel ranks and micro batches, packs them, runs
 Megatron's pipeline schedule, and sums the metrics once per step.
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from mcore_bridge import ModelConfig, unwrap_model
@@ -33,10 +33,12 @@ from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count,
 from swift_megatron_grpo.parallel import Parallel, sum_over_ranks
 from swift_megatron_grpo.training.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
-from swift_megatron_grpo.types import Sample
-
+from swift_megatron_grpo.types import Sample, TokenValues
 
 logger = logging.getLogger(__name__)
+
+Output = Literal["logprob", "entropy"]
+Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
 
 
 class NonFiniteStep(RuntimeError):
@@ -81,8 +83,13 @@ class MegatronEngine:
         self._config.finalize_model_grads_func = finalize_model_grads
         self._config.grad_scale_func = optimizer.scale_loss
 
-    def train_step(self, samples: Sequence[Sample], loss_func: LossFunction) -> dict[str, float]:
-        """Forward, backward, one optimizer update. Returns the loss, its metrics and grad_norm, on every rank."""
+    def train_step(
+        self, samples: Sequence[Sample], loss_func: LossFunction, outputs: Sequence[Output] = ("logprob",)
+    ) -> dict[str, float]:
+        """Forward, backward, one optimizer update. Returns the loss, its metrics and grad_norm, on every rank.
+
+        `outputs`: what the loss function reads of the model; gradients flow through both.
+        """
         plan = self._plan(samples)
         for model in self.models:
             model.zero_grad_buffer()
@@ -90,7 +97,8 @@ class MegatronEngine:
 
         scale = self._undo_megatron_mean(plan)
         with self._naming_the_step():
-            shares = self._schedule(self.models, samples, plan, partial(_scaled_loss, loss_func, scale), train=True)
+            reduce = partial(_scaled_loss, loss_func, scale)
+            shares = self._schedule(self.models, samples, plan, self._head(outputs), reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -104,9 +112,12 @@ class MegatronEngine:
 
     @torch.no_grad()
     def infer(
-        self, samples: Sequence[Sample], models: Sequence[MegatronModule] | None = None
-    ) -> dict[int, list[float]]:
-        """Log-probs of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
+        self,
+        samples: Sequence[Sample],
+        outputs: Sequence[Output] = ("logprob",),
+        models: Sequence[MegatronModule] | None = None,
+    ) -> dict[int, TokenValues]:
+        """Of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
 
         Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
         """
@@ -115,10 +126,15 @@ class MegatronEngine:
         modes = [model.training for model in models]
         for model in models:
             model.eval()
-        results = self._schedule(models, samples, plan, _split_by_sample, train=False)
+        results = self._schedule(models, samples, plan, self._head(outputs), _split_by_sample, train=False)
         for model, training in zip(models, modes, strict=True):
             model.train(training)
-        return {index: values.tolist() for result in results for index, values in result.items()}
+        return {index: _token_values(values) for result in results for index, values in result.items()}
+
+    def _head(self, outputs: Sequence[Output]) -> HeadSettings:
+        if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
+            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
+        return HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
 
     def _plan(self, samples: Sequence[Sample]) -> StepPlan:
         budget = self.settings.max_tokens
@@ -154,12 +170,17 @@ class MegatronEngine:
         return float(plan.num_micro_batches * self.parallel.dp_size)
 
     def _schedule(
-        self, models: list[MegatronModule], samples: Sequence[Sample], plan: StepPlan, reduce: Any, train: bool
+        self,
+        models: list[MegatronModule],
+        samples: Sequence[Sample],
+        plan: StepPlan,
+        head: HeadSettings,
+        reduce: Reduce,
+        train: bool,
     ) -> list[Any]:
         """Megatron's forward(-backward) over this rank's micro batches; what `reduce` returned, on the last stage."""
         mine = plan.of_rank(self.parallel.dp_rank)
         step = count(samples)
-        head = HeadSettings(temperature=self.settings.temperature, entropy=False)
         place = self.parallel
 
         def micro_batches() -> Iterator[MicroBatch]:
@@ -260,11 +281,11 @@ def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, par
 
 
 def _on_completion(
-    reduce: Any, batch: MicroBatch, parallel: Parallel, output: torch.Tensor
+    reduce: Reduce, batch: MicroBatch, parallel: Parallel, output: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
-    values = gather_completion(output[0], batch.inputs, parallel)  # [m, 1]
-    result: tuple[torch.Tensor, Any] = reduce(batch, TokenOutput(logprobs=values[:, 0], entropy=None))
-    return result
+    values = gather_completion(output[0], batch.inputs, parallel)  # [m, 1 or 2]
+    entropy = values[:, 1] if values.shape[1] == 2 else None
+    return reduce(batch, TokenOutput(logprobs=values[:, 0], entropy=entropy))
 
 
 def _scaled_loss(
@@ -275,5 +296,11 @@ def _scaled_loss(
 
 
 def _split_by_sample(batch: MicroBatch, output: TokenOutput) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    parts = output.logprobs.split(batch.lengths.tolist())
+    columns = [output.logprobs] if output.entropy is None else [output.logprobs, output.entropy]
+    parts = torch.stack(columns).split(batch.counts, dim=1)  # of each sample [1 or 2, c]
     return output.logprobs.sum(), dict(zip(batch.indices, parts, strict=True))
+
+
+def _token_values(columns: torch.Tensor) -> TokenValues:
+    logprobs, *entropies = columns.tolist()
+    return TokenValues(logprobs, entropies[0] if entropies else None)

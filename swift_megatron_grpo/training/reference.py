@@ -10,11 +10,11 @@ import torch
 from peft import PeftModel
 
 from swift_megatron_grpo.training.engine import MegatronEngine
-from swift_megatron_grpo.types import Sample
+from swift_megatron_grpo.types import Sample, TokenValues
 
 
 class Reference(Protocol):
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, list[float]]: ...
+    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]: ...
 
 
 class FrozenCopy:
@@ -25,8 +25,8 @@ class FrozenCopy:
         for model in self.models:
             model.requires_grad_(False).eval()
 
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, list[float]]:
-        return engine.infer(samples, self.models)
+    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]:
+        return engine.infer(samples, models=self.models)
 
 
 class BaseUnderAdapter:
@@ -35,7 +35,7 @@ class BaseUnderAdapter:
     def __init__(self, peft_models: Sequence[PeftModel]) -> None:
         self._peft_models = list(peft_models)
 
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, list[float]]:
+    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]:
         with ExitStack() as stack:
             for model in self._peft_models:
                 stack.enter_context(model.disable_adapter())

@@ -24,11 +24,11 @@ class ProbeCallback(MegatronCallback):
         sample = Sample(tokens=TOKENS, completion_mask=[False] + [True] * (len(TOKENS) - 1), advantage=0.0)
         engine = trainer.loop.parts.training
         copies = engine.settings.micro_batch_size * engine.parallel.dp_size
-        logprobs = engine.infer([sample] * copies)
+        values = engine.infer([sample] * copies)
         if is_last_rank():  # the last pipeline stage
             with open(os.path.join(output_dir, "probe.json"), "w") as file:
                 json.dump({"tokens": TOKENS, "temperature": trainer.args.temperature,
-                           "logprobs": next(iter(logprobs.values()))}, file)  # fmt: skip
+                           "logprobs": next(iter(values.values())).logprobs}, file)  # fmt: skip
 
 
 megatron_callbacks_map["probe"] = ProbeCallback
