@@ -3,9 +3,9 @@
     python scripts/check_layouts.py --model DIR                      all layouts that 2 (or --max-ranks) ranks allow
     python scripts/check_layouts.py --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
-A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in
-a micro batch), recompute, overlap. Exit code 1 if a value is
-further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy one, with a KL term.
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
+(token budget of a micro batch), recompute, selective, overlap. Exit code 1 if a value is further from one rank's than
+the tolerance. Two optimizer steps: an on-policy one and an off-policy one, with a KL term.
 """
 
 from __future__ import annotations
@@ -27,17 +27,27 @@ from pathlib import Path
 from typing import Any
 
 DENSE = [
-    "tp2", "tp2+sp", "pp2", "cp2", "dp2", "dp2+overlap", "tp2+sp+recompute",
-    "tp2+pp2", "tp2+cp2", "pp2+cp2",
+    "mbs1", "mbs4", "tokens48", "tokens96", "tokens400", "tp2", "tp2+sp", "pp2", "pp2+vpp2", "cp2", "dp2",
+    "dp2+overlap", "dp2+tokens64", "tp2+sp+recompute", "tp2+sp+selective", "tp2+pp2", "tp2+cp2", "pp2+cp2",
+    "pp2+vpp2+dp2+tokens64",
 ]  # fmt: skip
-MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2"]
-SIZES = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "cp": "context_parallel_size",
-         "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size",
-         "vpp": "virtual_pipeline_model_parallel_size", "mbs": "micro_batch_size", "tokens": "max_tokens_per_micro_batch"}  # fmt: skip
+MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2", "tp2+sp+etp2", "pp2+vpp2"]
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "mbs": "micro_batch_size",
+    "tokens": "max_tokens_per_micro_batch",
+}
 SWITCHES = {
     "sp": ["--sequence_parallel", "true"],
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
+    "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
     "overlap": ["--overlap_grad_reduce", "true"],
+    "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
 }
 
 

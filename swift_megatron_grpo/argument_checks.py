@@ -43,6 +43,8 @@ class Parallelism:
     expert_model_parallel_size: int
     expert_tensor_parallel_size: int
     vllm_tensor_parallel_size: int
+    virtual_pipeline_model_parallel_size: int = 1
+    microbatch_group_size_per_vp_stage: int | None = None
     sequence_parallel: bool = False
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
@@ -159,22 +161,36 @@ def _tensor_parallel_problem(tp: int, model: ModelShape) -> str | None:
 def _check_pipeline(layout: Parallelism, model: ModelShape) -> None:
     if model.layers is None:
         return
-    layers = model.layers
+    layers, stages = model.layers, layout.pipeline_model_parallel_size
+    virtual = layout.virtual_pipeline_model_parallel_size
+    given = [size for size in (layout.first_stage_layers, layout.last_stage_layers) if size is not None]
 
-    def splits(stages: int) -> bool:
-        given = [size for size in (layout.first_stage_layers, layout.last_stage_layers) if size is not None]
+    def layers_of_stages(stages: int) -> set[int] | None:
+        """How many layers a pipeline stage holds; None: they cannot be split evenly."""
         rest, rest_stages = layers + layout.extra_layers - sum(given), stages - len(given)
         if rest <= 0 or rest_stages <= 0:
-            return rest == 0 and rest_stages == 0
-        return rest % rest_stages == 0
+            return set(given) if rest == 0 and rest_stages == 0 else None
+        return {*given, rest // rest_stages} if rest % rest_stages == 0 else None
 
-    stages = layout.pipeline_model_parallel_size
-    if not splits(stages):
-        advice = _use("pipeline_model_parallel_size", layout.sizes("pipeline_model_parallel_size", splits))
+    held = layers_of_stages(stages)
+    if held is None:
+        works = layout.sizes("pipeline_model_parallel_size", lambda size: layers_of_stages(size) is not None)
         raise ValueError(
             f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, less those that "
             "--decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers give to the end stages, plus "
-            f"those that the account_for flags count{advice}, or set these flags"
+            f"those that the account_for flags count{_use('pipeline_model_parallel_size', works)}, or set these flags"
+        )
+    if virtual > 1 and stages == 1:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size ({virtual}) cuts the stages of a pipeline, and "
+            "pipeline_model_parallel_size is 1; use --pipeline_model_parallel_size 2, or leave it out"
+        )
+    if any(size % virtual for size in held):
+        works = [v for v in range(1, max(held) + 1) if not any(size % v for size in held)]
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size ({virtual}) must divide the layers of every pipeline stage "
+            f"({' and '.join(map(str, sorted(held)))} of the {layers} of {model.name})"
+            f"{_use('virtual_pipeline_model_parallel_size', works)}"
         )
 
 
@@ -297,12 +313,46 @@ def check_duration(train_iters: int | None, num_train_epochs: int | None) -> Non
         raise ValueError("nothing says how long to train; use --num_train_epochs 1 or --train_iters 100")
 
 
-def check_token_budgets(training: int | None, inference: int | None, micro_batch_size: int) -> None:
-    for flag, budget in (("max", training), ("infer_max", inference)):
-        if budget is not None and budget < 1:
-            raise ValueError(f"--{flag}_tokens_per_micro_batch must be at least 1, got {budget}; 16384 suits most GPUs")
-    if training is not None and micro_batch_size != 1:
+def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, infer_batch_size: int | None) -> None:
+    for flag, value, suits in (
+        ("max_tokens_per_micro_batch", max_tokens, 16384),
+        ("infer_max_tokens_per_micro_batch", infer_max_tokens, 32768),
+        ("infer_batch_size", infer_batch_size, 16),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}; use --{flag} {suits}, or leave it out")
+    if infer_max_tokens is not None and infer_batch_size is not None:
         raise ValueError(
-            f"--micro_batch_size {micro_batch_size} counts completions and --max_tokens_per_micro_batch {training} counts "
-            "tokens of a micro batch: leave one of them out"
+            f"--infer_max_tokens_per_micro_batch {infer_max_tokens} and --infer_batch_size {infer_batch_size} both say "
+            "how large micro batches are that are only looked at; leave one of them out"
+        )
+
+
+def check_iterations(num_iterations: int) -> None:
+    if num_iterations < 1:
+        raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")
+
+
+def check_interleaving(layout: Parallelism, micro_batches: int | None) -> None:
+    """`micro_batches`: of one optimizer step on each data-parallel rank; None: a token budget forms them."""
+    stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_vp_stage
+    if layout.virtual_pipeline_model_parallel_size == 1:
+        if group is not None:
+            raise ValueError(
+                f"--microbatch_group_size_per_vp_stage {group} belongs to --virtual_pipeline_model_parallel_size; "
+                "leave it out or set both"
+            )
+        return
+    if group is not None and group < stages:
+        raise ValueError(
+            f"microbatch_group_size_per_vp_stage ({group}) must be at least pipeline_model_parallel_size ({stages}); "
+            f"use --microbatch_group_size_per_vp_stage {stages}, or leave it out"
+        )
+    size = group or stages
+    if micro_batches is not None and (micro_batches < size or 0 < micro_batches % size < stages):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size ({layout.virtual_pipeline_model_parallel_size}) needs micro batches "
+            f"in groups of {size}, and global_batch_size / micro_batch_size / data parallel size is {micro_batches}; "
+            f"make it a multiple of {size} with --global_batch_size or --micro_batch_size, or use "
+            "--max_tokens_per_micro_batch"
         )

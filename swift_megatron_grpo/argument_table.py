@@ -44,7 +44,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "overlong_filter": Refusal((False,), "truncated completions are trained like any other"),
     "top_entropy_quantile": Refusal((1.0,), _ENTROPY),
     "log_entropy": Refusal((False,), _ENTROPY),
-    "num_iterations": Refusal((1,), "every completion is trained once", stock=False),
     "rollout_importance_sampling_mode": Refusal((None,), _CORRECTION),
     "log_rollout_offpolicy_metrics": Refusal((False,), _CORRECTION),
     "off_policy_sequence_mask_delta": Refusal((None,), _CORRECTION),
@@ -113,10 +112,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "fp4_format": Refusal((None,), _LOW_BITS),
     "fp4_param_gather": Refusal((False,), _LOW_BITS),
     # layout and communication
-    "virtual_pipeline_model_parallel_size": Refusal(
-        (None, 1), "the interleaved pipeline is not there yet", stock=False
-    ),
-    "microbatch_group_size_per_vp_stage": Refusal((None,), "the interleaved pipeline is not there yet", stock=False),
     "pipeline_model_parallel_layout": Refusal((None,), "hand-written pipeline layouts are not there yet"),
     "padding_free": Refusal((True,), _PACKED),
     "mlp_padding_free": Refusal((False,), _PACKED),
@@ -145,7 +140,8 @@ def _flags(names: str) -> frozenset[str]:
 
 USED_HERE = _flags(
     """
-    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch
+    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size num_iterations
+    virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
     rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model
     temperature top_k top_p repetition_penalty stop_words max_completion_length
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval

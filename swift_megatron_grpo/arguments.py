@@ -53,16 +53,24 @@ class GRPOArguments(MegatronRLHFArguments):
     max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "Token budget of a packed micro batch, prompts and padding included: completions fill micro batches "
-            "up to it, and data-parallel ranks get equal work. A completion longer than the budget gets a micro batch "
-            "of its own. Without it, --micro_batch_size completions make a micro batch. Default: none."
+            "help": "Token budget of a packed micro batch, prompts and padding included: completions fill micro "
+            "batches up to it, and data-parallel ranks get equal work. --micro_batch_size is not used then. A "
+            "completion longer than the budget gets a micro batch of its own. Default: none, and "
+            "--micro_batch_size completions make a micro batch."
         },
     )
     infer_max_tokens_per_micro_batch: int | None = field(
         default=None,
         metadata={
-            "help": "The same for passes that only compute log-probs, which need less memory. Default: "
-            "--max_tokens_per_micro_batch."
+            "help": "Token budget of a packed micro batch in passes that only compute log-probs, which need less "
+            "memory than training. Default: micro batches as in training."
+        },
+    )
+    infer_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Completions of a micro batch in passes that only compute log-probs: the same as "
+            "--infer_max_tokens_per_micro_batch, counted in completions. Default: micro batches as in training."
         },
     )
 
@@ -92,8 +100,10 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_model_path,
                 self.batch_plan,
                 self._check_layout,
+                self._check_interleaving,
                 lambda: checks.check_group_size(self.num_generations),
-                self._check_token_budgets,
+                lambda: checks.check_iterations(self.num_iterations),
+                self._check_micro_batches,
                 lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
@@ -129,7 +139,14 @@ class GRPOArguments(MegatronRLHFArguments):
         folder = Path(self.model_dir if "model_dir" in vars(self) else self.model or "").expanduser()
         if not (folder / "config.json").is_file():
             return  # on a hub: again when ms-swift has fetched it
-        layout = checks.Parallelism(
+        checks.check_layout(self._parallelism(), checks.read_model_shape(folder))
+
+    def _check_interleaving(self) -> None:
+        micro_batches = None if self.max_tokens_per_micro_batch is not None else self.batch_plan().gradient_accumulation
+        checks.check_interleaving(self._parallelism(), micro_batches)
+
+    def _parallelism(self) -> checks.Parallelism:
+        return checks.Parallelism(
             world_size=_world_size(),
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
@@ -137,12 +154,13 @@ class GRPOArguments(MegatronRLHFArguments):
             expert_model_parallel_size=self.expert_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
             vllm_tensor_parallel_size=self.vllm_tensor_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
+            microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
             sequence_parallel=self.sequence_parallel,
             first_stage_layers=self.decoder_first_pipeline_num_layers,
             last_stage_layers=self.decoder_last_pipeline_num_layers,
             extra_layers=self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split,
         )
-        checks.check_layout(layout, checks.read_model_shape(folder))
 
     def _check_modality(self) -> None:
         if self.model_meta.is_multimodal:
@@ -159,9 +177,9 @@ class GRPOArguments(MegatronRLHFArguments):
                 "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
             )
 
-    def _check_token_budgets(self) -> None:
-        checks.check_token_budgets(
-            self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.micro_batch_size
+    def _check_micro_batches(self) -> None:
+        checks.check_micro_batches(
+            self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
         )
 
     def _check_rewards(self) -> None:
@@ -174,9 +192,18 @@ class GRPOArguments(MegatronRLHFArguments):
 
     # ---- what ms-swift asks
 
+    def _init_grpo(self) -> None:
+        chosen: int = vars(self)["num_iterations"]
+        self.num_iterations = 1  # ms-swift's own trainer refuses more
+        try:
+            super()._init_grpo()
+        finally:
+            self.num_iterations = chosen
+
     def _init_generation_batch_params(self) -> None:
         """In place of ms-swift's own arithmetic, which also refuses what only its trainer cannot do."""
         plan = self.batch_plan()
+        self.micro_batch_size = plan.micro_batch_size  # what ms-swift divides by; with a token budget nobody else
         self.generation_batch_size = plan.generation_batch_size
         self.steps_per_generation = plan.steps_per_generation
         self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.world_size)
@@ -191,6 +218,11 @@ class GRPOArguments(MegatronRLHFArguments):
             if dataset is not None:
                 check_rows(dataset)
         super().init_iters(train_dataset, val_dataset)
+        if self.num_train_epochs is not None:
+            self.train_iters *= self.num_iterations
+        if self.save_strategy == "epoch":
+            self.save_steps *= self.num_iterations
+            self.eval_steps = self.save_steps
         if self.train_iters < 1:
             raise ValueError(
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
@@ -205,7 +237,7 @@ class GRPOArguments(MegatronRLHFArguments):
             tensor_parallel=self.tensor_model_parallel_size,
             pipeline_parallel=self.pipeline_model_parallel_size,
             context_parallel=self.context_parallel_size,
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
             global_batch_size=self.global_batch_size,
             num_generations=self.num_generations,
             generation_batch_size=self.generation_batch_size,
@@ -222,7 +254,7 @@ class GRPOArguments(MegatronRLHFArguments):
         )
         return [
             f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {layout}",
-            *format_table(plan).splitlines(),
+            *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),
             *plan.notes,
         ]
 
@@ -233,6 +265,7 @@ class GRPOArguments(MegatronRLHFArguments):
         frozen_copy = None if self.beta == 0 or self._has_adapter else self.ref_model or self.model
         return GRPOConfig(
             batch=plan,
+            num_iterations=self.num_iterations,
             data=DataConfig(self.data_seed, self.train_dataloader_shuffle),
             sampling=SamplingConfig(
                 temperature=self.temperature,
@@ -250,7 +283,9 @@ class GRPOArguments(MegatronRLHFArguments):
                 scale_rewards=self.scale_rewards,
                 bad_reward=self.bad_reward,
             ),
-            packing=PackingConfig(self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch),
+            packing=PackingConfig(
+                self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
+            ),
             loss=LossConfig(
                 name=self.loss_type,
                 epsilon_low=self.epsilon,

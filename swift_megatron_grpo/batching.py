@@ -113,18 +113,13 @@ def resolve(
     )
 
 
-def format_table(plan: BatchPlan) -> str:
-    """What a start-up log shows."""
+def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
+    """What a start-up log shows. `max_tokens`: the token budget of micro batches, where there is one."""
     model_parallel = f"TP {plan.tensor_parallel} * PP {plan.pipeline_parallel} * CP {plan.context_parallel}"
     train_prompts = plan.global_batch_size / plan.num_generations
     rows = [
         ("data parallel size", plan.data_parallel, f"world size {plan.world_size} / ({model_parallel})"),
-        ("micro batch", plan.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
-        (
-            "accumulation steps",
-            plan.gradient_accumulation,
-            "micro batches of one optimizer step on each of these ranks",
-        ),
+        *_micro_batch_rows(plan, max_tokens),
         ("global batch", plan.global_batch_size, "completions of one optimizer step"),
         ("steps per generation", plan.steps_per_generation, "optimizer steps that one rollout feeds"),
         ("generation batch", plan.generation_batch_size, "completions of one rollout"),
@@ -134,3 +129,16 @@ def format_table(plan: BatchPlan) -> str:
         ("prompts per DP group", plan.prompts_per_dp_group, "train prompts / data parallel size"),
     ]
     return "\n".join(f"  {name:<24}{value:>8g}   {meaning}" for name, value, meaning in rows)
+
+
+def _micro_batch_rows(plan: BatchPlan, max_tokens: int | None) -> list[tuple[str, int, str]]:
+    if max_tokens is not None:
+        return [("micro batch", max_tokens, "tokens at most of one forward pass; micro_batch_size is not used")]
+    return [
+        ("micro batch", plan.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
+        (
+            "accumulation steps",
+            plan.gradient_accumulation,
+            "micro batches of one step on each of these ranks",
+        ),
+    ]

@@ -69,7 +69,8 @@ class PackingConfig:
     """Token budgets of packed micro batches. None: micro_batch_size completions each."""
 
     max_tokens: int | None
-    infer_max_tokens: int | None  # of forward-only passes; None: as in training
+    infer_max_tokens: int | None  # of forward-only passes; None for this and the next: as in training
+    infer_micro_batch_size: int | None  # the same in completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class GRPOConfig:
     """One run."""
 
     batch: BatchPlan
+    num_iterations: int  # how often each completion is trained
     data: DataConfig
     sampling: SamplingConfig
     vllm: VllmConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swift_megatron_grpo.completion_log import CompletionLog
@@ -47,7 +47,7 @@ class GRPOLoop:
         self._trainer_state = trainer_state  # reward functions may read it
         self._loss = make_loss(config.loss)
         self._weights_version = steps_done
-        self._steps_to_skip = steps_done % config.batch.steps_per_generation
+        self._steps_to_skip = steps_done % (config.batch.steps_per_generation * config.num_iterations)
         self._batches: deque[list[Sample]] = deque()  # one for each optimizer step that the last rollout still feeds
 
     def step(self) -> dict[str, float]:
@@ -76,9 +76,9 @@ class GRPOLoop:
 
         samples = [_to_sample(g, group=i // grading.num_generations) for i, g in enumerate(graded)]
         batches = [samples[i : i + batch.global_batch_size] for i in range(0, len(samples), batch.global_batch_size)]
-        batches, self._steps_to_skip = batches[self._steps_to_skip :], 0  # a resumed run has done the first ones
-        # The first step after a rollout trains the very policy that generated: its old log-probs are its own.
-        for later in batches[1:]:
+        # The first step after a rollout trains the very policy that generated: its old log-probs are its own. The
+        # policy of every later step has moved.
+        for later in batches if self.config.num_iterations > 1 else batches[1:]:
             with timer("old_logprobs"):
                 for index, values in self.parts.training.infer(later).items():
                     later[index].old_logprobs = values.logprobs
@@ -87,7 +87,10 @@ class GRPOLoop:
                 for each in batches:
                     for index, values in self.parts.reference.infer(self.parts.training, each).items():
                         each[index].ref_logprobs = values.logprobs
-        self._batches.extend(batches)
+        on_policy = [replace(sample, old_logprobs=None) for sample in batches[0]]
+        steps = [on_policy, *batches[1:], *batches * (self.config.num_iterations - 1)]
+        self._batches.extend(steps[self._steps_to_skip :])
+        self._steps_to_skip = 0  # steps that a resumed run has done
         return self._reward_metrics(graded, grading.num_generations)
 
     def _generate_and_grade(self, prompts: Sequence[Prompt], num_generations: int, timer: PhaseTimer) -> list[Graded]:

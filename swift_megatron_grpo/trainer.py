@@ -25,6 +25,7 @@ from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
+from swift_megatron_grpo.training.expert_marks import mark_experts
 from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, Reference
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
@@ -53,6 +54,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)
         self.reference, self.frozen_models = self._make_reference()
+
+    def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
+        peft_models: list[Any] = super()._prepare_peft_model(models)
+        mark_experts(models)
+        return peft_models
 
     def _make_reference(self) -> tuple[Reference | None, list[torch.nn.Module]]:
         """The reference policy, and the models that exist for its sake alone."""
@@ -85,7 +91,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _build_loop(self, train_dataset: Any) -> GRPOLoop:
         settings, args = self.settings, self.args
-        rollouts_done = self.state.consumed_train_samples // settings.batch.generation_batch_size
+        trained_per_rollout = settings.batch.generation_batch_size * settings.num_iterations
+        rollouts_done = self.state.consumed_train_samples // trained_per_rollout
         prompts_done = rollouts_done * settings.batch.rollout_prompts
         residency = Residency(settings.residency, self.wrapped_models, self.frozen_models, self.optimizer)
         with residency.for_generation():
@@ -118,6 +125,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             micro_batch_size=batch.micro_batch_size,
             max_tokens=packing.max_tokens,
             infer_max_tokens=packing.infer_max_tokens,
+            infer_micro_batch_size=packing.infer_micro_batch_size,
         )
         return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, settings)
 

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from swift_megatron_grpo.packing.flops import FlopsModel
 
@@ -23,6 +24,9 @@ class StepPlan:
 
     def of_rank(self, dp_rank: int) -> tuple[tuple[int, ...], ...]:
         return self.assignment[dp_rank]
+
+    def samples_of_ranks(self) -> list[tuple[int, ...]]:
+        return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
 
 
 def plan_by_count(num_samples: int, dp_size: int, micro_batch_size: int) -> StepPlan:
@@ -73,7 +77,6 @@ def plan_by_tokens(
     align: Alignment,
     micro_batch_multiple: int = 1,
     completion_lengths: Sequence[int] | None = None,
-    flag: str = "--max_tokens_per_micro_batch",
 ) -> StepPlan:
     """Micro batches of at most `max_tokens` packed tokens, padding included; ranks with equal FLOPs.
 
@@ -90,12 +93,13 @@ def plan_by_tokens(
     - On every rank the largest micro batch comes first: a budget that the memory cannot hold shows at once, and
       expert-parallel ranks, which wait for each other in every layer, run micro batches of like size together.
 
-    `completion_lengths` is what the head works on; None: all tokens. `flag` names the budget in errors.
+    `completion_lengths` is what the head works on; None: all tokens.
     """
     _check_samples(lengths, dp_size, micro_batch_multiple)
     padded = [-(-length // align.sequence) * align.sequence for length in lengths]
-    _check_budget(padded, max_tokens, align, flag)
-    room = max_tokens // align.total * align.total
+    if max_tokens < 1:
+        raise ValueError(f"a micro batch of {max_tokens} tokens holds nothing; use a budget of 16384, or of 1 or more")
+    room = max(max_tokens // align.total, 1) * align.total
 
     completions = lengths if completion_lengths is None else completion_lengths
     work = [cost.of_sequence(tokens, head) for tokens, head in zip(padded, completions, strict=True)]
@@ -134,14 +138,13 @@ def refill(
     cost: FlopsModel,
     align: Alignment,
     micro_batch_multiple: int = 1,
-    flag: str = "--infer_max_tokens_per_micro_batch",
 ) -> StepPlan:
-    """The same samples on the same ranks, in micro batches of another budget: for passes that only compute log-probs."""
+    """The same samples on the same ranks, in micro batches of another budget: for passes without backward."""
 
     def fill(samples: Sequence[int], multiple: int) -> StepPlan:
-        return plan_by_tokens([lengths[i] for i in samples], 1, max_tokens, cost, align, multiple, flag=flag)
+        return plan_by_tokens([lengths[i] for i in samples], 1, max_tokens, cost, align, multiple)
 
-    of_ranks = [[i for batch in rank for i in batch] for rank in plan.assignment]
+    of_ranks = plan.samples_of_ranks()
     most = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in of_ranks)
     # Every rank runs as many as the fullest one needs, or as all of them have samples for.
     smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
@@ -155,6 +158,20 @@ def refill(
             sorted(samples[i] for samples, each in zip(of_ranks, filled, strict=True) for i in each.over_budget)
         ),
     )
+
+
+def regroup(plan: StepPlan, micro_batch_size: int, micro_batch_multiple: int = 1) -> StepPlan:
+    """The same samples on the same ranks, `micro_batch_size` or fewer to a micro batch."""
+    of_ranks = plan.samples_of_ranks()
+    most = -(-max(map(len, of_ranks)) // micro_batch_size)
+    smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
+    parts = min(-(-most // micro_batch_multiple) * micro_batch_multiple, smallest)
+    return StepPlan(tuple(tuple(_split_evenly(samples, parts)) for samples in of_ranks))
+
+
+def _split_evenly(items: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
+    edges = [len(items) * part // parts for part in range(parts + 1)]
+    return [items[begin:end] for begin, end in pairwise(edges)]
 
 
 def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: int) -> None:
@@ -171,15 +188,6 @@ def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: i
         )
     if min(lengths) < 1:
         raise ValueError(f"completion {min(range(len(lengths)), key=lengths.__getitem__)} of the step has no tokens")
-
-
-def _check_budget(padded: Sequence[int], max_tokens: int, align: Alignment, flag: str) -> None:
-    shortest, longest = (-(-tokens // align.total) * align.total for tokens in (min(padded), max(padded)))
-    if max_tokens < shortest:
-        raise ValueError(
-            f"{flag} {max_tokens} holds no completion of this step: with prompt and padding the shortest has "
-            f"{shortest} tokens and the longest {longest}; set it to at least {longest}"
-        )
 
 
 def _fewest_micro_batches(sizes: Sequence[int], room: int) -> int:

@@ -5,14 +5,14 @@
     values = engine.infer(samples, outputs=("logprob", "entropy"))
 
 All ranks pass the same samples. The engine deals them to data-parallel ranks and micro batches, packs them, runs
-Megatron's pipeline schedule, and sums the metrics once per step.
+Megatron's pipeline schedule, and sums the metrics once per step. docs/engine.md has the contract and an example.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,22 +23,21 @@ from mcore_bridge import ModelConfig, unwrap_model
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
+from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.flops import FlopsModel
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
 from swift_megatron_grpo.parallel import Parallel, sum_over_ranks
-from swift_megatron_grpo.training.logprob import HeadSettings, gather_completion, log_prob_head
+from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.training.layer_losses import take_layer_losses
+from swift_megatron_grpo.training.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.types import Sample, TokenValues
 
 logger = logging.getLogger(__name__)
 
 Output = Literal["logprob", "entropy"]
-Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
 
 
 class NonFiniteStep(RuntimeError):
@@ -54,7 +53,8 @@ class EngineSettings:
     temperature: float  # logits are divided by it
     micro_batch_size: int = 1  # sequences in a packed micro batch, where no token budget is given
     max_tokens: int | None = None  # token budget of a packed micro batch
-    infer_max_tokens: int | None = None  # of a forward-only pass; None: as in training
+    infer_micro_batch_size: int | None = None  # of a forward-only pass; None for both: as in training
+    infer_max_tokens: int | None = None
 
 
 class MegatronEngine:
@@ -72,12 +72,12 @@ class MegatronEngine:
         self.parallel = Parallel.from_megatron()
         self.steps_done = 0
         self._config = unwrap_model(self.models)[0].config
+        if self._config.calculate_per_token_loss:
+            raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self._config.sequence_parallel)
         self._flops = _flops_model(self._config)
         # Megatron's interleaved schedule takes micro batches in groups.
-        self._multiple = self._config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
-        if self._config.calculate_per_token_loss:
-            raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
+        self._group_size = self._config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
         self._config.finalize_model_grads_func = finalize_model_grads
@@ -91,14 +91,14 @@ class MegatronEngine:
         `outputs`: what the loss function reads of the model; gradients flow through both.
         """
         plan = self._plan(samples)
+        self._warn_of_long(samples, plan)
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        scale = self._undo_megatron_mean(plan)
+        reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
         with self._naming_the_step():
-            reduce = partial(_scaled_loss, loss_func, scale)
-            shares = self._schedule(self.models, samples, plan, self._head(outputs), reduce, train=True)
+            shares = self._run(self.models, samples, plan, outputs, reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -108,7 +108,8 @@ class MegatronEngine:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: megatron's optimizer did not update the weights")
         self.scheduler.step(increment=len(samples))
         self.steps_done += 1
-        return {**metrics, "grad_norm": float(grad_norm)}
+        layer_losses = take_layer_losses(self._config, plan.num_micro_batches)
+        return {**metrics, **layer_losses, "grad_norm": float(grad_norm)}
 
     @torch.no_grad()
     def infer(
@@ -122,44 +123,52 @@ class MegatronEngine:
         Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
         """
         models = self.models if models is None else list(models)
-        plan = self._plan_inference(samples)
         modes = [model.training for model in models]
         for model in models:
             model.eval()
-        results = self._schedule(models, samples, plan, self._head(outputs), _split_by_sample, train=False)
+        results = self._run(models, samples, self._plan_inference(samples), outputs, _split_by_sample, train=False)
         for model, training in zip(models, modes, strict=True):
             model.train(training)
         return {index: _token_values(values) for result in results for index, values in result.items()}
 
-    def _head(self, outputs: Sequence[Output]) -> HeadSettings:
-        if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
-            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
-        return HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
-
     def _plan(self, samples: Sequence[Sample]) -> StepPlan:
         budget = self.settings.max_tokens
         if budget is None:
-            return plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
+            plan = plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
+            self._check_groups(plan.num_micro_batches)
+            return plan
         lengths = [len(sample.tokens) for sample in samples]
         completions = [sum(sample.completion_mask) for sample in samples]
-        plan = plan_by_tokens(
-            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._multiple, completions
+        return plan_by_tokens(
+            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._group_size, completions
         )
-        if plan.over_budget and self.parallel.rank == 0:
-            longest = max(lengths[i] for i in plan.over_budget)
-            logger.warning(
-                f"{len(plan.over_budget)} completions do not fit --max_tokens_per_micro_batch {budget} (the longest has "
-                f"{longest} tokens with its prompt): their micro batches are larger"
-            )
-        return plan
 
     def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
         """As in training, so that results are where they will be needed; only micro batches may be larger."""
-        plan, budget = self._plan(samples), self.settings.infer_max_tokens
-        if budget is None:
-            return plan
-        lengths = [len(sample.tokens) for sample in samples]
-        return refill(plan, lengths, budget, self._flops, self._align, self._multiple)
+        plan, settings = self._plan(samples), self.settings
+        if settings.infer_max_tokens is not None:
+            lengths = [len(sample.tokens) for sample in samples]
+            return refill(plan, lengths, settings.infer_max_tokens, self._flops, self._align, self._group_size)
+        if settings.infer_micro_batch_size is not None:
+            return regroup(plan, settings.infer_micro_batch_size, self._group_size)
+        return plan
+
+    def _check_groups(self, num_micro_batches: int) -> None:
+        rest = num_micro_batches % self._group_size
+        if num_micro_batches < self._group_size or 0 < rest < self.parallel.pp_size:
+            raise ValueError(
+                f"{num_micro_batches} micro batches on each data-parallel rank do not suit the interleaved pipeline, "
+                f"which takes them in groups of {self._group_size}: use a multiple of it, or a token budget"
+            )
+
+    def _warn_of_long(self, samples: Sequence[Sample], plan: StepPlan) -> None:
+        if plan.over_budget and self.parallel.rank == 0:
+            longest = max(len(samples[i].tokens) for i in plan.over_budget)
+            logger.warning(
+                f"step {self.steps_done + 1}: {len(plan.over_budget)} completions are in micro batches beyond "
+                f"--max_tokens_per_micro_batch {self.settings.max_tokens}; the longest has {longest} tokens with its "
+                "prompt"
+            )
 
     def _undo_megatron_mean(self, plan: StepPlan) -> float:
         """Megatron averages over micro batches and data-parallel ranks; our losses are shares that must be summed.
@@ -169,41 +178,28 @@ class MegatronEngine:
         """
         return float(plan.num_micro_batches * self.parallel.dp_size)
 
-    def _schedule(
+    def _run(
         self,
-        models: list[MegatronModule],
+        models: Sequence[MegatronModule],
         samples: Sequence[Sample],
         plan: StepPlan,
-        head: HeadSettings,
-        reduce: Reduce,
+        outputs: Sequence[Output],
+        reduce: schedule.Reduce,
         train: bool,
     ) -> list[Any]:
-        """Megatron's forward(-backward) over this rank's micro batches; what `reduce` returned, on the last stage."""
-        mine = plan.of_rank(self.parallel.dp_rank)
-        step = count(samples)
-        place = self.parallel
+        mine, step, place = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
 
         def micro_batches() -> Iterator[MicroBatch]:
             for indices in mine:
                 yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, _device())
 
-        def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
-            batch = next(iterator)
-            output = _forward(model, batch.inputs, head, place)
-            return output, partial(_on_completion, reduce, batch, place)
+        head = self._head(outputs)
+        return schedule.run(models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
 
-        iterators = [micro_batches() for _ in models]
-        longest = max(len(sample.tokens) for sample in samples)
-        results: list[Any] = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iterators if len(models) > 1 else iterators[0],
-            model=models if len(models) > 1 else models[0],
-            num_microbatches=plan.num_micro_batches,
-            seq_length=longest,  # shapes are exchanged per micro batch (variable_seq_lengths); no one reads this
-            micro_batch_size=1,
-            forward_only=not train,
-        )
-        return results
+    def _head(self, outputs: Sequence[Output]) -> HeadSettings:
+        if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
+            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
+        return HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
 
     def _sum_metrics(self, shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """One reduction a step. Shares of micro batches and data-parallel ranks add up; TP and CP ranks hold copies.
@@ -240,6 +236,10 @@ class MegatronEngine:
             ) from error
 
 
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
+
+
 def _flops_model(config: ModelConfig) -> FlopsModel:
     if config.num_moe_experts is None:
         width = config.ffn_hidden_size
@@ -257,41 +257,17 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
     )
 
 
-def _device() -> torch.device:
-    return torch.device(torch.cuda.current_device())
-
-
-def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: Parallel) -> torch.Tensor:
-    """Hidden states to the next stage, or on the last one [1, k, 1] log-probs."""
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=inputs.cu_seqlens,
-        cu_seqlens_kv=inputs.cu_seqlens,
-        max_seqlen_q=inputs.max_seqlen,
-        max_seqlen_kv=inputs.max_seqlen,
-    )
-    with log_prob_head(unwrap_model([model])[0], inputs, head, parallel):
-        output: torch.Tensor = model(
-            input_ids=inputs.input_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=None,
-            packed_seq_params=packed,
-        )
-    return output
-
-
-def _on_completion(
-    reduce: Reduce, batch: MicroBatch, parallel: Parallel, output: torch.Tensor
-) -> tuple[torch.Tensor, Any]:
-    values = gather_completion(output[0], batch.inputs, parallel)  # [m, 1 or 2]
-    entropy = values[:, 1] if values.shape[1] == 2 else None
-    return reduce(batch, TokenOutput(logprobs=values[:, 0], entropy=entropy))
-
-
 def _scaled_loss(
     loss_func: LossFunction, scale: float, batch: MicroBatch, output: TokenOutput
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss, metrics = loss_func(batch, output)
+    for name, value in {"loss": loss, **metrics}.items():
+        if not isinstance(value, torch.Tensor) or value.ndim > 0:
+            what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise TypeError(
+                f"the loss function returned {name} = {what}; the loss and each metric are tensors without dimensions, "
+                "this micro batch's share of a value of the whole step"
+            )
     return loss * scale, {**metrics, "loss": loss.detach()}
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_layouts import base_flags, launch, layout_tasks, task
+from scripts.check_layouts import DENSE, MOE, Task, base_flags, launch, layout_tasks, task
 from tests.e2e.runs import make_model
 
-# mbs1 and mbs4: other micro batches on one rank
-LAYOUTS = {
-    "dense": ["mbs1", "mbs4", "tp2", "tp2+sp+mbs4", "pp2", "cp2", "dp2", "dp2+overlap", "tp2+pp2"],
-    "moe": ["mbs1", "dp2+ep2"],
-}
 TUNERS = ["full", "lora"]
+LAYOUTS = {
+    ("dense", "full"): DENSE,
+    ("dense", "lora"): ["mbs1", "tokens64", "tp2+sp", "pp2+vpp2", "cp2", "dp2+overlap", "tp2+pp2"],
+    ("moe", "full"): ["tokens64", *MOE],
+    ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge refuses LoRA with ETP
+}
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
 # subtracting fp32 weights costs no precision.
@@ -48,18 +49,19 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     folder = tmp_path_factory.mktemp("ranks")
     ranks = Ranks(folder)
     tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
-    for kind, layouts in LAYOUTS.items():
+    for kind in ("dense", "moe"):
         make_model(ranks.model(kind), kind)
-        for tuner in TUNERS:
-            flags = make_flags(ranks, kind, tuner, "float32")
-            if tuner == "lora":
-                adapter = str(folder / f"{kind}-adapter")
-                tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
-                flags = [*flags, "--adapters", adapter]
-            Path(ranks.layouts(kind, tuner)).mkdir()
-            job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": ranks.layouts(kind, tuner)}
-            for number, found in layout_tasks(job, ["one", *layouts]).items():
-                tasks[number] += found
+    for (kind, tuner), layouts in LAYOUTS.items():
+        flags = make_flags(ranks, kind, tuner, "float32")
+        if tuner == "lora":
+            adapter = str(folder / f"{kind}-adapter")
+            tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
+            flags = [*flags, "--adapters", adapter]
+        Path(ranks.layouts(kind, tuner)).mkdir()
+        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": ranks.layouts(kind, tuner)}
+        for number, found in layout_tasks(job, ["one", *layouts]).items():
+            tasks[number] += found
+    for kind in ("dense", "moe"):
         ranks.descent(kind).mkdir()
         descent = {
             "flags": make_flags(ranks, kind, "full", "float32", DESCENT),
@@ -73,9 +75,21 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         tasks[2].append(task("tests.dist.lora_export:main", out=str(folder / f"export-{kind}"), kind=kind, flags=flags))
     flags = make_flags(ranks, "dense", "full", "bfloat16", ["--tensor_model_parallel_size", "2"])
     tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
+    tasks[1] += engine_tasks(ranks, "golden", ["--lr", "1e-4"])
+    two = ["--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2"]
+    others = [{"infer_max_tokens": 64}, {"infer_max_tokens": 400}, {"infer_micro_batch_size": 1},
+              {"infer_micro_batch_size": 8}]  # fmt: skip
+    tasks[1] += engine_tasks(ranks, "inference", [], others=others, name="inference-one")
+    tasks[2] += engine_tasks(ranks, "inference", two, others=others)
+    tasks[2] += engine_tasks(ranks, "odd_batches", ["--lr", "0"])
     for number in sorted(tasks):
         launch(number, tasks[number], folder)
     return ranks
+
+
+def engine_tasks(ranks: Ranks, run: str, extra: list[str], name: str | None = None, **arguments: object) -> list[Task]:
+    flags = make_flags(ranks, "dense", "full", "float32", extra)
+    return [task(f"tests.dist.engine_runs:{run}", out=str(ranks.folder / (name or run)), flags=flags, **arguments)]
 
 
 def make_flags(ranks: Ranks, kind: str, tuner: str, dtype: str, extra: list[str] | None = None) -> list[str]:

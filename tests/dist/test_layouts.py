@@ -11,7 +11,7 @@ from scripts.check_layouts import compare
 from tests.dist.conftest import LAYOUTS, TUNERS, Ranks
 
 pytestmark = pytest.mark.dist
-CASES = [(kind, tuner, layout) for kind, layouts in LAYOUTS.items() for tuner in TUNERS for layout in layouts]
+CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 
 
 @pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])

@@ -11,8 +11,10 @@ import pytest
 from swift_megatron_grpo.argument_checks import (
     ModelShape,
     Parallelism,
+    check_interleaving,
     check_layout,
     check_lengths,
+    check_micro_batches,
     check_model_path,
     check_reward_functions,
     read_model_shape,
@@ -113,3 +115,64 @@ def test_lengths_that_fit_and_that_do_not() -> None:
         check_lengths(None, 150, 150)
     with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
         check_lengths(None, 0, 150)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"virtual_pipeline_model_parallel_size": 3},
+            r"divide the layers of every pipeline stage \(8 .* 1 or 2 or",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "first_stage_layers": 7, "last_stage_layers": 9},
+            r"\(7 and 9 of the 16 of m\); use --virtual_pipeline_model_parallel_size 1$",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
+            "--pipeline_model_parallel_size 2, or leave it out",
+        ),
+    ],
+)
+def test_a_virtual_pipeline_divides_the_layers_of_every_stage(flags: dict[str, int], message: str) -> None:
+    model = shape(layers=16)
+    check_layout(layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), model)
+    with pytest.raises(ValueError, match=message):
+        check_layout(layout(**{"pipeline_model_parallel_size": 2} | flags), model)
+
+
+def interleaved(group: int | None = None, virtual: int = 2) -> Parallelism:
+    return layout(
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=virtual,
+        microbatch_group_size_per_vp_stage=group,
+    )
+
+
+def test_micro_batches_of_a_virtual_pipeline_come_in_groups() -> None:
+    for micro_batches in (4, 8, None):
+        check_interleaving(interleaved(), micro_batches)
+    check_interleaving(interleaved(5), 9)  # the rest, 4, still fills the pipeline
+    check_interleaving(interleaved(virtual=1), 3)
+    for micro_batches in (2, 6):
+        with pytest.raises(ValueError, match=r"make it a multiple of 4 with --global_batch_size or --micro_batch_size"):
+            check_interleaving(interleaved(), micro_batches)
+    with pytest.raises(ValueError, match="use --microbatch_group_size_per_vp_stage 4, or leave it out"):
+        check_interleaving(interleaved(3), 12)
+    with pytest.raises(ValueError, match="belongs to --virtual_pipeline_model_parallel_size"):
+        check_interleaving(interleaved(4, virtual=1), 12)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        ((0, None, None), "max_tokens_per_micro_batch must be at least 1, got 0; use --max_tokens_per_micro_batch 163"),
+        ((None, -5, None), "infer_max_tokens_per_micro_batch must be at least 1, got -5"),
+        ((None, None, 0), "infer_batch_size must be at least 1, got 0; use --infer_batch_size 16"),
+        ((None, 4096, 4), "--infer_max_tokens_per_micro_batch 4096 and --infer_batch_size 4 both say"),
+    ],
+)
+def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_micro_batches(*budgets)
+    check_micro_batches(1, 1, None)

@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.packing.flops import FlopsModel
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, padded_lengths, plan_by_tokens
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, padded_lengths, plan_by_tokens, refill, regroup
 
 PLAIN = Alignment(sequence=1, total=1)
 # Forward FLOPs; the smaller the model, the more attention weighs.
@@ -234,13 +234,55 @@ def test_samples_share_beyond_the_budget_only_where_a_micro_batch_would_be_empty
     assert plan.over_budget == (3, 4)
 
 
-@pytest.mark.parametrize("budget", [-1, 0, 1, 59])
-def test_a_budget_that_holds_nothing_names_the_flag_and_a_value_that_works(budget: int) -> None:
-    with pytest.raises(ValueError, match=rf"--max_tokens_per_micro_batch {budget} .* 60 .* 80; .* at least 80"):
+@pytest.mark.parametrize("budget", [-1, 0])
+def test_a_budget_of_no_token_is_refused(budget: int) -> None:
+    with pytest.raises(ValueError, match="holds nothing; use a budget of 16384"):
         plan_by_tokens([80, 60, 70], 1, budget, SMALL, PLAIN)
-    assert plan_by_tokens([80, 60, 70], 1, 80, SMALL, PLAIN).over_budget == ()
-    with pytest.raises(ValueError, match="--infer_max_tokens_per_micro_batch"):
-        plan_by_tokens([80, 60, 70], 1, budget, SMALL, PLAIN, flag="--infer_max_tokens_per_micro_batch")
+
+
+@pytest.mark.parametrize("budget", [1, 59])
+def test_a_budget_below_every_sample_gives_each_a_micro_batch_of_its_own(budget: int) -> None:
+    plan = plan_by_tokens([80, 60, 70], 1, budget, SMALL, Alignment(sequence=4, total=8))
+    assert sorted(batches_of(plan)) == [(0,), (1,), (2,)]
+    assert plan.over_budget == (0, 1, 2)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=4, max_size=40),
+    dp=st.sampled_from([1, 2, 4]),
+    budget=st.integers(40, 200),
+    infer_budget=st.integers(40, 400),
+    multiple=st.sampled_from([1, 2]),
+)
+def test_another_budget_for_inference_moves_no_sample_to_another_rank(
+    lengths: list[int], dp: int, budget: int, infer_budget: int, multiple: int
+) -> None:
+    assume(len(lengths) >= dp * multiple)
+    plan = plan_by_tokens(lengths, dp, budget, SMALL, PLAIN, multiple)
+    filled = refill(plan, lengths, infer_budget, SMALL, PLAIN, multiple)
+    assert [sorted(rank) for rank in filled.samples_of_ranks()] == [sorted(rank) for rank in plan.samples_of_ranks()]
+    assert {len(rank) for rank in filled.assignment} == {filled.num_micro_batches}
+    assert filled.num_micro_batches % multiple == 0 and all(batches_of(filled))
+    for batch in batches_of(filled):
+        assert sum(lengths[i] for i in batch) <= infer_budget or set(batch) <= set(filled.over_budget)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=8, max_size=40),
+    dp=st.sampled_from([1, 2, 4]),
+    size=st.integers(1, 9),
+    multiple=st.sampled_from([1, 2]),
+)
+def test_another_micro_batch_size_for_inference_moves_no_sample_to_another_rank(
+    lengths: list[int], dp: int, size: int, multiple: int
+) -> None:
+    plan = plan_by_tokens(lengths, dp, 100, SMALL, PLAIN, multiple)
+    grouped = regroup(plan, size, multiple)
+    assert grouped.samples_of_ranks() == plan.samples_of_ranks()
+    assert {len(rank) for rank in grouped.assignment} == {grouped.num_micro_batches}
+    assert grouped.num_micro_batches % multiple == 0 and all(batches_of(grouped))
+    enough = min(map(len, plan.samples_of_ranks())) >= -(-max(map(len, plan.samples_of_ranks())) // size) * multiple
+    assert not enough or max(map(len, batches_of(grouped))) <= size
 
 
 @pytest.mark.parametrize(

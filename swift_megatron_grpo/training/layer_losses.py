@@ -1,0 +1,46 @@
+"""Losses that Megatron's own layers add to the gradient: load balancing and z-loss of experts."""
+
+from __future__ import annotations
+
+import torch
+from mcore_bridge import ModelConfig
+from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+_BALANCING = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+}
+
+
+def take_layer_losses(config: ModelConfig, num_micro_batches: int) -> dict[str, float]:
+    """Their means over layers and micro batches since the last call, under Megatron's names, on every rank.
+
+    They are means over micro batches because that is what their gradient is: unlike the policy loss they depend on how
+    samples were packed.
+    """
+    names = _names(config)
+    if not names:
+        return {}
+    losses: dict[str, torch.Tensor] = {}
+    track_moe_metrics(
+        loss_scale=1 / num_micro_batches,
+        iteration=0,  # of a writer, and there is none
+        total_loss_dict=losses,
+        force_initialize=True,  # a stage without experts takes part in the sum
+        track_names=names,
+        num_layers=config.num_layers,
+        moe_layer_freq=config.moe_layer_freq,
+    )
+    return {name: losses[name].item() for name in names}
+
+
+def _names(config: ModelConfig) -> list[str]:
+    if config.num_moe_experts is None:
+        return []
+    kinds = config.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    coefficients = config.moe_aux_loss_coeff
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients] * len(kinds)
+    names = [_BALANCING[kind] for kind, c in zip(kinds, coefficients, strict=True) if kind in _BALANCING and c]
+    return names + (["z_loss"] if config.moe_z_loss_coeff else [])

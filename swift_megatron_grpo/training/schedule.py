@@ -1,0 +1,77 @@
+"""Megatron's pipeline schedule over the packed micro batches of one data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from mcore_bridge import unwrap_model
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+
+from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
+from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.training.logprob import HeadSettings, gather_completion, log_prob_head
+from swift_megatron_grpo.training.loss import TokenOutput
+
+# What becomes of a micro batch's output: (what backward starts from, what the caller wants to keep).
+Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
+
+
+def run(
+    models: Sequence[MegatronModule],  # one per virtual pipeline stage of this rank
+    micro_batches: Callable[[], Iterator[MicroBatch]],
+    count: int,
+    head: HeadSettings,
+    reduce: Reduce,
+    parallel: Parallel,
+    train: bool,
+) -> list[Any]:
+    """Forward, and backward if `train`. What `reduce` kept of every micro batch on the last stage; [] on the others."""
+
+    def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
+        batch = next(iterator)
+        output = _forward(model, batch.inputs, head, parallel)
+        return output, partial(_on_completion, reduce, batch, parallel)
+
+    interleaved = len(models) > 1
+    results: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[micro_batches() for _ in models] if interleaved else micro_batches(),
+        model=list(models) if interleaved else models[0],
+        num_microbatches=count,
+        seq_length=1,  # stages tell each other the shape of every micro batch (variable_seq_lengths)
+        micro_batch_size=1,
+        forward_only=not train,
+    )
+    return results
+
+
+def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: Parallel) -> torch.Tensor:
+    """Hidden states to the next stage, or on the last one [1, k, 1 or 2] log-probs and entropies."""
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=inputs.cu_seqlens,
+        cu_seqlens_kv=inputs.cu_seqlens,
+        max_seqlen_q=inputs.max_seqlen,
+        max_seqlen_kv=inputs.max_seqlen,
+    )
+    with log_prob_head(unwrap_model([model])[0], inputs, head, parallel):
+        output: torch.Tensor = model(
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=None,
+            packed_seq_params=packed,
+        )
+    return output
+
+
+def _on_completion(
+    reduce: Reduce, batch: MicroBatch, parallel: Parallel, output: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    values = gather_completion(output[0], batch.inputs, parallel)  # [m, 1 or 2]
+    entropy = values[:, 1] if values.shape[1] == 2 else None
+    return reduce(batch, TokenOutput(logprobs=values[:, 0], entropy=entropy))

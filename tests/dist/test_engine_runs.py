@@ -1,0 +1,68 @@
+"""Ten golden steps; inference in other micro batches; batches that are odd."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist.conftest import Ranks
+
+pytestmark = pytest.mark.dist
+GOLDEN = Path(__file__).parents[1] / "golden" / "dense_ten_steps.json"
+
+
+def told(ranks: Ranks, run: str, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(ranks.told(run, rank).read_text())
+    return found
+
+
+def test_ten_steps_have_the_losses_they_always_had(ranks: Ranks) -> None:
+    """To change what is computed on purpose: write `steps` of the new run to the golden file, and say why."""
+    steps = told(ranks, "golden", 0)["steps"]
+    golden = json.loads(GOLDEN.read_text())["steps"]
+    assert len(steps) == len(golden) == 10
+    for step, expected in zip(steps, golden, strict=True):
+        for name, value in expected.items():
+            assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize(("run", "rank"), [("inference-one", 0), ("inference", 1)])
+def test_inference_does_not_depend_on_micro_batches(ranks: Ranks, run: str, rank: int) -> None:
+    """`inference` runs an interleaved pipeline, whose last stage, rank 1, has the results."""
+    found = told(ranks, run, rank)
+    first, *others = found["passes"]
+    assert sorted(map(int, first)) == list(range(8)) and len(others) == 4
+    for index, (logprobs, entropies) in first.items():
+        assert len(logprobs) == len(entropies) == found["lengths"][int(index)]
+        assert all(value < 0 for value in logprobs) and all(value > 0 for value in entropies)
+        for other in others:
+            assert other[index][0] == pytest.approx(logprobs, abs=1e-6)
+            assert other[index][1] == pytest.approx(entropies, abs=2e-6)
+    assert found["without_entropy"] == [None] * 8
+
+
+def test_a_pipeline_infers_what_one_rank_infers(ranks: Ranks) -> None:
+    one, pipeline = told(ranks, "inference-one", 0)["passes"][0], told(ranks, "inference", 1)["passes"][0]
+    assert told(ranks, "inference", 0)["passes"][0] == {}
+    for index in one:
+        assert pipeline[index][0] == pytest.approx(one[index][0], abs=1e-6)
+        assert pipeline[index][1] == pytest.approx(one[index][1], abs=2e-6)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_odd_batches(ranks: Ranks, rank: int) -> None:
+    found = told(ranks, "odd_batches", rank)
+    # completions without a token change nothing, nor does a micro batch that has no other
+    assert found["empty"]["loss"] == pytest.approx(found["without"]["loss"], abs=1e-6)
+    assert found["empty"]["grad_norm"] == pytest.approx(found["without"]["grad_norm"], rel=1e-6)
+    assert math.isfinite(found["length_one"]["loss"]) and found["length_one"]["grad_norm"] > 0
+    assert "1 completions cannot be dealt to 2 data-parallel ranks" in found["too_few"]
+    assert "0 completions cannot be dealt" in found["none"]
+    assert "outputs are ('logprob',) or ('logprob', 'entropy'), got ('entropy',)" in found["outputs"]
+    assert "the loss function returned loss = a tensor of shape [" in found["shape"]
+    assert "the loss function returned kl = 0.5; the loss and each metric are tensors" in found["metric"]
+    assert math.isfinite(found["after"]["loss"])
