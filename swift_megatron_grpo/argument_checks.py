@@ -9,7 +9,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +68,14 @@ def check_all(checks: Iterable[Callable[[], object]]) -> None:
             problems.append(str(problem))
     if problems:
         raise ValueError("\n".join(dict.fromkeys(problems)))  # two checks may find the same
+
+
+@contextmanager
+def said_of(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as problem:
+        raise ValueError(f"{what}: {problem}") from problem
 
 
 # ---- the model

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from copy import copy
+from dataclasses import astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from swift_megatron_grpo.config import (
     DataConfig,
     GradingConfig,
     GRPOConfig,
+    LayoutConfig,
     LossConfig,
     PackingConfig,
     ReferenceConfig,
@@ -35,6 +37,13 @@ from swift_megatron_grpo.config import (
 )
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
 
+_LAYOUT_FLAGS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # in the order of LayoutConfig
 _STOCK_TRAINER = f"{VARIABLE}=off for ms-swift's own trainer"
 
 
@@ -74,6 +83,27 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    ref_tensor_model_parallel_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tensor-parallel size of the frozen reference copy (full tuning, --beta above 0), which needs less "
+            "memory than the model that trains. Default: as in training, for each of these flags that is left out."
+        },
+    )
+    ref_pipeline_model_parallel_size: int | None = field(
+        default=None, metadata={"help": "Pipeline-parallel size of the frozen reference copy. Default: as in training."}
+    )
+    ref_context_parallel_size: int | None = field(
+        default=None, metadata={"help": "Context-parallel size of the frozen reference copy. Default: as in training."}
+    )
+    ref_expert_model_parallel_size: int | None = field(
+        default=None, metadata={"help": "Expert-parallel size of the frozen reference copy. Default: as in training."}
+    )
+    ref_expert_tensor_parallel_size: int | None = field(
+        default=None,
+        metadata={"help": "Tensor-parallel size of the experts of the frozen reference copy. Default: as in training."},
+    )
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
@@ -101,6 +131,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self.batch_plan,
                 self._check_layout,
                 self._check_interleaving,
+                self._check_reference,
                 lambda: checks.check_group_size(self.num_generations),
                 lambda: checks.check_iterations(self.num_iterations),
                 self._check_micro_batches,
@@ -140,10 +171,35 @@ class GRPOArguments(MegatronRLHFArguments):
         if not (folder / "config.json").is_file():
             return  # on a hub: again when ms-swift has fetched it
         checks.check_layout(self._parallelism(), checks.read_model_shape(folder))
+        if self.reference_layout() is not None:
+            with checks.said_of("the reference copy (--ref_...)"):
+                checks.check_layout(self.of_reference()._parallelism(), checks.read_model_shape(folder))
 
     def _check_interleaving(self) -> None:
         micro_batches = None if self.max_tokens_per_micro_batch is not None else self.batch_plan().gradient_accumulation
         checks.check_interleaving(self._parallelism(), micro_batches)
+
+    def _check_reference(self) -> None:
+        """The batch sizes suit the data-parallel size of a reference copy in a layout of its own."""
+        layout = self.reference_layout()
+        if layout is None:
+            return
+        if self.beta == 0 or self._has_adapter:
+            why = "a LoRA run is the model without its adapter" if self._has_adapter else "--beta 0 is not there"
+            raise ValueError(
+                f"the --ref_..._parallel_size flags lay out a frozen copy, and the reference of {why}; leave them out"
+            )
+        resolve(
+            world_size=_world_size(),
+            tensor_parallel=layout.tensor,
+            pipeline_parallel=layout.pipeline,
+            context_parallel=layout.context,
+            micro_batch_size=1,
+            global_batch_size=self.global_batch_size,
+            num_generations=self.num_generations,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+        )
 
     def _parallelism(self) -> checks.Parallelism:
         return checks.Parallelism(
@@ -244,6 +300,26 @@ class GRPOArguments(MegatronRLHFArguments):
             steps_per_generation=self.steps_per_generation,
         )
 
+    def reference_layout(self) -> LayoutConfig | None:
+        """Of the frozen reference copy, where it is not the one of training."""
+        pairs = [(getattr(self, f"ref_{flag}"), getattr(self, flag)) for flag in _LAYOUT_FLAGS]
+        if all(own is None for own, _ in pairs):
+            return None
+        return LayoutConfig(*(training if own is None else own for own, training in pairs))
+
+    def of_reference(self) -> GRPOArguments:
+        """As if the reference copy were what is trained: for those who build models."""
+        layout, other = self.reference_layout(), copy(self)
+        if layout is not None:
+            for flag, size in zip(_LAYOUT_FLAGS, astuple(layout), strict=True):
+                setattr(other, flag, size)
+            other.virtual_pipeline_model_parallel_size = None
+            other.microbatch_group_size_per_vp_stage = None
+            other.sequence_parallel = layout.tensor > 1
+            if layout.pipeline != self.pipeline_model_parallel_size:
+                other.decoder_first_pipeline_num_layers = other.decoder_last_pipeline_num_layers = None
+        return other
+
     def start_up_lines(self) -> list[str]:
         """For the log: which trainer this is, the layout, the batch arithmetic."""
         plan = self.batch_plan()
@@ -293,7 +369,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 beta=self.beta,
                 temperature=self.temperature,
             ),
-            reference=ReferenceConfig(self.beta, frozen_copy),
+            reference=ReferenceConfig(self.beta, frozen_copy, self.reference_layout()),
             residency=ResidencyConfig(self.offload_model, self.offload_optimizer),
             log=CompletionLogConfig(
                 enabled=self.log_completions,

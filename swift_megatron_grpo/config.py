@@ -82,11 +82,23 @@ class ResidencyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutConfig:
+    """How ranks share a model."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    expert: int
+    expert_tensor: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """Where the reference policy comes from. Full tuning: a frozen copy; LoRA: the base under the adapter."""
 
     beta: float
     model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: the base under the adapter
+    layout: LayoutConfig | None  # of the frozen copy; None: as in training
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class GRPOLoop:
         if self.parts.reference is not None:
             with timer("ref_logprobs"):
                 for each in batches:
-                    for index, values in self.parts.reference.infer(self.parts.training, each).items():
+                    for index, values in self.parts.reference.infer(each).items():
                         each[index].ref_logprobs = values.logprobs
         on_policy = [replace(sample, old_logprobs=None) for sample in batches[0]]
         steps = [on_policy, *batches[1:], *batches * (self.config.num_iterations - 1)]

@@ -4,7 +4,8 @@ models, optimizer, schedule, checkpoints and callbacks are its parent's."""
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -26,8 +27,10 @@ from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.expert_marks import mark_experts
-from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, Reference
+from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyElsewhere, Reference
 from swift_megatron_grpo.training.residency import Residency
+from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.weights.export import export_weights, merged_on_read
 
@@ -53,26 +56,26 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)
-        self.reference, self.frozen_models = self._make_reference()
+        self.frozen_copy, self.reference_layout, self.frozen_models = self._make_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         peft_models: list[Any] = super()._prepare_peft_model(models)
         mark_experts(models)
         return peft_models
 
-    def _make_reference(self) -> tuple[Reference | None, list[torch.nn.Module]]:
-        """The reference policy, and the models that exist for its sake alone."""
-        wanted = self.settings.reference
-        if wanted.beta == 0:
-            return None, []
-        if wanted.model_dir is None:
-            return BaseUnderAdapter(self.peft_models), []
-        models = get_mcore_model(self.args, self.template.config)
-        for model in models:
-            model.to(torch.cuda.current_device())
-        folder = safe_snapshot_download(wanted.model_dir, use_hf=self.args.use_hf, hub_token=self.args.hub_token)
-        self.bridge.load_weights(models, folder)
-        return FrozenCopy(models), models
+    def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:
+        """A frozen copy where the reference policy is one, and what exists for its sake alone."""
+        wanted, args = self.settings.reference, self.args
+        if wanted.beta == 0 or wanted.model_dir is None:
+            return None, None, []
+        folder = safe_snapshot_download(wanted.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
+        layout = None if wanted.layout is None else SecondLayout(wanted.layout, args.ddp_timeout // 60)
+        with nullcontext() if layout is None else layout.active():
+            models = get_mcore_model(args.of_reference(), self.template.config)
+            for model in models:
+                model.to(torch.cuda.current_device())
+            models[0].config.bridge.load_weights(models, folder)
+            return FrozenCopy(Passes(models, self._reference_settings())), layout, models
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
         """Saving with --merge_lora: merged on the way out, instead of added to the weights and taken off again."""
@@ -98,16 +101,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         with residency.for_generation():
             generation = LocalVllm(settings.vllm, self.template)
             generation.sleep()
+        training = self.build_engine()
+        coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
             generation=generation,
             rewards=self.rewards,
-            training=self.build_engine(),
-            reference=self.reference,
+            training=training,
+            reference=self._reference(training, coordinator),
             residency=residency,
             export_weights=partial(export_weights, self.bridge, self.unwrapped_models),
-            coordinator=Coordinator(timedelta(seconds=args.ddp_timeout)),
+            coordinator=coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
@@ -118,16 +123,37 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         system = self.template.template_meta.default_system
         return PromptSource(dataset, self.settings.data.seed, shuffle, system, taken)
 
+    def _reference(self, training: MegatronEngine, coordinator: Coordinator) -> Reference | None:
+        if self.settings.reference.beta == 0:
+            return None
+        if self.frozen_copy is None:
+            return BaseUnderAdapter(training.passes, self.peft_models)
+        if self.reference_layout is None:
+            return self.frozen_copy
+        return FrozenCopyElsewhere(self.frozen_copy, self.reference_layout, coordinator)
+
     def build_engine(self) -> MegatronEngine:
-        batch, packing = self.settings.batch, self.settings.packing
-        settings = EngineSettings(
+        return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, self._engine_settings())
+
+    def _engine_settings(self) -> EngineSettings:
+        packing = self.settings.packing
+        return EngineSettings(
             temperature=self.settings.sampling.temperature,
-            micro_batch_size=batch.micro_batch_size,
+            micro_batch_size=self.settings.batch.micro_batch_size,
             max_tokens=packing.max_tokens,
             infer_max_tokens=packing.infer_max_tokens,
             infer_micro_batch_size=packing.infer_micro_batch_size,
         )
-        return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, settings)
+
+    def _reference_settings(self) -> EngineSettings:
+        """In a layout of its own the reference need not hold the samples that its rank trains."""
+        settings = self._engine_settings()
+        if self.settings.reference.layout is None:
+            return settings
+        if settings.max_tokens is not None or settings.infer_max_tokens is not None:
+            return replace(settings, max_tokens=settings.infer_max_tokens or settings.max_tokens)
+        size = settings.infer_micro_batch_size or settings.micro_batch_size
+        return replace(settings, micro_batch_size=1, infer_micro_batch_size=size)
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None

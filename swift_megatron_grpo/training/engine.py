@@ -14,30 +14,24 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
 
 import torch
-from mcore_bridge import ModelConfig, unwrap_model
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
-from swift_megatron_grpo.packing.flops import FlopsModel
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
-from swift_megatron_grpo.parallel import Parallel, sum_over_ranks
-from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.packing.plan import StepPlan
+from swift_megatron_grpo.parallel import sum_over_ranks
 from swift_megatron_grpo.training.layer_losses import take_layer_losses
-from swift_megatron_grpo.training.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
+from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 
+__all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "OptimizerStepFailed"]
 logger = logging.getLogger(__name__)
-
-Output = Literal["logprob", "entropy"]
 
 
 class NonFiniteStep(RuntimeError):
@@ -48,15 +42,6 @@ class OptimizerStepFailed(RuntimeError):
     """Megatron's optimizer refused to update."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    temperature: float  # logits are divided by it
-    micro_batch_size: int = 1  # sequences in a packed micro batch, where no token budget is given
-    max_tokens: int | None = None  # token budget of a packed micro batch
-    infer_micro_batch_size: int | None = None  # of a forward-only pass; None for both: as in training
-    infer_max_tokens: int | None = None
-
-
 class MegatronEngine:
     def __init__(
         self,
@@ -65,23 +50,18 @@ class MegatronEngine:
         scheduler: OptimizerParamScheduler,
         settings: EngineSettings,
     ) -> None:
-        self.models = list(models)
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.settings = settings
-        self.parallel = Parallel.from_megatron()
+        self.passes = Passes(models, settings)
+        self.parallel = self.passes.parallel
         self.steps_done = 0
-        self._config = unwrap_model(self.models)[0].config
-        if self._config.calculate_per_token_loss:
+        config = self.passes.config
+        if config.calculate_per_token_loss:
             raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
-        self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self._config.sequence_parallel)
-        self._flops = _flops_model(self._config)
-        # Megatron's interleaved schedule takes micro batches in groups.
-        self._group_size = self._config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = optimizer.scale_loss
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
-        self._config.finalize_model_grads_func = finalize_model_grads
-        self._config.grad_scale_func = optimizer.scale_loss
 
     def train_step(
         self, samples: Sequence[Sample], loss_func: LossFunction, outputs: Sequence[Output] = ("logprob",)
@@ -90,15 +70,15 @@ class MegatronEngine:
 
         `outputs`: what the loss function reads of the model; gradients flow through both.
         """
-        plan = self._plan(samples)
+        plan = self.passes.plan(samples)
         self._warn_of_long(samples, plan)
-        for model in self.models:
+        for model in self.passes.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
         with self._naming_the_step():
-            shares = self._run(self.models, samples, plan, outputs, reduce, train=True)
+            shares = self.passes.run(samples, plan, outputs, reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -108,66 +88,20 @@ class MegatronEngine:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: megatron's optimizer did not update the weights")
         self.scheduler.step(increment=len(samples))
         self.steps_done += 1
-        layer_losses = take_layer_losses(self._config, plan.num_micro_batches)
+        layer_losses = take_layer_losses(self.passes.config, plan.num_micro_batches)
         return {**metrics, **layer_losses, "grad_norm": float(grad_norm)}
 
-    @torch.no_grad()
-    def infer(
-        self,
-        samples: Sequence[Sample],
-        outputs: Sequence[Output] = ("logprob",),
-        models: Sequence[MegatronModule] | None = None,
-    ) -> dict[int, TokenValues]:
-        """Of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
-
-        Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
-        """
-        models = self.models if models is None else list(models)
-        modes = [model.training for model in models]
-        for model in models:
-            model.eval()
-        results = self._run(models, samples, self._plan_inference(samples), outputs, _split_by_sample, train=False)
-        for model, training in zip(models, modes, strict=True):
-            model.train(training)
-        return {index: _token_values(values) for result in results for index, values in result.items()}
-
-    def _plan(self, samples: Sequence[Sample]) -> StepPlan:
-        budget = self.settings.max_tokens
-        if budget is None:
-            plan = plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
-            self._check_groups(plan.num_micro_batches)
-            return plan
-        lengths = [len(sample.tokens) for sample in samples]
-        completions = [sum(sample.completion_mask) for sample in samples]
-        return plan_by_tokens(
-            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._group_size, completions
-        )
-
-    def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
-        """As in training, so that results are where they will be needed; only micro batches may be larger."""
-        plan, settings = self._plan(samples), self.settings
-        if settings.infer_max_tokens is not None:
-            lengths = [len(sample.tokens) for sample in samples]
-            return refill(plan, lengths, settings.infer_max_tokens, self._flops, self._align, self._group_size)
-        if settings.infer_micro_batch_size is not None:
-            return regroup(plan, settings.infer_micro_batch_size, self._group_size)
-        return plan
-
-    def _check_groups(self, num_micro_batches: int) -> None:
-        rest = num_micro_batches % self._group_size
-        if num_micro_batches < self._group_size or 0 < rest < self.parallel.pp_size:
-            raise ValueError(
-                f"{num_micro_batches} micro batches on each data-parallel rank do not suit the interleaved pipeline, "
-                f"which takes them in groups of {self._group_size}: use a multiple of it, or a token budget"
-            )
+    def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
+        """Forward only: see Passes.infer."""
+        return self.passes.infer(samples, outputs)
 
     def _warn_of_long(self, samples: Sequence[Sample], plan: StepPlan) -> None:
         if plan.over_budget and self.parallel.rank == 0:
             longest = max(len(samples[i].tokens) for i in plan.over_budget)
             logger.warning(
                 f"step {self.steps_done + 1}: {len(plan.over_budget)} completions are in micro batches beyond "
-                f"--max_tokens_per_micro_batch {self.settings.max_tokens}; the longest has {longest} tokens with its "
-                "prompt"
+                f"--max_tokens_per_micro_batch {self.passes.settings.max_tokens}; the longest has {longest} tokens "
+                "with its prompt"
             )
 
     def _undo_megatron_mean(self, plan: StepPlan) -> float:
@@ -178,36 +112,13 @@ class MegatronEngine:
         """
         return float(plan.num_micro_batches * self.parallel.dp_size)
 
-    def _run(
-        self,
-        models: Sequence[MegatronModule],
-        samples: Sequence[Sample],
-        plan: StepPlan,
-        outputs: Sequence[Output],
-        reduce: schedule.Reduce,
-        train: bool,
-    ) -> list[Any]:
-        mine, step, place = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
-
-        def micro_batches() -> Iterator[MicroBatch]:
-            for indices in mine:
-                yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, _device())
-
-        head = self._head(outputs)
-        return schedule.run(models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
-
-    def _head(self, outputs: Sequence[Output]) -> HeadSettings:
-        if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
-            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
-        return HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
-
     def _sum_metrics(self, shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """One reduction a step. Shares of micro batches and data-parallel ranks add up; TP and CP ranks hold copies.
 
         Only the last pipeline stage has shares, so only it knows the names.
         """
         names = self._metric_names(sorted(shares[0]) if shares else None)
-        total = torch.zeros(len(names), dtype=torch.float64, device=_device())
+        total = torch.zeros(len(names), dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
         if shares:
             stacked = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
             total = stacked.sum(0) / (self.parallel.tp_size * self.parallel.cp_size)
@@ -236,27 +147,6 @@ class MegatronEngine:
             ) from error
 
 
-def _device() -> torch.device:
-    return torch.device(torch.cuda.current_device())
-
-
-def _flops_model(config: ModelConfig) -> FlopsModel:
-    if config.num_moe_experts is None:
-        width = config.ffn_hidden_size
-    else:
-        width = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
-    return FlopsModel.of_transformer(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=width,
-        num_attention_heads=config.num_attention_heads,
-        vocab_size=config.padded_vocab_size,
-        num_query_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        gated_linear_unit=config.gated_linear_unit,
-    )
-
-
 def _scaled_loss(
     loss_func: LossFunction, scale: float, batch: MicroBatch, output: TokenOutput
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -269,14 +159,3 @@ def _scaled_loss(
                 "this micro batch's share of a value of the whole step"
             )
     return loss * scale, {**metrics, "loss": loss.detach()}
-
-
-def _split_by_sample(batch: MicroBatch, output: TokenOutput) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    columns = [output.logprobs] if output.entropy is None else [output.logprobs, output.entropy]
-    parts = torch.stack(columns).split(batch.counts, dim=1)  # of each sample [1 or 2, c]
-    return output.logprobs.sum(), dict(zip(batch.indices, parts, strict=True))
-
-
-def _token_values(columns: torch.Tensor) -> TokenValues:
-    logprobs, *entropies = columns.tolist()
-    return TokenValues(logprobs, entropies[0] if entropies else None)

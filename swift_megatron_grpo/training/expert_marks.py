@@ -1,10 +1,10 @@
 """Megatron reduces the gradient of a parameter over the ranks that hold a copy of it: over all data-parallel ranks, or,
 if it is marked as an expert's, over the expert-data-parallel ones.
 
-megatron-core 0.16.1 marks experts only where expert parallelism is on. With tensor parallelism and whole experts
-(--tensor_model_parallel_size 2, --expert_tensor_parallel_size 1, which is ms-swift's default, and no expert parallelism)
-every tensor-parallel rank runs the experts on its own part of the tokens, and what the other ranks found is never added:
-on a small model an expert's gradient is 10 to 25 % of what it should be.
+megatron-core 0.16.1 marks experts only where expert parallelism is on. With tensor parallelism, whole experts and no
+expert parallelism (--tensor_model_parallel_size 2, the other two sizes 1, which is ms-swift's default) every
+tensor-parallel rank runs the experts on its own part of the tokens, and what the other ranks found is never added: on a
+small model an expert's gradient was 10 to 25 % of what it should be.
 
 Put right before the models are wrapped, which is when parameters are sorted into buffers.
 """

@@ -6,37 +6,60 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-import torch
 from peft import PeftModel
 
-from swift_megatron_grpo.training.engine import MegatronEngine
+from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.types import Sample, TokenValues
 
 
 class Reference(Protocol):
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]: ...
+    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
+        """At least of the samples that this rank's loss will see."""
+        ...
 
 
 class FrozenCopy:
     """Full tuning: a second model that is never trained."""
 
-    def __init__(self, models: Sequence[torch.nn.Module]) -> None:
-        self.models = list(models)
-        for model in self.models:
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        for model in passes.models:
             model.requires_grad_(False).eval()
 
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        return engine.infer(samples, models=self.models)
+    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
+        return self.passes.infer(samples)
+
+
+class FrozenCopyElsewhere:
+    """A frozen copy in a layout of its own. Its ranks hold other samples than those that train, so they exchange."""
+
+    def __init__(self, copy: FrozenCopy, layout: SecondLayout, coordinator: Coordinator) -> None:
+        self._copy = copy
+        self._layout = layout
+        self._coordinator = coordinator
+
+    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
+        def mine() -> dict[int, TokenValues]:
+            with self._layout.active():
+                values = self._copy.infer(samples)
+            place = self._copy.passes.parallel
+            return values if place.tp_rank == 0 and place.cp_rank == 0 else {}  # the others have the same
+
+        parts = self._coordinator.all_gather_or_raise(mine, "the reference policy's log-probs")
+        return {index: values for part in parts for index, values in part.items()}
 
 
 class BaseUnderAdapter:
     """LoRA: the same model with the adapter switched off."""
 
-    def __init__(self, peft_models: Sequence[PeftModel]) -> None:
+    def __init__(self, passes: Passes, peft_models: Sequence[PeftModel]) -> None:
+        self._passes = passes
         self._peft_models = list(peft_models)
 
-    def infer(self, engine: MegatronEngine, samples: Sequence[Sample]) -> dict[int, TokenValues]:
+    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
         with ExitStack() as stack:
             for model in self._peft_models:
                 stack.enter_context(model.disable_adapter())
-            return engine.infer(samples)
+            return self._passes.infer(samples)

@@ -18,6 +18,23 @@ LAYOUTS = {
     ("moe", "full"): ["tokens64", *MOE],
     ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge refuses LoRA with ETP
 }
+# The model that trains in one layout, its frozen reference copy in another.
+REFERENCE_LAYOUTS = {
+    "tp2, reference dp2": ("dense", "--tensor_model_parallel_size 2 --ref_tensor_model_parallel_size 1"),
+    "pp2 vpp2, reference tp2": (
+        "dense",
+        "--pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2 "
+        "--ref_pipeline_model_parallel_size 1 --ref_tensor_model_parallel_size 2",
+    ),
+    "dp2, reference pp2": (
+        "dense",
+        "--max_tokens_per_micro_batch 64 --ref_pipeline_model_parallel_size 2",
+    ),
+    "ep2, reference cp2": (
+        "moe",
+        "--expert_model_parallel_size 2 --ref_expert_model_parallel_size 1 --ref_context_parallel_size 2",
+    ),
+}
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
 # subtracting fp32 weights costs no precision.
@@ -82,13 +99,17 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     tasks[1] += engine_tasks(ranks, "inference", [], others=others, name="inference-one")
     tasks[2] += engine_tasks(ranks, "inference", two, others=others)
     tasks[2] += engine_tasks(ranks, "odd_batches", ["--lr", "0"])
+    for name, (kind, layout) in REFERENCE_LAYOUTS.items():
+        tasks[2] += engine_tasks(ranks, "reference", ["--beta", "0.1", *layout.split()], name=name, kind=kind)
     for number in sorted(tasks):
         launch(number, tasks[number], folder)
     return ranks
 
 
-def engine_tasks(ranks: Ranks, run: str, extra: list[str], name: str | None = None, **arguments: object) -> list[Task]:
-    flags = make_flags(ranks, "dense", "full", "float32", extra)
+def engine_tasks(
+    ranks: Ranks, run: str, extra: list[str], name: str | None = None, kind: str = "dense", **arguments: object
+) -> list[Task]:
+    flags = make_flags(ranks, kind, "full", "float32", extra)
     return [task(f"tests.dist.engine_runs:{run}", out=str(ranks.folder / (name or run)), flags=flags, **arguments)]
 
 

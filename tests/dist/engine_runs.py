@@ -49,7 +49,7 @@ def inference(out: str, flags: list[str], others: list[dict[str, int]]) -> None:
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     told: Told = {"lengths": [sum(sample.completion_mask) for sample in samples], "passes": []}
     for other in [{}, *others]:
-        engine.settings = replace(engine.settings, **other)
+        engine.passes.settings = replace(engine.passes.settings, **other)
         values = engine.infer(samples, outputs=("logprob", "entropy"))
         told["passes"].append({index: [v.logprobs, v.entropies] for index, v in values.items()})
     told["without_entropy"] = [v.entropies for v in engine.infer(samples).values()]
@@ -69,9 +69,9 @@ def odd_batches(out: str, flags: list[str]) -> None:
         sample.completion_mask = [False] * len(sample.tokens)
         sample.old_logprobs, sample.ref_logprobs = [], []
     told["empty"] = engine.train_step(samples, loss)
-    settings, engine.settings = engine.settings, replace(engine.settings, max_tokens=1000)
+    settings, engine.passes.settings = engine.passes.settings, replace(engine.passes.settings, max_tokens=1000)
     told["without"] = engine.train_step(samples[:2] + samples[4:], loss)
-    engine.settings = settings
+    engine.passes.settings = settings
 
     samples = fixed_samples(vocab, 8, policies_given=True)
     for sample in samples:
@@ -103,3 +103,20 @@ def error_of(work: Callable[[], object]) -> str:
     except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def reference(out: str, flags: list[str]) -> None:
+    """The frozen copy in its own layout, before a training step and after it, and the model in training before it."""
+    from datetime import timedelta
+
+    from swift_megatron_grpo.parallel import Coordinator
+
+    trainer = make_trainer(flags)
+    engine = trainer.build_engine()
+    frozen = trainer._reference(engine, Coordinator(timedelta(minutes=5)))
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    told: Told = {"trained": {index: v.logprobs for index, v in engine.infer(samples).items()}}
+    told["before"] = {index: v.logprobs for index, v in frozen.infer(samples).items()}
+    told["step"] = engine.train_step(samples, make_loss())
+    told["after"] = {index: v.logprobs for index, v in frozen.infer(samples).items()}
+    tell(out, told)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.dist.conftest import Ranks
+from tests.dist.conftest import REFERENCE_LAYOUTS, Ranks
 
 pytestmark = pytest.mark.dist
 GOLDEN = Path(__file__).parents[1] / "golden" / "dense_ten_steps.json"
@@ -66,3 +66,16 @@ def test_odd_batches(ranks: Ranks, rank: int) -> None:
     assert "the loss function returned loss = a tensor of shape [" in found["shape"]
     assert "the loss function returned kl = 0.5; the loss and each metric are tensors" in found["metric"]
     assert math.isfinite(found["after"]["loss"])
+
+
+@pytest.mark.parametrize("layouts", REFERENCE_LAYOUTS)
+def test_a_reference_in_a_layout_of_its_own_says_the_same(ranks: Ranks, layouts: str) -> None:
+    of_ranks = [told(ranks, layouts, rank) for rank in (0, 1)]
+    trained = {index: values for of_rank in of_ranks for index, values in of_rank["trained"].items()}
+    assert len(trained) == 8
+    for of_rank in of_ranks:
+        assert len(of_rank["before"]) == 8  # every rank has all of them
+        for index, logprobs in trained.items():
+            assert of_rank["before"][index] == pytest.approx(logprobs, abs=1e-6)
+        assert of_rank["after"] == of_rank["before"]  # frozen
+        assert of_rank["step"] == of_ranks[0]["step"] and of_rank["step"]["grad_norm"] > 0

@@ -1,0 +1,140 @@
+"""Samples through a model on the layout that megatron is set up with: planned, packed, run through the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from mcore_bridge import ModelConfig, unwrap_model
+from megatron.core.transformer.module import MegatronModule
+
+from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
+from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
+from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.training.logprob import HeadSettings
+from swift_megatron_grpo.training.loss import TokenOutput
+from swift_megatron_grpo.types import Sample, TokenValues
+
+Output = Literal["logprob", "entropy"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    temperature: float  # logits are divided by it
+    micro_batch_size: int = 1  # sequences in a packed micro batch, where no token budget is given
+    max_tokens: int | None = None  # token budget of a packed micro batch
+    infer_micro_batch_size: int | None = None  # of a forward-only pass; None for both: as in training
+    infer_max_tokens: int | None = None
+
+
+class Passes:
+    """Forward and backward passes of one model. All ranks pass the same samples."""
+
+    def __init__(self, models: Sequence[MegatronModule], settings: EngineSettings) -> None:
+        self.models = list(models)  # one per virtual pipeline stage
+        self.settings = settings
+        self.parallel = Parallel.from_megatron()
+        self.config: ModelConfig = unwrap_model(self.models)[0].config
+        self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
+        self._flops = _flops_model(self.config)
+        # Megatron's interleaved schedule takes micro batches in groups.
+        self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
+
+    def plan(self, samples: Sequence[Sample]) -> StepPlan:
+        """Which rank trains which sample in which micro batch."""
+        budget = self.settings.max_tokens
+        if budget is None:
+            plan = plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
+            self._check_groups(plan.num_micro_batches)
+            return plan
+        lengths = [len(sample.tokens) for sample in samples]
+        completions = [sum(sample.completion_mask) for sample in samples]
+        return plan_by_tokens(
+            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._group_size, completions
+        )
+
+    def run(
+        self,
+        samples: Sequence[Sample],
+        plan: StepPlan,
+        outputs: Sequence[Output],
+        reduce: schedule.Reduce,
+        train: bool,
+    ) -> list[Any]:
+        """What `reduce` kept of each of this rank's micro batches, on the last pipeline stage; [] on the others."""
+        if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
+            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
+        head = HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
+        mine, step, place = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
+        device = torch.device(torch.cuda.current_device())
+
+        def micro_batches() -> Iterator[MicroBatch]:
+            for indices in mine:
+                yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, device)
+
+        return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
+
+    @torch.no_grad()
+    def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
+        """Of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
+
+        Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
+        """
+        plan = self._plan_inference(samples)
+        modes = [model.training for model in self.models]
+        for model in self.models:
+            model.eval()
+        results = self.run(samples, plan, outputs, _split_by_sample, train=False)
+        for model, training in zip(self.models, modes, strict=True):
+            model.train(training)
+        return {index: _token_values(values) for result in results for index, values in result.items()}
+
+    def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
+        """As in training, so that results are where they will be needed; only micro batches may be larger."""
+        plan, settings = self.plan(samples), self.settings
+        if settings.infer_max_tokens is not None:
+            lengths = [len(sample.tokens) for sample in samples]
+            return refill(plan, lengths, settings.infer_max_tokens, self._flops, self._align, self._group_size)
+        if settings.infer_micro_batch_size is not None:
+            return regroup(plan, settings.infer_micro_batch_size, self._group_size)
+        return plan
+
+    def _check_groups(self, num_micro_batches: int) -> None:
+        rest = num_micro_batches % self._group_size
+        if num_micro_batches < self._group_size or 0 < rest < self.parallel.pp_size:
+            raise ValueError(
+                f"{num_micro_batches} micro batches on each data-parallel rank do not suit the interleaved pipeline, "
+                f"which takes them in groups of {self._group_size}: use a multiple of it, or a token budget"
+            )
+
+
+def _flops_model(config: ModelConfig) -> FlopsModel:
+    if config.num_moe_experts is None:
+        width = config.ffn_hidden_size
+    else:
+        width = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    return FlopsModel.of_transformer(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=width,
+        num_attention_heads=config.num_attention_heads,
+        vocab_size=config.padded_vocab_size,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        gated_linear_unit=config.gated_linear_unit,
+    )
+
+
+def _split_by_sample(batch: MicroBatch, output: TokenOutput) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    columns = [output.logprobs] if output.entropy is None else [output.logprobs, output.entropy]
+    parts = torch.stack(columns).split(batch.counts, dim=1)  # of each sample [1 or 2, c]
+    return output.logprobs.sum(), dict(zip(batch.indices, parts, strict=True))
+
+
+def _token_values(columns: torch.Tensor) -> TokenValues:
+    logprobs, *entropies = columns.tolist()
+    return TokenValues(logprobs, entropies[0] if entropies else None)

@@ -1,0 +1,67 @@
+"""Another layout of the same ranks, for a model that needs less parallelism than the one that trains.
+
+Megatron keeps its process groups in global variables of one module, and layers take theirs when they are built or when
+they run. So a second set of groups is made once, and put in the place of the first while the second model is built or
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mcore_bridge.bridge import gpt_bridge
+from megatron.core import parallel_state
+
+from swift_megatron_grpo.config import LayoutConfig
+
+# Not a matter of layout: scratch memory, and the list of all groups ever made.
+_SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
+
+
+class SecondLayout:
+    def __init__(self, sizes: LayoutConfig, timeout_minutes: int) -> None:
+        first, shared = _take(), {name: getattr(parallel_state, name) for name in _SHARED}
+        _put(dict.fromkeys([*first, *shared]))  # destroy_model_parallel would also destroy some of the groups
+        parallel_state._HYBRID_DP_CP_GROUPS = {}
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tensor,
+                pipeline_model_parallel_size=sizes.pipeline,
+                context_parallel_size=sizes.context,
+                expert_model_parallel_size=sizes.expert,
+                expert_tensor_parallel_size=sizes.expert_tensor,
+                distributed_timeout_minutes=timeout_minutes,
+            )
+            self._groups = {**_take(), "bridge": None}
+        finally:
+            _put(first)
+            _put(shared)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        first = {**_take(), "bridge": gpt_bridge.EP_PP_GROUP}
+        _put(self._groups)
+        gpt_bridge.EP_PP_GROUP = self._groups["bridge"]  # mcore-bridge makes it when it first needs it
+        try:
+            yield
+        finally:
+            self._groups["bridge"] = gpt_bridge.EP_PP_GROUP
+            _put(first)
+            gpt_bridge.EP_PP_GROUP = first["bridge"]
+
+
+def _take() -> dict[str, Any]:
+    """Megatron's groups, ranks and sizes: the private variables of parallel_state."""
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper() and name not in _SHARED
+    }
+
+
+def _put(groups: dict[str, Any]) -> None:
+    for name, value in groups.items():
+        if name != "bridge":
+            setattr(parallel_state, name, value)
