@@ -155,6 +155,11 @@ class GRPOArguments(MegatronRLHFArguments):
         problems = refusals({each.name: getattr(self, each.name) for each in fields(self)}, _STOCK_TRAINER)
         if self.ref_model is not None and self._has_adapter:
             problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
+        if self._has_adapter and self.expert_tensor_parallel_size > 1:
+            problems.append(
+                f"--expert_tensor_parallel_size {self.expert_tensor_parallel_size}: mcore-bridge has no LoRA for cut "
+                "experts; use --expert_tensor_parallel_size 1, and --expert_model_parallel_size to spread experts"
+            )
         if problems:
             raise ValueError("\n".join(problems))
 
