@@ -31,7 +31,7 @@ DENSE = [
     "dp2+overlap", "dp2+tokens64", "tp2+sp+recompute", "tp2+sp+selective", "tp2+pp2", "tp2+cp2", "pp2+cp2",
     "pp2+vpp2+dp2+tokens64",
 ]  # fmt: skip
-MOE = ["dp2+ep2", "tp2+sp", "tp2+dp2+ep2", "tp2+sp+etp2", "pp2+vpp2"]
+MOE = ["dp2+ep2", "tp2+sp", "tp2+sp+dp2+ep2", "tp2+sp+etp2", "pp2+vpp2"]
 SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",

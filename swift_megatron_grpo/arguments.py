@@ -328,11 +328,18 @@ class GRPOArguments(MegatronRLHFArguments):
     def start_up_lines(self) -> list[str]:
         """For the log: which trainer this is, the layout, the batch arithmetic."""
         plan = self.batch_plan()
+        sequence = " with SP" if self.sequence_parallel else ""
+        virtual = self.virtual_pipeline_model_parallel_size
+        interleaved = f" with VPP {virtual}" if virtual else ""
         layout = (
-            f"TP {plan.tensor_parallel}{' with SP' if self.sequence_parallel else ''}, PP {plan.pipeline_parallel}, "
+            f"TP {plan.tensor_parallel}{sequence}, PP {plan.pipeline_parallel}{interleaved}, "
             f"CP {plan.context_parallel}, EP {self.expert_model_parallel_size}, DP {plan.data_parallel}, "
             f"world {plan.world_size}; vLLM TP {self.vllm_tensor_parallel_size}"
         )
+        own = self.reference_layout()
+        if own is not None:
+            data = plan.world_size // (own.tensor * own.pipeline * own.context)
+            layout += f"; reference TP {own.tensor}, PP {own.pipeline}, CP {own.context}, EP {own.expert}, DP {data}"
         return [
             f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {layout}",
             *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),

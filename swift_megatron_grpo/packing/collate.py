@@ -6,8 +6,9 @@ micro batch; k: those whose log-prob this rank computes; s: sequences.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -70,65 +71,73 @@ def collate(
     chosen = [samples[i] for i in indices]
     lengths = padded_lengths([len(sample.tokens) for sample in chosen], align)
     tokens, positions, targets = _pack(chosen, lengths)
-    held = [zigzag_positions(lengths, rank, cp_size) for rank in range(cp_size)]
+    held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     mine = held[cp_rank]
 
     # The row that predicts token i is row i - 1; rows are numbered in the packed micro batch here.
-    rows = [i - 1 for i, _ in targets]
-    rows_of_rank = [_rows_held(rows, of_rank) for of_rank in held]
-    order = torch.empty(len(rows), dtype=torch.long)
-    order[torch.tensor([i for held_rows in rows_of_rank for i, _ in held_rows], dtype=torch.long)] = torch.arange(
-        len(rows)
-    )
+    computed = [_rows_held(targets - 1, of_rank, tokens.shape[0]) for of_rank in held]
+    order = torch.empty_like(targets)
+    order[torch.cat([numbers for numbers, _ in computed])] = torch.arange(targets.shape[0])
+    numbers, places = computed[cp_rank]
 
-    inputs = ModelInputs(
-        input_ids=_long([tokens[i] for i in mine], device)[None],
-        position_ids=_long([positions[i] for i in mine], device)[None],
-        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True),
-        max_seqlen=max(lengths),
-        head_positions=_long([local for _, local in rows_of_rank[cp_rank]], device),
-        head_targets=_long([targets[i][1] for i, _ in rows_of_rank[cp_rank]], device),
-        cp_counts=tuple(len(held_rows) for held_rows in rows_of_rank),
-        cp_order=order.to(device, non_blocking=True),
-    )
-    counts = [sum(sample.completion_mask) for sample in chosen]
+    def send(tensor: torch.Tensor) -> torch.Tensor:
+        # Only from pinned memory does the host go on while the GPU still works on the micro batch before.
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+    counts = tuple(sum(sample.completion_mask) for sample in chosen)
+    per_token = partial(_per_token, counts=counts, send=send)
     return MicroBatch(
         indices=tuple(indices),
-        inputs=inputs,
-        counts=tuple(counts),
-        lengths=_long(counts, device),
-        advantages=_floats([a for s, c in zip(chosen, counts, strict=True) for a in [s.advantage] * c], device),
-        old_logprobs=_per_token([s.old_logprobs for s in chosen], counts, "old", device),
-        ref_logprobs=_per_token([s.ref_logprobs for s in chosen], counts, "reference", device),
-        rollout_logprobs=_per_token([s.rollout_logprobs for s in chosen], counts, "rollout", device),
+        inputs=ModelInputs(
+            input_ids=send(tokens[mine][None]),
+            position_ids=send(positions[mine][None]),
+            cu_seqlens=send(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)),
+            max_seqlen=max(lengths),
+            head_positions=send(places),
+            head_targets=send(tokens[targets[numbers]]),
+            cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
+            cp_order=send(order),
+        ),
+        counts=counts,
+        lengths=send(torch.tensor(counts)),
+        advantages=send(torch.tensor([s.advantage for s in chosen]).repeat_interleave(torch.tensor(counts))),
+        old_logprobs=per_token([s.old_logprobs for s in chosen], name="old"),
+        ref_logprobs=per_token([s.ref_logprobs for s in chosen], name="reference"),
+        rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], name="rollout"),
         step=step,
     )
 
 
-def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Tokens and positions of the packed micro batch, and (packed position, token) of every trained token."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    targets: list[tuple[int, int]] = []
+def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens [n] and positions [n] of the packed micro batch, and the packed positions [m] of the trained tokens."""
+    # Padding follows the sequence it belongs to, so a causal mask hides it; which token it is does not matter.
+    tokens = torch.zeros(sum(lengths), dtype=torch.long)
+    trained = torch.zeros(sum(lengths), dtype=torch.bool)
+    start = 0
     for sample, length in zip(samples, lengths, strict=True):
         if sample.completion_mask and sample.completion_mask[0]:
             raise ValueError("the first token of a sequence has nothing that predicts it: a prompt needs a token")
-        start = len(tokens)
-        targets += [(start + i, sample.tokens[i]) for i, trained in enumerate(sample.completion_mask) if trained]
-        # Padding follows the sequence it belongs to, so a causal mask hides it; which token it is does not matter.
-        tokens += sample.tokens + [0] * (length - len(sample.tokens))
-        positions += range(length)
-    return tokens, positions, targets
+        end = start + len(sample.tokens)
+        tokens[start:end] = torch.tensor(sample.tokens)
+        trained[start:end] = torch.tensor(sample.completion_mask)
+        start += length
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return tokens, positions, trained.nonzero()[:, 0]
 
 
-def _rows_held(rows: Sequence[int], held: Sequence[int]) -> list[tuple[int, int]]:
-    """(number of the row in `rows`, its place among the positions this rank holds), in the order of `rows`."""
-    place = {position: local for local, position in enumerate(held)}
-    return [(number, place[row]) for number, row in enumerate(rows) if row in place]
+def _rows_held(rows: torch.Tensor, held: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rows [m] those that a rank holds: their numbers in `rows`, and their places on the rank."""
+    place = torch.full((total,), -1)
+    place[held] = torch.arange(held.shape[0])
+    numbers = (place[rows] >= 0).nonzero()[:, 0]
+    return numbers, place[rows[numbers]]
 
 
 def _per_token(
-    values: Sequence[list[float] | None], counts: Sequence[int], name: str, device: torch.device
+    values: Sequence[list[float] | None],
+    counts: Sequence[int],
+    send: Callable[[torch.Tensor], torch.Tensor],
+    name: str,
 ) -> torch.Tensor | None:
     if all(v is None for v in values):
         return None
@@ -138,12 +147,4 @@ def _per_token(
             have = "none" if value is None else str(len(value))
             raise ValueError(f"{name} log-probs: {have} for a completion of {length} trained tokens")
         flat += value
-    return _floats(flat, device)
-
-
-def _long(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
-
-
-def _floats(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+    return send(torch.tensor(flat))

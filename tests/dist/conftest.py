@@ -92,7 +92,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         tasks[2].append(task("tests.dist.lora_export:main", out=str(folder / f"export-{kind}"), kind=kind, flags=flags))
     flags = make_flags(ranks, "dense", "full", "bfloat16", ["--tensor_model_parallel_size", "2"])
     tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
-    tasks[1] += engine_tasks(ranks, "golden", ["--lr", "1e-4"])
+    tasks[1] += engine_tasks(ranks, "golden", [])
     two = ["--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2"]
     others = [{"infer_max_tokens": 64}, {"infer_max_tokens": 400}, {"infer_micro_batch_size": 1},
               {"infer_micro_batch_size": 8}]  # fmt: skip

@@ -76,6 +76,6 @@ def test_a_reference_in_a_layout_of_its_own_says_the_same(ranks: Ranks, layouts:
     for of_rank in of_ranks:
         assert len(of_rank["before"]) == 8  # every rank has all of them
         for index, logprobs in trained.items():
-            assert of_rank["before"][index] == pytest.approx(logprobs, abs=1e-6)
+            assert of_rank["before"][index] == pytest.approx(logprobs, abs=2e-6)
         assert of_rank["after"] == of_rank["before"]  # frozen
         assert of_rank["step"] == of_ranks[0]["step"] and of_rank["step"]["grad_norm"] > 0

@@ -46,11 +46,13 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float) -> None:
 
 def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
-             "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04", *PROBED]  # fmt: skip
+             "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
+             "--ref_tensor_model_parallel_size", "1", *PROBED]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "full", ranks=2, flags=flags)
     check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout trains on an older policy's
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
     assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0
+    assert "reference TP 1, PP 1, CP 1, EP 1, DP 2" in run.output
     assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[3]["kl"] > 0
     assert hf_difference(run.last_checkpoint)["mean"] < 2e-2
     rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
@@ -71,9 +73,14 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
 
 def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
-             "--fp16", "false", "--offload_model", "true", "--offload_optimizer", "true", *PROBED]  # fmt: skip
+             "--fp16", "false", "--offload_model", "true", "--offload_optimizer", "true",
+             "--virtual_pipeline_model_parallel_size", "2", "--max_tokens_per_micro_batch", "96",
+             "--num_iterations", "2", "--infer_batch_size", "8", *PROBED]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
-    check_run(run, steps=2, layout="PP 2", k3_bound=1e-7)
+    check_run(run, steps=2, layout="PP 2 with VPP 2", k3_bound=5e-2)
+    assert run.log[0]["rollout/k3_kl"] < 1e-7
+    assert "time/generation" in run.log[0] and "time/generation" not in run.log[1]  # the same completions again
+    assert run.log[1]["actor/approxkl"] > 0
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
 
 
