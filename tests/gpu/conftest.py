@@ -1,0 +1,81 @@
+"""Tests for machines with GPUs: `pytest -m gpu tests/gpu`. Each takes the GPUs that it needs or is skipped."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.check_layouts import base_flags, launch, layout_tasks, task
+from tests.e2e.runs import make_model
+
+LAYOUTS = {
+    ("dense", "full"): ["mbs1", "tokens64", "tokens400", "tp2", "tp2+sp", "tp2+sp+recompute", "pp2", "pp2+vpp2", "cp2",
+                        "dp2", "dp2+overlap", "tp2+sp+pp2", "dp4", "pp2+vpp2+dp2+tokens64"],
+    ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2"],
+    ("moe", "full"): ["mbs1", "tp2+sp", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
+}  # fmt: skip
+# Fused attention wants heads of 64 or 128.
+SIZE = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Where the ranks left what they computed, one rank to a GPU."""
+
+    count: int
+    folder: Path
+
+    def model(self, kind: str) -> Path:
+        return self.folder / f"{kind}-model"
+
+    def layouts(self, kind: str, tuner: str) -> str:
+        return str(self.folder / f"{kind}-{tuner}")
+
+
+def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None) -> list[str]:
+    settings = argparse.Namespace(
+        model=str(gpus.model(kind)), tuner=tuner, dtype="bfloat16", attention_backend="fused", extra=extra or []
+    )
+    return base_flags(settings, str(gpus.folder))
+
+
+@pytest.fixture(scope="session")
+def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
+    """All ranks of a size started once: most of the time of such a test is starting."""
+    gpus = Gpus(torch.cuda.device_count(), tmp_path_factory.mktemp("gpus"))
+    if gpus.count == 0:
+        pytest.skip("needs a CUDA device")
+    tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
+    for kind in ("dense", "moe"):
+        make_model(gpus.model(kind), kind, SIZE)
+    for (kind, tuner), layouts in LAYOUTS.items():
+        flags = make_flags(gpus, kind, tuner)
+        if tuner == "lora":
+            adapter = str(gpus.folder / f"{kind}-adapter")
+            tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
+            flags = [*flags, "--adapters", adapter]
+        Path(gpus.layouts(kind, tuner)).mkdir()
+        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": gpus.layouts(kind, tuner)}
+        for number, found in layout_tasks(job, ["one", *layouts]).items():
+            tasks[number] += found
+    tasks[1].append(
+        task(
+            "tests.dist.engine_runs:inference",
+            out=str(gpus.folder / "inference"),
+            flags=make_flags(gpus, "dense", "full"),
+            others=[{"infer_max_tokens": 64}, {"infer_micro_batch_size": 8}],
+        )
+    )
+    for kind in ("dense", "moe"):
+        folder = gpus.folder / f"{kind}-given"
+        folder.mkdir()
+        job = {"flags": make_flags(gpus, kind, "full"), "batches": ["given"], "folder": str(folder)}
+        tasks[1] += layout_tasks(job, ["one"])[1]
+    for number in sorted(tasks):
+        if number <= gpus.count:
+            launch(number, tasks[number], gpus.folder)
+    return gpus
