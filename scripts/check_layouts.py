@@ -255,7 +255,7 @@ def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
     job_file, log = folder / f"tasks{ranks}.json", folder / f"ranks{ranks}.txt"
     job_file.write_text(json.dumps(tasks))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
-               str(random.randint(20000, 59999)), "-m", "scripts.check_layouts", "--job", str(job_file)]  # fmt: skip
+               str(random.randint(20000, 32000)), "-m", "scripts.check_layouts", "--job", str(job_file)]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     with log.open("w") as output:
         code = subprocess.run(

@@ -73,7 +73,7 @@ def megatron_rlhf(
     variables = {
         **os.environ,
         "NPROC_PER_NODE": str(ranks),
-        "MASTER_PORT": str(random.randint(20000, 59999)),
+        "MASTER_PORT": str(random.randint(20000, 32000)),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "MODELSCOPE_OFFLINE": "1",
