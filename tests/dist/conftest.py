@@ -93,6 +93,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     flags = make_flags(ranks, "dense", "full", "bfloat16", ["--tensor_model_parallel_size", "2"])
     tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
     tasks[1] += engine_tasks(ranks, "golden", [])
+    tasks[1] += engine_tasks(ranks, "quiet", [])
     two = ["--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2"]
     others = [{"infer_max_tokens": 64}, {"infer_max_tokens": 400}, {"infer_micro_batch_size": 1},
               {"infer_micro_batch_size": 8}]  # fmt: skip

@@ -120,3 +120,27 @@ def reference(out: str, flags: list[str]) -> None:
     told["step"] = engine.train_step(samples, make_loss())
     told["after"] = {index: v.logprobs for index, v in frozen.infer(samples).items()}
     tell(out, told)
+
+
+def quiet(out: str, flags: list[str]) -> None:
+    """How often a step reads a value from the device or meets other ranks, with two micro batches and with eight."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        reads = meetings = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.reads += "_local_scalar_dense" in str(function)
+            self.meetings += "c10d" in str(function)
+            return function(*args, **(kwargs or {}))
+
+    trainer = make_trainer(flags)
+    engine, loss = trainer.build_engine(), make_loss()
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    told: Told = {}
+    for size in (4, 1):
+        engine.passes.settings = replace(engine.passes.settings, micro_batch_size=size)
+        with Count() as count:
+            engine.train_step(samples, loss, outputs=("logprob", "entropy"))
+        told[str(8 // size)] = [count.reads, count.meetings]
+    tell(out, told)

@@ -79,3 +79,10 @@ def test_a_reference_in_a_layout_of_its_own_says_the_same(ranks: Ranks, layouts:
             assert of_rank["before"][index] == pytest.approx(logprobs, abs=2e-6)
         assert of_rank["after"] == of_rank["before"]  # frozen
         assert of_rank["step"] == of_ranks[0]["step"] and of_rank["step"]["grad_norm"] > 0
+
+
+def test_micro_batches_neither_wait_for_the_device_nor_for_other_ranks(ranks: Ranks) -> None:
+    found = told(ranks, "quiet", 0)
+    assert found["2"] == found["8"]  # what there is belongs to the step
+    reads, meetings = found["8"]
+    assert 0 < reads < 100 and 0 < meetings < 10  # most of them in the optimizer
