@@ -18,11 +18,13 @@ _TILE = 128  # rows; what matrix products are cut into
 def rows_per_chunk(rows: int, columns: int, dtype: torch.dtype, on_cuda: bool) -> int:
     """At least 1. Chunks of about equal size, so that the last one is not a product of a few rows."""
     if on_cuda:
-        most = _CUDA_BYTES // (columns * dtype.itemsize) // _TILE * _TILE
-        tile = _TILE
+        tile, row_bytes, budget = _TILE, columns * dtype.itemsize, _CUDA_BYTES
     else:
-        most = _CPU_BYTES // (columns * torch.float32.itemsize)  # on the CPU, fp32 copies of bf16 logits exist as well
-        tile = 1
-    most = max(tile, most)
-    count = max(1, math.ceil(rows / most))
-    return max(1, math.ceil(math.ceil(rows / count) / tile) * tile)
+        tile, row_bytes, budget = (
+            1,
+            columns * torch.float32.itemsize,
+            _CPU_BYTES,
+        )  # there bf16 logits are copied to fp32
+    most = max(tile, budget // row_bytes // tile * tile)
+    equal = math.ceil(rows / max(1, math.ceil(rows / most)))
+    return max(tile, math.ceil(equal / tile) * tile)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from swift_megatron_grpo.training.main_grad import WeightGradient, product
+from swift_megatron_grpo.training.main_grad import WeightGradient
+from swift_megatron_grpo.training.products import d_rows_of, logits_into
 from swift_megatron_grpo.training.softmax_rows import (
     RowStats,
     Vocabulary,
@@ -66,7 +67,7 @@ class _Recomputing(torch.autograd.Function):
         for part, logits in _chunks_of_logits(rows, weight, head):
             d_logits = to_gradient_(logits, targets[part], stats.of(part), grad[part], head.vocabulary)
             if d_rows is not None:
-                d_rows[part] = product(d_logits, weight)
+                d_rows[part] = d_rows_of(d_logits, weight)
             if d_weight is not None:
                 d_weight.add(d_logits, rows[part])
         return d_rows, None if d_weight is None else d_weight.for_autograd(), None, None
@@ -82,7 +83,7 @@ class _KnownInForward(torch.autograd.Function):
             stats = stats_of_rows(logits, targets[part], head.vocabulary, entropy=False)
             logprobs[part, 0] = stats.logprob
             one = torch.ones_like(stats.logprob)[:, None]
-            slopes[part] = product(to_gradient_(logits, targets[part], stats, one, head.vocabulary), weight)
+            slopes[part] = d_rows_of(to_gradient_(logits, targets[part], stats, one, head.vocabulary), weight)
         ctx.save_for_backward(slopes)
         return logprobs
 
@@ -106,4 +107,4 @@ def _chunks_of_logits(rows: torch.Tensor, weight: torch.Tensor, head: Head) -> I
     buffer = torch.empty(min(head.chunk, len(rows)), len(weight), dtype=rows.dtype, device=rows.device)
     for begin in range(0, len(rows), head.chunk):
         part = slice(begin, min(begin + head.chunk, len(rows)))
-        yield part, torch.mm(rows[part], weight.t(), out=buffer[: part.stop - part.start])
+        yield part, logits_into(buffer[: part.stop - part.start], rows[part], weight)

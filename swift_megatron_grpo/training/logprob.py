@@ -47,11 +47,10 @@ class HeadSettings:
 def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, parallel: Parallel) -> Iterator[None]:
     """Inside, the model's forward returns [1, k, 1 or 2]: log-probs and, on request, entropies, in fp32."""
     project = model._forward_output_layer  # the class's own, with soft caps and the like
-    plain = logits_are_a_plain_product(model)
 
     def head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = _rows(hidden, inputs.head_positions, model, parallel)  # [k, h]
-        if plain:
+        if logits_are_a_plain_product(model, project):
             values = _fused(model, rows, inputs.head_targets, kwargs["weight"], settings, parallel)
         else:
             values = _through_the_model(
@@ -66,12 +65,12 @@ def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, 
         del model._forward_output_layer
 
 
-def logits_are_a_plain_product(model: GPTModel) -> bool:
-    """Whether they are hidden @ weight^T and nothing else: no soft cap or scale of the model's class, no adapter, no
-    bias, nobody who wants to see the logits, no weight gradient that Megatron computes later."""
+def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Tensor]) -> bool:
+    """Whether what `project` puts out is hidden @ weight^T and nothing else: no soft cap or scale of the model's class,
+    no adapter, no bias, nobody who wants to see the logits, no weight gradient that Megatron computes later."""
     layer = model.output_layer
     return (
-        model._forward_output_layer == GPTModel._forward_output_layer.__get__(model)
+        project == GPTModel._forward_output_layer.__get__(model)
         and type(layer) is ColumnParallelLinear
         and layer.bias is None
         and not layer.gather_output

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_COLUMNS = 8192  # of bf16 copied to fp32 at a time on the CPU
+from swift_megatron_grpo.training.products import add_d_weight_
 
 
 class WeightGradient:
@@ -27,31 +27,10 @@ class WeightGradient:
 
     def add(self, d_logits: torch.Tensor, rows: torch.Tensor) -> None:
         """[c, v], [c, h]: adds d_logits^T rows."""
-        add_product_(self.total, d_logits, rows)
+        add_d_weight_(self.total, d_logits, rows)
 
     def for_autograd(self) -> torch.Tensor:
         if not self._in_place:
             return self.total.to(self._weight.dtype)
         self._weight.grad_added_to_main_grad = True
         return torch.zeros_like(self._weight)
-
-
-def add_product_(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total [v, h] fp32 += left [c, v]^T @ right [c, h], without rounding the product to their type."""
-    if left.dtype == torch.float32:
-        total.addmm_(left.t(), right)
-    elif left.is_cuda:
-        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
-    else:
-        wide = right.float()
-        for columns in range(0, len(total), _COLUMNS):
-            part = slice(columns, columns + _COLUMNS)
-            total[part].addmm_(left[:, part].t().float(), wide)
-
-
-def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left [c, v] @ right [v, h] in their type, rounded to it once: with many columns, cuBLAS may split the sum and
-    round its parts to bf16."""
-    if left.is_cuda and left.dtype != torch.float32:
-        return torch.mm(left, right, out_dtype=torch.float32).to(left.dtype)
-    return torch.mm(left, right)

@@ -17,9 +17,9 @@ REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
 PROBE = Path(__file__).with_name("probe.py")
 
 
-def make_model(folder: Path, kind: str = "dense") -> Path:
+def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:
     script = REPOSITORY / "scripts" / "make_tiny_model.py"
-    subprocess.run([sys.executable, str(script), "--out", str(folder), "--kind", kind], check=True)
+    subprocess.run([sys.executable, str(script), "--out", str(folder), "--kind", kind, *extra], check=True)
     return folder
 
 
