@@ -1,8 +1,11 @@
 """Hidden states -> log-probability (and entropy) of the completion tokens, without the logits of anything else.
 
 The seam is one method of mcore-bridge's GPTModel: `_forward_output_layer(hidden_states, weight=..., ...)`. While
-`log_prob_head` is open it is replaced on the instance: the rows that predict a trained token are picked, go through the
-model's own output layer chunk by chunk, and each chunk's logits are forgotten and computed again in backward.
+`log_prob_head` is open it is replaced on the instance: the rows that predict a trained token are picked, and then
+
+* where the model's logits are a plain matrix product, fused_head.py does all the rest;
+* otherwise (a model that caps its logits, an adapter on the output layer) the rows go through the model's own output
+  layer chunk by chunk, and each chunk's logits are forgotten and computed again in backward.
 
 l: tokens this rank holds after sequence parallelism is undone; k: rows that predict a trained token;
 v: vocabulary of this tensor-parallel rank.
@@ -23,17 +26,21 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.packing.collate import ModelInputs
 from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.training.chunks import rows_per_chunk
+from swift_megatron_grpo.training.fused_head import Head, fused_log_probs
+from swift_megatron_grpo.training.softmax_rows import RowStats, Vocabulary, stats_of_rows, to_gradient_
 
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
     temperature: float
     entropy: bool  # compute entropies as well
-    chunk: int = 4096  # rows whose logits exist at one time
+    chunk: int | None = None  # rows whose logits exist at one time; None: as many as are fast
 
 
 @contextmanager
@@ -43,13 +50,12 @@ def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, 
 
     def head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = _rows(hidden, inputs.head_positions, model, parallel)  # [k, h]
-
-        def chunk_values(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with _local_output_layer(model):
-                logits = project(chunk[:, None], *args, **kwargs)[:, 0]  # [chunk, v]
-            return vocab_parallel_log_probs(logits, targets, settings, model.config.padded_vocab_size, parallel)
-
-        values = _in_chunks(chunk_values, rows, inputs.head_targets, settings)
+        if logits_are_a_plain_product(model, project):
+            values = _fused(model, rows, inputs.head_targets, kwargs["weight"], settings, parallel)
+        else:
+            values = _through_the_model(
+                model, lambda chunk: project(chunk, *args, **kwargs), rows, inputs.head_targets, settings, parallel
+            )
         return values[:, None]  # _postprocess turns [k, 1, x] into [1, k, x]
 
     model._forward_output_layer = head
@@ -57,6 +63,20 @@ def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, 
         yield
     finally:
         del model._forward_output_layer
+
+
+def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Tensor]) -> bool:
+    """Whether what `project` puts out is hidden @ weight^T and nothing else: no soft cap or scale of the model's class,
+    no adapter, no bias, nobody who wants to see the logits, no weight gradient that Megatron computes later."""
+    layer = model.output_layer
+    return (
+        project == GPTModel._forward_output_layer.__get__(model)
+        and type(layer) is ColumnParallelLinear
+        and layer.bias is None
+        and not layer.gather_output
+        and not layer._forward_hooks
+        and not model.config.defer_embedding_wgrad_compute
+    )
 
 
 def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: Parallel) -> torch.Tensor:
@@ -69,18 +89,49 @@ def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parall
     return hidden[:, 0].index_select(0, positions)
 
 
-def _in_chunks(
-    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+def _fused(
+    model: GPTModel,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    tied: torch.Tensor | None,  # the embedding's weight, where it is the output layer's as well
+    settings: HeadSettings,
+    parallel: Parallel,
+) -> torch.Tensor:
+    layer = model.output_layer
+    weight = layer.weight if tied is None else tied
+    vocabulary = _vocabulary(len(weight), model.config.padded_vocab_size, settings, parallel)
+    head = Head(vocabulary, settings.entropy, _chunk(rows, len(weight), settings))
+
+    # Called as a module: DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
+    layer.forward = lambda rows: fused_log_probs(rows, weight, targets, head)
+    try:
+        values: torch.Tensor = layer(rows)
+    finally:
+        del layer.forward
+    return values
+
+
+def _through_the_model(
+    model: GPTModel,
+    project: Callable[[torch.Tensor], torch.Tensor],  # [c, 1, h] -> [c, 1, v]
     rows: torch.Tensor,
     targets: torch.Tensor,
     settings: HeadSettings,
+    parallel: Parallel,
 ) -> torch.Tensor:
     """[k, h] -> [k, 1 or 2]; nothing of a chunk but its result outlives it."""
+
+    def chunk_values(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with _local_output_layer(model):
+            logits = project(rows[:, None])[:, 0]  # [c, v]
+        return vocab_parallel_log_probs(logits, targets, settings, model.config.padded_vocab_size, parallel)
+
+    size = _chunk(rows, model.output_layer.output_size_per_partition, settings)
     chunks = [
-        checkpoint(function, r, t, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(chunk_values, r, t, use_reentrant=False, preserve_rng_state=False)
         if torch.is_grad_enabled()
-        else function(r, t)
-        for r, t in zip(rows.split(settings.chunk), targets.split(settings.chunk), strict=True)
+        else chunk_values(r, t)
+        for r, t in zip(rows.split(size), targets.split(size), strict=True)
     ]
     return torch.cat(chunks)
 
@@ -103,66 +154,36 @@ def vocab_parallel_log_probs(
     logits: torch.Tensor, targets: torch.Tensor, settings: HeadSettings, vocab_size: int, parallel: Parallel
 ) -> torch.Tensor:
     """[k, v] logits of this rank's part of the vocabulary, [k] targets -> [k, 1 or 2] fp32."""
-    first = parallel.tp_rank * logits.shape[1]
-    group = parallel.tp_group if parallel.tp_size > 1 else None
-    real = min(logits.shape[1], max(0, vocab_size - first))  # rows that only pad the vocabulary for TP have no say
-    result: torch.Tensor = _LogProbs.apply(logits, targets, first, real, settings.temperature, settings.entropy, group)
+    vocabulary = _vocabulary(logits.shape[1], vocab_size, settings, parallel)
+    result: torch.Tensor = _LogProbs.apply(logits.contiguous(), targets, vocabulary, settings.entropy)
     return result
+
+
+def _vocabulary(columns: int, vocab_size: int, settings: HeadSettings, parallel: Parallel) -> Vocabulary:
+    first = parallel.tp_rank * columns
+    real = min(columns, max(0, vocab_size - first))  # rows that only pad the vocabulary for TP have no say
+    return Vocabulary(first, real, settings.temperature, parallel.tp_group if parallel.tp_size > 1 else None)
+
+
+def _chunk(rows: torch.Tensor, columns: int, settings: HeadSettings) -> int:
+    return settings.chunk or rows_per_chunk(len(rows), columns, rows.dtype, rows.is_cuda)
 
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        first: int,
-        real: int,
-        temperature: float,
-        entropy: bool,
-        group: dist.ProcessGroup | None,
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool
     ) -> torch.Tensor:
-        scores = logits.float()  # [k, v]; a copy unless the model runs in fp32
-        scores = scores / temperature
-        scores[:, real:] = -torch.inf
-        peak = scores.amax(-1)  # [k]
-        if group is not None:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        scores -= peak[:, None]
-
-        local = targets - first
-        owned = (local >= 0) & (local < logits.shape[1])
-        index = local.clamp(0, logits.shape[1] - 1)
-        target_score = scores.gather(1, index[:, None])[:, 0].masked_fill(~owned, 0.0)
-
-        weights = scores.exp()
-        sums = [target_score, weights.sum(-1)]
-        if entropy:
-            sums.append((weights * scores.clamp(min=-1e30)).sum(-1))  # a weight of 0 contributes 0, not 0 * inf
-        total = torch.stack(sums)  # [2 or 3, k]
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        log_z = total[1].log()
-        columns = [total[0] - log_z]
-        if entropy:
-            columns.append(log_z - total[2] / total[1])
-
-        probs = weights.div_(total[1][:, None])
-        ctx.save_for_backward(probs, index, owned, columns[1] if entropy else None)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return torch.stack(columns, -1)
+        stats = stats_of_rows(logits, targets, vocabulary, entropy)
+        ctx.save_for_backward(logits, targets, stats.logprob, stats.peak, stats.log_total, stats.entropy)
+        ctx.vocabulary = vocabulary
+        return stats.columns()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None, None]:
-        probs, index, owned, entropy = ctx.saved_tensors
-        # d logp[t] / d score[j] = (j == t) - p[j];  d H / d score[j] = -p[j] * (log p[j] + H)
-        grad_scores = probs * -grad[:, :1]
-        grad_scores.scatter_add_(1, index[:, None], (grad[:, 0] * owned)[:, None])
-        if entropy is not None:
-            # p log p is 0 where p is 0
-            log_probs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
-            grad_scores -= grad[:, 1:] * probs * (log_probs + entropy[:, None])
-        return (grad_scores / ctx.temperature).to(ctx.dtype), None, None, None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        logits, targets, *saved = ctx.saved_tensors
+        return to_gradient_(logits.clone(), targets, RowStats(*saved), grad, ctx.vocabulary), None, None, None
 
 
 class _GatherCompletion(torch.autograd.Function):

@@ -35,6 +35,7 @@ REFERENCE_LAYOUTS = {
         "--expert_model_parallel_size 2 --ref_expert_model_parallel_size 1 --ref_context_parallel_size 2",
     ),
 }
+TIED_LAYOUTS = ["pp2", "dp2+overlap"]
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
 # subtracting fp32 weights costs no precision.
@@ -90,6 +91,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
                          ("moe", ["--expert_model_parallel_size", "2"])):  # fmt: skip
         flags = make_flags(ranks, kind, "lora", "bfloat16", layout)
         tasks[2].append(task("tests.dist.lora_export:main", out=str(folder / f"export-{kind}"), kind=kind, flags=flags))
+    for number, found in head_tasks(ranks).items():
+        tasks[number] += found
     flags = make_flags(ranks, "dense", "full", "bfloat16", ["--tensor_model_parallel_size", "2"])
     tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
     tasks[1] += engine_tasks(ranks, "golden", [])
@@ -112,6 +115,19 @@ def engine_tasks(
 ) -> list[Task]:
     flags = make_flags(ranks, kind, "full", "float32", extra)
     return [task(f"tests.dist.engine_runs:{run}", out=str(ranks.folder / (name or run)), flags=flags, **arguments)]
+
+
+def head_tasks(ranks: Ranks) -> dict[int, list[dict[str, object]]]:
+    """A weight that is also the embedding's, on several layouts; and the head's two paths on the same model."""
+    make_model(ranks.model("tied"), "dense", ["--tie"])
+    Path(ranks.layouts("tied", "full")).mkdir()
+    jobs = [{"flags": make_flags(ranks, "tied", "full", "float32"), "folder": ranks.layouts("tied", "full")},
+            {"flags": [*make_flags(ranks, "dense", "lora", "float32"), "--adapters", str(ranks.folder / "dense-adapter")],
+             "folder": ranks.layouts("dense", "lora")}]  # fmt: skip
+    batches = ["on-policy", "off-policy"]
+    tasks = layout_tasks({**jobs[0], "batches": batches}, ["one", *TIED_LAYOUTS])
+    tasks[1] += [task("tests.dist.generic_head:run_layout", batches=batches, **job) for job in jobs]
+    return tasks
 
 
 def make_flags(ranks: Ranks, kind: str, tuner: str, dtype: str, extra: list[str] | None = None) -> list[str]:

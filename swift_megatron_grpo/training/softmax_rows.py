@@ -1,0 +1,134 @@
+"""Rows of logits -> log-probability of a target and entropy, and back to gradients: the arithmetic of the head.
+
+For one row, l: the logits of the whole vocabulary, t: the target, T: the temperature, all in fp32:
+
+    s[j] = (l[j] - peak) / T                 peak = max l, so that exp never overflows
+    log p[j] = s[j] - log_total              log_total = log sum exp s
+    H = log_total - sum(exp(s) * s) / sum(exp(s))
+    d logp[t] / d l[j] = ((j == t) - p[j]) / T
+    d H       / d l[j] = -p[j] * (log p[j] + H) / T
+
+A tensor-parallel rank sums over its columns relative to its own peak (`sums_of_rows`), all ranks exchange these few
+numbers per row (`over_ranks`), and each computes the same statistics from them (`combine`). Columns that only pad the
+vocabulary have no say. On CUDA the two functions that touch logits are kernels (logprob_kernels.py).
+
+c: rows; v: vocabulary columns of this rank, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+LOWEST = -1e30  # instead of -inf, where -inf * 0 would be NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What this tensor-parallel rank holds of it, and how logits are read."""
+
+    first: int  # the token of the first column
+    real: int  # columns that are tokens; those after them pad
+    temperature: float
+    group: dist.ProcessGroup | None  # who holds the rest; None: nobody
+
+
+@dataclass(frozen=True, slots=True)
+class RowStats:
+    """All [c] fp32. With them, gradients need no second look at the whole row."""
+
+    logprob: torch.Tensor
+    peak: torch.Tensor
+    log_total: torch.Tensor
+    entropy: torch.Tensor | None  # on request
+
+    def columns(self) -> torch.Tensor:
+        """[c, 1 or 2]"""
+        return torch.stack([self.logprob] if self.entropy is None else [self.logprob, self.entropy], -1)
+
+    def of(self, rows: slice) -> RowStats:
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return RowStats(self.logprob[rows], self.peak[rows], self.log_total[rows], entropy)
+
+
+def stats_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> RowStats:
+    """Of one piece of logits [c, v] and its targets [c]; the logits stay as they are."""
+    sums = sums_of_rows(logits, targets, vocabulary, entropy)
+    return combine(over_ranks(sums, vocabulary.group), vocabulary.temperature)
+
+
+def sums_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> torch.Tensor:
+    """[c, v], [c] -> [3 or 4, c] fp32 of this rank's columns: peak, sum exp s, logit of the target where it is here,
+    and for the entropy sum exp(s) * s."""
+    if logits.is_cuda:
+        from swift_megatron_grpo.training import logprob_kernels
+
+        return logprob_kernels.sums_of_rows(logits, targets, vocabulary, entropy)
+    local = targets - vocabulary.first
+    here = (local >= 0) & (local < vocabulary.real)
+    index = local.clamp(0, logits.shape[1] - 1)
+    target = logits.gather(1, index[:, None])[:, 0].float().masked_fill(~here, LOWEST)
+    if vocabulary.real == 0:
+        nothing = torch.zeros_like(target)
+        sums = [nothing + LOWEST, nothing, target, nothing]
+    else:
+        columns = logits[:, : vocabulary.real]
+        peak = columns.amax(-1).float()
+        s = torch.sub(columns, peak[:, None]).div_(vocabulary.temperature)  # fp32 whatever the logits are
+        e = s.exp()
+        sums = [peak, e.sum(-1), target]
+        if entropy:
+            sums.append(e.mul_(s.clamp_(min=LOWEST)).sum(-1))
+    return torch.stack(sums[: 4 if entropy else 3])
+
+
+def over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """The sums of every rank, [ranks] of [3 or 4, c]. One exchange, where a maximum and then a sum would be two."""
+    if group is None or sums.shape[1] == 0:
+        return [sums]
+    parts = [torch.empty_like(sums) for _ in range(group.size())]
+    dist.all_gather(parts, sums, group=group)
+    return parts
+
+
+def combine(parts: Sequence[torch.Tensor], temperature: float) -> RowStats:
+    """What all ranks computed from their columns -> the statistics of whole rows."""
+    stacked = torch.stack(list(parts), 1)  # [3 or 4, ranks, c]
+    peaks, totals, targets = stacked[0], stacked[1], stacked[2]
+    peak = peaks.amax(0)
+    shift = ((peaks - peak) / temperature).clamp_(min=LOWEST)  # [ranks, c]
+    rescale = shift.exp()
+    total = (totals * rescale).sum(0)
+    log_total = total.log()
+    logprob = (targets.amax(0) - peak) / temperature - log_total
+    if len(stacked) == 3:
+        return RowStats(logprob, peak, log_total, None)
+    weighted = ((stacked[3] + shift * totals) * rescale).sum(0)
+    return RowStats(logprob, peak, log_total, log_total - weighted / total)
+
+
+def to_gradient_(
+    logits: torch.Tensor, targets: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
+) -> torch.Tensor:
+    """Overwrites logits [c, v] with the gradient of sum(upstream * columns) by them; upstream is [c, 1 or 2]."""
+    if logits.is_cuda:
+        from swift_megatron_grpo.training import logprob_kernels
+
+        return logprob_kernels.to_gradient_(logits, targets, stats, upstream, vocabulary)
+    of_logprob, of_entropy = upstream[:, :1], upstream[:, 1:]
+    columns = logits[:, : vocabulary.real]
+    logp = torch.sub(columns, stats.peak[:, None]).div_(vocabulary.temperature).sub_(stats.log_total[:, None])
+    grad = logp.exp()  # p, and from here on the gradient by s
+    if stats.entropy is None:
+        grad *= -of_logprob
+    else:
+        grad *= logp.clamp_(min=LOWEST).add_(stats.entropy[:, None]).mul_(-of_entropy).sub_(of_logprob)
+    local = targets - vocabulary.first
+    here = ((local >= 0) & (local < vocabulary.real)).nonzero()[:, 0]
+    grad[here, local[here]] += of_logprob[here, 0]
+    columns.copy_(grad.div_(vocabulary.temperature))
+    logits[:, vocabulary.real :] = 0
+    return logits

@@ -1,0 +1,21 @@
+"""For one rank: what check_layouts.run_layout does, through the head's path for models whose logits are no plain product."""
+
+from __future__ import annotations
+
+from scripts import check_layouts
+
+
+def run_layout(flags: list[str], batches: list[str], folder: str) -> None:
+    from swift_megatron_grpo.training import logprob
+
+    plain = logprob.logits_are_a_plain_product
+
+    def never(model: object, project: object) -> bool:
+        assert plain(model, project)  # so the run that this one is compared with took the other path
+        return False
+
+    logprob.logits_are_a_plain_product = never
+    try:
+        check_layouts.run_layout("mbs2", flags, batches, folder)
+    finally:
+        logprob.logits_are_a_plain_product = plain
