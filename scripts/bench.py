@@ -8,8 +8,8 @@ train: the train phase alone (log-prob passes, forward and backward, optimizer);
 start. step: the whole step, vLLM in the training processes, every completion stopped at its length.
 report: docs/performance.md and its picture, from benchmarks/*/*.json.
 
-A setting is written as in check_layouts.py: mbs4 (--micro_batch_size), tokens16384 (--max_tokens_per_micro_batch), and a
-layout with it, tp2+sp+mbs8. A setting of both arms is compared under "equal flags", the fastest of each as "its best".
+A setting is written as in check_layouts.py: mbs4 (--micro_batch_size), tokens16384 (--max_tokens_per_micro_batch), and
+a layout with it, tp2+sp+mbs8. A setting of both arms is compared as "equal flags", the fastest of each as "its best".
 Every setting is a process of its own; the arms take turns, and later rounds repeat only what is compared.
 """
 
@@ -144,7 +144,9 @@ def describe(found: Run, process: Process) -> str:
     seconds = " ".join(f"{each:.3f}" for each in measured.seconds)
     phases = ", ".join(f"{name} {measured.phase(name):.3f}" for name in PHASES if measured.phase(name))
     last = process.steps[-1]
-    return f"{line}{seconds} s ({phases}); {measured.peak_gb:.1f} GB, loss {last.loss:.6g}, grad norm {last.grad_norm:.6g}"
+    return (
+        f"{line}{seconds} s ({phases}); {measured.peak_gb:.1f} GB, loss {last.loss:.6g}, grad norm {last.grad_norm:.6g}"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .workload import SHAPES, Shape
 
-NOT_THINKING = "<think>\n\n</think>\n\n"  # ms-swift's template for Qwen3 begins every answer with it, as part of the prompt
+NOT_THINKING = (
+    "<think>\n\n</think>\n\n"  # ms-swift's template for Qwen3 begins every answer with it, as part of the prompt
+)
 AROUND = "tokens_around_a_prompt"  # file in the folder, written last
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -137,9 +138,14 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
         return "ok"
     if any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
-    complaints = [line for line in log.splitlines() if "Error" in line and ":" in line]
-    reason = complaints[-1][-LONGEST_ANSWER:] if complaints else f"exit code {code}"
-    return f"failed: {reason} (log: {folder / 'log.txt'})"
+    return f"failed: {_reason(log) or f'exit code {code}'} (log: {folder / 'log.txt'})"
+
+
+def _reason(log: str) -> str:
+    """The last exception of a rank, with the line after it; torchrun's own says only that a rank failed."""
+    lines = log.splitlines()
+    said = [i for i, line in enumerate(lines) if re.search(r"(Error|Exception): ", line) and "ChildFailed" not in line]
+    return " ".join(lines[said[-1] : said[-1] + 2])[-LONGEST_ANSWER:] if said else ""
 
 
 def _collect(plan: Plan, setting: Setting, folder: Path, status: str) -> Process:

@@ -1,4 +1,4 @@
-"""What both arms train on: lengths from a seed, prompts of exactly those lengths, and the FLOPs a model needs for them."""
+"""What both arms train on: lengths from a seed, prompts of exactly those lengths, and the FLOPs that they need."""
 
 from __future__ import annotations
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-from benchmark.instrument.clock import Clock
-from benchmark.job import Job
-from benchmark.workload import row_of
 from swift.infer_engine import GRPOVllmEngine  # noqa: F401  # vLLM is imported in both arms
 from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 
 import swift_megatron_grpo.trainer
+from benchmark.instrument.clock import Clock
+from benchmark.job import Job
+from benchmark.workload import row_of
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
 from swift_megatron_grpo.generation.local import LocalVllm
@@ -25,7 +26,7 @@ from swift_megatron_grpo.types import Prompt, Rollout, Sample
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
     if job.canned:
-        swift_megatron_grpo.trainer.LocalVllm = lambda _, template: Canned(template, canned)  # type: ignore[misc,assignment]
+        vars(swift_megatron_grpo.trainer)["LocalVllm"] = lambda _, template: Canned(template, canned)
     clock.time_method(GRPOLoop, "_generate", "switch")  # waking, offloading and falling asleep
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     clock.time_method(GRPOLoop, "_score", "grading")
@@ -79,9 +80,9 @@ class Canned:
 def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
     train_step = MegatronEngine.train_step
 
-    def count_and_train(self: MegatronEngine, samples: list[Sample], *args: Any, **kwargs: Any) -> Any:
+    def count_and_train(self: MegatronEngine, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> Any:
         if not clock.steps:
             tokens.extend((len(sample.tokens), sum(sample.completion_mask)) for sample in samples)
         return train_step(self, samples, *args, **kwargs)
 
-    MegatronEngine.train_step = count_and_train  # type: ignore[method-assign]
+    setattr(MegatronEngine, "train_step", count_and_train)  # noqa: B010  # mypy knows the method's exact type

@@ -12,15 +12,17 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.rewards import ORM, orms
+
 from benchmark.instrument.clock import Clock
 from benchmark.job import Job
 from benchmark.workload import row_of
-from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.rewards import ORM, orms
 
 JOB = Job.read()
 CLOCK = Clock()
@@ -72,10 +74,11 @@ def force_lengths(engine: Any) -> None:
 
     def forced(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = sampling_of(self, *args, **kwargs)
-        sampling.max_tokens, sampling.ignore_eos, sampling.stop = pending.pop(0), True, []
+        sampling.max_tokens, sampling.ignore_eos = pending.pop(0), True
         return sampling
 
     engine.infer, engine._prepare_generation_config = infer_lengths, forced
+    engine._add_stop_words = do_nothing
 
 
 def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
@@ -106,7 +109,7 @@ def write_results() -> None:
     Path(JOB.folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
-def save_nothing(*_: Any) -> None: ...
+def do_nothing(*_: Any) -> None: ...
 
 
 def install() -> None:
@@ -118,11 +121,8 @@ def install() -> None:
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(JOB.memory_cap_gb * 1e9 / total, device)
     orms["hash"] = HashReward
-    BaseMegatronTrainer.save_checkpoint = save_nothing
-    if JOB.arm == "stock":
-        from benchmark.instrument import stock as arm
-    else:
-        from benchmark.instrument import ours as arm
+    BaseMegatronTrainer.save_checkpoint = do_nothing
+    arm = import_module(f"benchmark.instrument.{JOB.arm}")
     measure_steps(arm.install(CLOCK, JOB, TOKENS, CannedCompletions()))
     if not JOB.canned:
         from swift.infer_engine import GRPOVllmEngine

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmark.instrument.clock import Clock
-from benchmark.job import Job
-from benchmark.workload import row_of
 from swift.megatron.trainers import base, grpo_trainer
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Trainer
 from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
+
+from benchmark.instrument.clock import Clock
+from benchmark.job import Job
+from benchmark.workload import row_of
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[Trainer]:
