@@ -20,6 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +29,7 @@ from pathlib import Path
 import torch
 from benchmark.job import Job
 from benchmark.page import write_page
-from benchmark.processes import Plan, Setting, measure
+from benchmark.processes import Plan, Setting, make_entry_point, measure
 from benchmark.results import PHASES, Process, Run
 from benchmark.workload import SHAPES, Workload, training_flops, write_dataset
 from check_layouts import Layout
@@ -65,6 +66,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--ours-flags", default="", help="for ours alone")
         add("--stock-flags", default="", help="for ms-swift's trainer alone")
         add("--timeout", type=float, default=240, help="seconds for a process")
+        add("--deadline", type=float, default=1e9, help="seconds for everything; results so far are kept")
         add("--ahead", action="store_true", help="imports of a process run while the one before measures: spare cores")
         add("--omp-threads", type=int, default=1)
         add("--work", type=Path, default=REPOSITORY / "runs" / "bench", help="models, logs and outputs")
@@ -151,6 +153,8 @@ def describe(found: Run, process: Process) -> str:
 
 def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
+    if args.memory_cap_gb is not None and not gpu:
+        raise SystemExit("bench: --memory-cap-gb is for GPUs, and there is none; leave it out")
     args.work, args.json = args.work.resolve(), args.json.resolve()
     settings, ranks = settings_of(args)
     workload = workload_of(args)
@@ -165,7 +169,9 @@ def run(args: argparse.Namespace) -> int:
     job = Job("", args.kind == "train", "", prompts, completions, SHAPES[args.shape].vocabulary, args.seed,
               args.memory_cap_gb, waits=args.ahead)  # fmt: skip
     plan = Plan(job, common_flags(args, model, dataset, prompts, gpu), ranks, args.rounds, args.steps, args.warm_up,
-                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads)  # fmt: skip
+                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
+                time.monotonic() + args.deadline)  # fmt: skip
+    make_entry_point(plan.folder)
     found = Run(
         name=args.json.stem,
         kind=args.kind,

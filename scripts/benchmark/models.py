@@ -54,7 +54,9 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
 def fill(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:
     """A text for every row of the vocabulary: a random model samples all of them, and vLLM writes what it samples."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
-    state["model"]["vocab"] |= {f"<{number}>": number for number in range(len(tokenizer), vocabulary)}
+    texts = {number: f"<{number}>" for number in range(len(tokenizer), vocabulary)}
+    texts |= {token["id"]: token["content"] for token in state["added_tokens"]}  # else they would move to the end
+    state["model"]["vocab"] |= {text: number for number, text in texts.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
         eos_token=tokenizer.eos_token,

@@ -34,9 +34,10 @@ steps, with the least and the most in brackets; the first steps of each process 
   half of the attention scores, the output layer on completion tokens only, nothing computed twice), by the time of
   forward and backward and what the chips can do in bf16. One formula for both.
 * *Peak*: the most that PyTorch had allocated in the train phase, on the fullest GPU.
-* *Loss* and *gradient norm* are those of the first measured step. On policy the ratio is 1 and the advantages of a group
-  sum to 0, so where its completions weigh the same the loss is 0 but for rounding; the gradient norm shows that both did
-  the same. At more than one tensor-parallel rank ms-swift's leaves out shards (docs/architecture.md).
+* *Loss* and *gradient norm* are those of the first measured step. On policy the ratio is 1 and the advantages of a
+  group sum to 0, so where its completions weigh the same the loss is 0 but for rounding; the gradient norm shows that
+  both did the same. At more than one tensor-parallel rank ms-swift's leaves out shards (docs/architecture.md). Where
+  vLLM runs, each arm samples completions of its own.
 """
 
 

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class Plan:
     folder: Path
     gpu: bool
     omp_threads: int
+    deadline: float  # time.monotonic() by which all must be done; no process starts that would not make it
 
 
 def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Process]:
@@ -55,10 +58,12 @@ def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Proce
     for number in range(plan.rounds):
         if number:
             ordered = [each for each in ordered if (each.arm, each.name) in worth_repeating(run)]
-        started = _Started(plan)
+        queue = _Queue(plan)
         for place, setting in enumerate(ordered):
             following = ordered[place + 1] if plan.ahead and place + 1 < len(ordered) else None
-            process = started.finish(setting, following)
+            process = queue.finish(setting, following)
+            if process is None:
+                return
             run.processes.append(process)
             yield process
 
@@ -77,29 +82,44 @@ def worth_repeating(run: Run) -> set[tuple[str, str]]:
     return set(pairs)
 
 
-class _Started:
+class _Queue:
     """Processes of one round; at most one of them has the device."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._waiting: tuple[Path, subprocess.Popen[bytes]] | None = None
+        self._longest = 0.0
 
-    def finish(self, setting: Setting, following: Setting | None) -> Process:
+    def finish(self, setting: Setting, following: Setting | None) -> Process | None:
+        """None: the time is up."""
+        left = self._plan.deadline - time.monotonic()
         folder, process = self._waiting or start(self._plan, setting)
+        if left < self._longest:
+            _kill(process)
+            return None
+        began = time.monotonic()
         (folder / "go").touch()
         self._waiting = start(self._plan, following) if following else None
-        status = _wait(process, self._plan.timeout, folder)
-        return _collect(self._plan, setting, folder, status)
+        try:
+            status = _wait(process, min(left, self._plan.timeout), folder)
+            self._longest = max(self._longest, time.monotonic() - began)
+            return _collect(self._plan, setting, folder, status)
+        except BaseException:
+            _kill(process)
+            if self._waiting:
+                _kill(self._waiting[1])
+            raise
 
 
 def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
     folder = plan.folder / f"{setting.arm}-{setting.name}-{time.time_ns()}"
     folder.mkdir(parents=True)
     job = Job(**{**_fields(plan.job), "arm": setting.arm, "folder": str(folder)}).write()
+    paths = [str(SCRIPTS), str(SCRIPTS.parent), str(plan.folder), os.environ.get("PYTHONPATH")]
     environment = {
         **os.environ,
         VARIABLE: str(job),
-        "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SWIFT_MEGATRON_GRPO": "on" if setting.arm == "ours" else "off" if plan.gpu else "platform",
         "NPROC_PER_NODE": str(plan.ranks),
         "MASTER_PORT": str(random.randint(20000, 59999)),
@@ -113,6 +133,18 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
     return folder, process
+
+
+def make_entry_point(folder: Path) -> None:
+    """What makes torch call this package, in a folder for PYTHONPATH: for machines where it is not installed."""
+    if any(each.module.startswith("swift_megatron_grpo") for each in entry_points(group="torch.backends")):
+        return
+    metadata = folder / "swift_megatron_grpo-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-megatron-grpo\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[torch.backends]\nswift_megatron_grpo = swift_megatron_grpo.autoload:arm\n"
+    )
 
 
 def program() -> list[str]:
@@ -130,8 +162,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _kill(process)
         return f"failed: not done after {timeout:g} s, see {folder / 'log.txt'}"
     log = (folder / "log.txt").read_text(errors="replace")
     if code == 0:
@@ -139,6 +170,13 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
     if any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
     return f"failed: {_reason(log) or f'exit code {code}'} (log: {folder / 'log.txt'})"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With its ranks: it is the leader of a session of its own."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _reason(log: str) -> str:
