@@ -29,7 +29,7 @@ class Shape:
 
 SHAPES = {
     "toy": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
-    "tiny": Shape(layers=4, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
+    "tiny": Shape(layers=2, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
     "0.6b": Shape(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
     "1.7b": Shape(layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
