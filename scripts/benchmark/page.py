@@ -24,6 +24,7 @@ INTRODUCTION = """\
 This package against ms-swift's own Megatron GRPO trainer: the same command line, machine, model with random weights,
 prompts and lengths of completions, one process after the other in turns. Each number is the median of the measured
 steps, with the least and the most in brackets; the first steps of each process are warm-up and are left out.
+`python scripts/bench.py train --help` measures again, `scripts/bench_h200.sh` everything on H200.
 
 * *Train phase*: all log-prob passes, forward and backward, exchange of gradients, optimizer. In its runs completions
   are made up from a seed, the same tokens for both, and vLLM does not start. *Step*: everything, with vLLM in the

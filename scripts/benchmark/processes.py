@@ -122,7 +122,7 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SWIFT_MEGATRON_GRPO": "on" if setting.arm == "ours" else "off" if plan.gpu else "platform",
         "NPROC_PER_NODE": str(plan.ranks),
-        "MASTER_PORT": str(random.randint(20000, 59999)),
+        "MASTER_PORT": str(random.randint(20000, 32000)),
         "OMP_NUM_THREADS": str(plan.omp_threads),
         "HF_HUB_OFFLINE": "1",
         "MODELSCOPE_OFFLINE": "1",

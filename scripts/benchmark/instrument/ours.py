@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -12,28 +13,47 @@ from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 
 import swift_megatron_grpo.trainer
-from benchmark.instrument.clock import Clock
+from benchmark.instrument.clock import REST, Clock
 from benchmark.job import Job
 from benchmark.workload import row_of
+from swift_megatron_grpo import loop
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
 from swift_megatron_grpo.generation.local import LocalVllm
-from swift_megatron_grpo.loop import GRPOLoop
+from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample
+
+# The loop's own timers. Besides loading weights and vLLM's work, the first two hold waking, offloading, falling asleep.
+PHASE_OF_TIMER = {
+    "weight_sync": "switch",
+    "generation": "switch",
+    "grading": "grading",
+    "old_logprobs": "logprobs",
+    "ref_logprobs": "logprobs",
+    "train": "forward_backward",
+}
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
     if job.canned:
         vars(swift_megatron_grpo.trainer)["LocalVllm"] = lambda _, template: Canned(template, canned)
-    clock.time_method(GRPOLoop, "_generate", "switch")  # waking, offloading and falling asleep
+    _follow_timer(clock)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
-    clock.time_method(GRPOLoop, "_score", "grading")
-    clock.time_method(MegatronEngine, "infer", "logprobs")
     _count_tokens(clock, tokens)
-    clock.time_method(MegatronEngine, "train_step", "forward_backward")
     return MegatronGRPOTrainer
+
+
+def _follow_timer(clock: Clock) -> None:
+    time_phase = PhaseTimer.__call__
+
+    @contextmanager
+    def time_both(self: PhaseTimer, phase: str) -> Iterator[None]:
+        with clock.phase(PHASE_OF_TIMER.get(phase, REST)), time_phase(self, phase):
+            yield
+
+    vars(loop)["PhaseTimer"] = type("PhaseTimer", (PhaseTimer,), {"__call__": time_both})
 
 
 class Canned:
