@@ -1,0 +1,85 @@
+"""Where the time and the memory of a step go. Every moment of a step belongs to exactly one phase.
+
+The device is waited for where one phase ends and the next begins, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+
+REST = "other"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self._phase: str | None = None  # None: between steps, where nothing is counted
+        self._since = 0.0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._peaks: defaultdict[str, int] = defaultdict(int)
+        self._reserved = 0
+
+    @contextmanager
+    def step(self) -> Iterator[dict[str, Any]]:
+        """Yields the record of the step, which holds its times when the step is over."""
+        self._seconds.clear()
+        self._peaks.clear()
+        self._reserved = 0
+        record: dict[str, Any] = {}
+        self._start(REST)
+        yield record
+        self.switch(None)
+        record |= {
+            "seconds": sum(self._seconds.values()),
+            "phases": dict(self._seconds),
+            "peak_bytes": dict(self._peaks),  # allocated, in each phase
+            "reserved_bytes": self._reserved,
+        }
+        self.steps.append(record)
+
+    def switch(self, phase: str | None) -> None:
+        """From now on it is this phase."""
+        if self._phase is None:
+            return
+        torch.cuda.synchronize()
+        self._seconds[self._phase] += time.perf_counter() - self._since
+        self._peaks[self._phase] = max(self._peaks[self._phase], torch.cuda.max_memory_allocated())
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved())
+        self._start(phase)
+
+    def _start(self, phase: str | None) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._phase, self._since = phase, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        before = self._phase
+        self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def timed(self, name: str, function: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
+        """The function as a phase. `then`: the phase after it, if it is not the one before it."""
+
+        @wraps(function)
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                result = function(*args, **kwargs)
+            if then is not None:
+                self.switch(then)
+            return result
+
+        return timed_function
+
+    def time_method(self, owner: Any, method: str, name: str, then: str | None = None) -> None:
+        setattr(owner, method, self.timed(name, getattr(owner, method), then))

@@ -1,0 +1,32 @@
+"""What the benchmark tells the processes that it starts. A file, whose path is in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+VARIABLE = "SWIFT_MEGATRON_GRPO_BENCHMARK"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    arm: str  # ours, stock
+    canned: bool  # completions are made up, and vLLM does not start
+    folder: str  # the ranks' results go there
+    prompt_tokens: list[int]  # [row of the dataset]
+    completion_tokens: list[list[int]]  # [row][completion]
+    vocabulary: int
+    seed: int
+    memory_cap_gb: float | None  # of each GPU
+    waits: bool  # for a file `go` in the folder, before it touches the GPU
+
+    def write(self) -> Path:
+        path = Path(self.folder, "job.json")
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls) -> Job:
+        return cls(**json.loads(Path(os.environ[VARIABLE]).read_text()))

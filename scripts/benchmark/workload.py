@@ -1,0 +1,128 @@
+"""What both arms train on: lengths from a seed, prompts of exactly those lengths, and the FLOPs that they need."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_megatron_grpo.packing.flops import FlopsModel
+
+FILLER = "x"  # one token of the byte-level tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A dense Qwen3, under the names of its config.json where they are short."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    tied: bool = True
+
+
+SHAPES = {
+    "toy": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
+    "tiny": Shape(layers=2, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
+    "0.6b": Shape(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
+    "1.7b": Shape(layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
+    "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of token counts: `constant:512`, or `lognormal:MEDIAN:SIGMA:CAP`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        try:
+            self.draw(1, random.Random(0))
+        except ValueError as error:
+            raise ValueError(
+                f"lengths {self.text!r}: expected constant:TOKENS or lognormal:MEDIAN:SIGMA:CAP, such as "
+                f"lognormal:700:0.9:4096"
+            ) from error
+
+    def draw(self, count: int, rng: random.Random) -> list[int]:
+        kind, *numbers = self.text.split(":")
+        if kind == "constant":
+            (tokens,) = map(int, numbers)
+            return [tokens] * count
+        if kind == "lognormal":
+            median, sigma, cap = map(float, numbers)
+            return [max(1, min(int(cap), round(rng.lognormvariate(math.log(median), sigma)))) for _ in range(count)]
+        raise ValueError(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step's completions; every step has the same lengths and other tokens."""
+
+    shape: str
+    completions: int
+    generations: int
+    lengths: str  # of completions
+    prompt_lengths: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape {self.shape!r} is none of {', '.join(SHAPES)}")
+        if self.completions % self.generations:
+            raise ValueError(f"{self.completions} completions are not whole groups of {self.generations}")
+        Lengths(self.lengths), Lengths(self.prompt_lengths)
+
+    @property
+    def rows(self) -> int:
+        return self.completions // self.generations
+
+    def completion_tokens(self) -> list[list[int]]:
+        """[row][completion of the row]"""
+        drawn = Lengths(self.lengths).draw(self.completions, random.Random(f"completions {self.seed}"))
+        return [drawn[i : i + self.generations] for i in range(0, self.completions, self.generations)]
+
+    def prompt_tokens(self, at_least: int) -> list[int]:
+        """[row]. A prompt cannot be shorter than what the chat template puts around it."""
+        drawn = Lengths(self.prompt_lengths).draw(self.rows, random.Random(f"prompts {self.seed}"))
+        return [max(at_least, tokens) for tokens in drawn]
+
+
+def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]]) -> float:
+    """What a model needs for forward and backward of one step; the same for both arms, whatever they really compute.
+
+    Two FLOPs for a multiplication and an addition; half of the attention scores, as a causal mask leaves; the output
+    layer on completion tokens only, as nothing else has a loss; backward twice the forward; nothing is recomputed.
+    """
+    model = FlopsModel.of_transformer(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+    )
+    pairs = ((prompt, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group)
+    return 3 * sum(model.of_sequence(prompt + tokens, tokens) for prompt, tokens in pairs)
+
+
+def row_of(content: str) -> int:
+    """Which row of the dataset a prompt is: its text begins with the number."""
+    return int(content.split(" ", 1)[0])
+
+
+def write_dataset(path: Path, prompts: list[int], around: int) -> None:
+    """`around`: tokens that the chat template puts around a user's turn."""
+    with path.open("w") as file:
+        for row, tokens in enumerate(prompts):
+            number = f"{row} "
+            content = number + FILLER * (tokens - around - len(number))
+            file.write(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")
