@@ -83,6 +83,13 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    fast_kernels: bool = field(
+        default=True,
+        metadata={
+            "help": "On GPUs, Transformer Engine's kernels for rotary embedding, SwiGLU, norms and the sum of weight "
+            "gradients, where they compute the same as Megatron's. false: Megatron's. Default: true."
+        },
+    )
     ref_tensor_model_parallel_size: int | None = field(
         default=None,
         metadata={

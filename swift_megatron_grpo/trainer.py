@@ -27,6 +27,7 @@ from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.expert_marks import mark_experts
+from swift_megatron_grpo.training.kernels import use_fast_kernels
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyElsewhere, Reference
 from swift_megatron_grpo.training.residency import Residency
@@ -61,6 +62,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         peft_models: list[Any] = super()._prepare_peft_model(models)
         mark_experts(models)
+        if self.args.fast_kernels:
+            use_fast_kernels(models, trained=True)
         return peft_models
 
     def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:
@@ -75,6 +78,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             for model in models:
                 model.to(torch.cuda.current_device())
             models[0].config.bridge.load_weights(models, folder)
+            if args.fast_kernels:
+                use_fast_kernels(models, trained=False)
             return FrozenCopy(Passes(models, self._reference_settings())), layout, models
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:

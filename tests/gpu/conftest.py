@@ -75,6 +75,10 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         folder.mkdir()
         job = {"flags": make_flags(gpus, kind, "full"), "batches": ["given"], "folder": str(folder)}
         tasks[1] += layout_tasks(job, ["one"])[1]
+    (gpus.folder / "plain-kernels").mkdir()
+    flags = make_flags(gpus, "dense", "full", ["--fast_kernels", "false"])
+    job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": str(gpus.folder / "plain-kernels")}
+    tasks[1] += layout_tasks(job, ["one"])[1]
     for number in sorted(tasks):
         if number <= gpus.count:
             launch(number, tasks[number], gpus.folder)
