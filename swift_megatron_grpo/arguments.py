@@ -66,6 +66,15 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    offload_grad: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the gradients' buffers may leave the GPU while vLLM generates and log-probs are computed, "
+            "beside --offload_model and --offload_optimizer. They hold nothing between steps: they are freed, not "
+            "copied. As with those two, nothing leaves while everything fits. Default: false."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
@@ -259,7 +268,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 temperature=self.temperature,
             ),
             reference=ReferenceConfig(self.beta, frozen_copy),
-            residency=ResidencyConfig(self.offload_model, self.offload_optimizer),
+            residency=ResidencyConfig(self.offload_model, self.offload_optimizer, self.offload_grad),
             log=CompletionLogConfig(
                 enabled=self.log_completions,
                 output_dir=self.output_dir,

@@ -20,7 +20,7 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, safe_snapshot_dow
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.local import LocalVllm
+from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
@@ -87,10 +87,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         settings, args = self.settings, self.args
         rollouts_done = self.state.consumed_train_samples // settings.batch.generation_batch_size
         prompts_done = rollouts_done * settings.batch.rollout_prompts
-        residency = Residency(settings.residency, self.wrapped_models, self.frozen_models, self.optimizer)
-        with residency.for_generation():
-            generation = LocalVllm(settings.vllm, self.template)
-            generation.sleep()
+        residency = Residency(
+            settings.residency, self.wrapped_models, self.frozen_models, self.optimizer, tell=logger.info
+        )
+        residency.make_room(memory_to_start(settings.vllm))
+        residency.for_generation()
+        generation = LocalVllm(settings.vllm, self.template)
+        generation.sleep()
+        residency.restore()
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
@@ -137,6 +141,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
             self.call_event("on_eval_step")
             self._aggregated_metrics([_tensors(metrics)], rounds)
+        self.loop.parts.residency.restore()  # a checkpoint may be next
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds
