@@ -104,11 +104,12 @@ class Run:
 
     def scribble(self) -> None:
         """vLLM writes over the memory that was left; without this an allocator may hand it back as it was."""
-        for tensors in self.tensors().values():
-            for tensor in tensors:
-                torch.full((tensor.numel() * tensor.element_size(),), 255, dtype=torch.uint8)
-        for group in self.residency.groups.values():
-            torch.full((group.nbytes(),), 255, dtype=torch.uint8)
+        device = torch.cuda.current_device()
+        tensors = [tensor for those in self.tensors().values() for tensor in those]
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        sizes += [group.nbytes() for group in self.residency.groups.values()]
+        for size in sizes:
+            torch.full((size,), 255, dtype=torch.uint8, device=device)
 
     def bytes_of_tensors(self) -> dict[str, int]:
         """What the program's own tensors hold on to, whatever Residency says."""

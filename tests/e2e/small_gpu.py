@@ -5,8 +5,16 @@ A CPU has no memory of its own to run out of, so nothing would ever have to leav
 
 from __future__ import annotations
 
-from swift_megatron_grpo.generation.local import LocalVllm
-from swift_megatron_grpo.training import residency
+from typing import Any
 
-residency.torch.cuda.mem_get_info = lambda device=None: (0, 2**30)
-LocalVllm.memory_to_wake = property(lambda self: 2**30)  # type: ignore[assignment, method-assign]
+import torch
+
+from swift_megatron_grpo.import_hooks import after_import
+
+
+def _vllm_wants_it_all(local: Any) -> None:
+    local.LocalVllm.memory_to_wake = property(lambda self: 2**30)
+
+
+torch.cuda.mem_get_info = lambda device=None: (0, 2**30)
+after_import("swift_megatron_grpo.generation.local", _vllm_wants_it_all)
