@@ -111,6 +111,15 @@ class GRPOArguments(MegatronRLHFArguments):
         metadata={"help": "Tensor-parallel size of the experts of the frozen reference copy. Default: as in training."},
     )
 
+    offload_grad: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the gradients' buffers may leave the GPU while vLLM generates and log-probs are computed, "
+            "beside --offload_model and --offload_optimizer. They hold nothing between steps: they are freed, not "
+            "copied. As with those two, nothing leaves while everything fits. Default: false."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
@@ -389,7 +398,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 temperature=self.temperature,
             ),
             reference=ReferenceConfig(self.beta, frozen_copy, self.reference_layout()),
-            residency=ResidencyConfig(self.offload_model, self.offload_optimizer),
+            residency=ResidencyConfig(self.offload_model, self.offload_optimizer, self.offload_grad),
             log=CompletionLogConfig(
                 enabled=self.log_completions,
                 output_dir=self.output_dir,

@@ -75,10 +75,11 @@ class PackingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyConfig:
-    """What leaves the GPU while vLLM generates."""
+    """What may leave the GPU while vLLM generates."""
 
-    offload_model: bool
+    offload_model: bool  # the policy, and the frozen reference outside of its own pass
     offload_optimizer: bool
+    offload_grad: bool
 
 
 @dataclass(frozen=True, slots=True)

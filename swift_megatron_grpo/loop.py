@@ -57,12 +57,13 @@ class GRPOLoop:
         if not self._batches:
             metrics |= self._roll_out(timer)
         with timer("train"):
+            self.parts.residency.for_training()
             metrics |= self.parts.training.train_step(self._batches.popleft(), self._loss)
         self._weights_version += 1
         return metrics | timer.seconds()
 
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
-        """Rewards of fresh completions of these prompts; nothing is trained."""
+        """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
         timer = PhaseTimer()
         graded = self._generate_and_grade(prompts, num_generations, timer)
         return self._reward_metrics(graded, num_generations) | timer.seconds()
@@ -84,6 +85,7 @@ class GRPOLoop:
                     later[index].old_logprobs = values.logprobs
         if self.parts.reference is not None:
             with timer("ref_logprobs"):
+                self.parts.residency.for_reference()
                 for each in batches:
                     for index, values in self.parts.reference.infer(each).items():
                         each[index].ref_logprobs = values.logprobs
@@ -102,18 +104,25 @@ class GRPOLoop:
 
     def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
         """The newest weights to the engine, then one completion for each request, on every rank."""
-        engine = self.parts.generation
-        with timer("weight_sync"):
+        engine, residency = self.parts.generation, self.parts.residency
+        with timer("phase_switch"):
+            residency.make_room(engine.memory_to_wake)
             engine.wake_weights()
-            if engine.weights_version != self._weights_version:
+        if engine.weights_version != self._weights_version:
+            with timer("weight_sync"):
+                residency.for_weight_sync()
                 engine.load_weights(self.parts.export_weights(), self._weights_version)
-        with timer("generation"), self.parts.residency.for_generation():
+        with timer("phase_switch"):
+            residency.for_generation()
             engine.wake_cache()
+        with timer("generation"):
             mine = engine.share.pick(requests)
             answers = self.parts.coordinator.all_gather_or_raise(
                 lambda: self._answers(engine, mine), "generating completions"
             )
+        with timer("phase_switch"):
             engine.sleep()
+            residency.for_inference()  # the policy comes back while rewards are computed
         return [rollout for part in answers for rollout in part]
 
     def _answers(self, engine: GenerationEngine, mine: list[Prompt]) -> list[Rollout]:

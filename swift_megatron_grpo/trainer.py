@@ -21,7 +21,7 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, safe_snapshot_dow
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.local import LocalVllm
+from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
@@ -102,10 +102,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         trained_per_rollout = settings.batch.generation_batch_size * settings.num_iterations
         rollouts_done = self.state.consumed_train_samples // trained_per_rollout
         prompts_done = rollouts_done * settings.batch.rollout_prompts
-        residency = Residency(settings.residency, self.wrapped_models, self.frozen_models, self.optimizer)
-        with residency.for_generation():
-            generation = LocalVllm(settings.vllm, self.template)
-            generation.sleep()
+        residency = Residency(
+            settings.residency, self.wrapped_models, self.frozen_models, self.optimizer, tell=logger.info
+        )
+        residency.make_room(memory_to_start(settings.vllm))
+        residency.for_generation()
+        generation = LocalVllm(settings.vllm, self.template)
+        generation.sleep()
+        residency.restore()
         training = self.build_engine()
         coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
@@ -176,6 +180,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
             self.call_event("on_eval_step")
             self._aggregated_metrics([_tensors(metrics)], rounds)
+        self.loop.parts.residency.restore()  # a checkpoint may be next
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds

@@ -35,6 +35,11 @@ class GenerationEngine(Protocol):
     @property
     def share(self) -> Share: ...
 
+    @property
+    def memory_to_wake(self) -> int:
+        """Bytes of this rank's GPU that it will take when it wakes up; 0 if it is awake, or on other GPUs."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         """One completion for each entry, in order. Repeat a prompt to sample it several times."""
         ...

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from copy import copy
 
@@ -17,6 +16,7 @@ from swift.rlhf_trainers.utils import (
 )
 from swift.template import Template
 from swift.utils import get_logger, remove_response
+from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
@@ -24,6 +24,8 @@ from swift_megatron_grpo.generation.engine import NamedWeights, Share
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
+
+GIB = 2**30
 
 
 class LocalVllm:
@@ -34,6 +36,7 @@ class LocalVllm:
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         group, place = divmod(rank, config.tensor_parallel_size)
         self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
+        self._memory_share = config.gpu_memory_utilization
         self._sleep_level = config.sleep_level
         if config.sleep_level and not current_platform.is_sleep_mode_available():
             logger.warning(
@@ -48,6 +51,16 @@ class LocalVllm:
     def share(self) -> Share:
         return self._share
 
+    @property
+    def memory_to_wake(self) -> int:
+        """Weights and KV cache, as vLLM's allocator counts them, and room for activations: what the share of the GPU
+        leaves for them, but at least 1 GiB and, as vllm_engine_kwargs may give the cache a size of its own, at most 4.
+        """
+        if not self._asleep:
+            return 0
+        pool: int = CuMemAllocator.get_instance().get_current_usage()
+        return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
+
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         requests = [_request(prompt) for prompt in prompts]
         answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
@@ -58,10 +71,8 @@ class LocalVllm:
 
     def wake_weights(self) -> None:
         if self._asleep:
-            gc.collect()
-            torch.cuda.empty_cache()
             set_expandable_segments(False)
-            self._engine.engine.wake_up(tags=["weights"])
+            self._wake("weights")
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         model = self._engine.inner_model
@@ -77,8 +88,19 @@ class LocalVllm:
 
     def wake_cache(self) -> None:
         if self._asleep:
-            self._engine.engine.wake_up(tags=["kv_cache"])
+            self._wake("kv_cache")
             self._asleep = False
+
+    def _wake(self, tag: str) -> None:
+        try:
+            self._engine.engine.wake_up(tags=[tag])
+        except RuntimeError as error:
+            free = torch.cuda.mem_get_info()[0] / GIB
+            raise RuntimeError(
+                f"vLLM's {tag} found no room on the GPU, of which {free:.1f} GiB were free; "
+                "use a lower --vllm_gpu_memory_utilization, or let more of the trainer leave it while vLLM generates "
+                f"with --offload_model, --offload_optimizer and --offload_grad true. vLLM says: {error}"
+            ) from error
 
     def sleep(self) -> None:
         if self._sleep_level:
@@ -91,6 +113,15 @@ class LocalVllm:
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
+
+
+def memory_to_start(config: VllmConfig) -> int:
+    """vLLM does not start on a GPU where less is free."""
+    return 0 if current_platform.is_cpu() else _share_of_gpu(config.gpu_memory_utilization)
+
+
+def _share_of_gpu(share: float) -> int:
+    return int(torch.cuda.mem_get_info()[1] * share)
 
 
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:

@@ -42,6 +42,14 @@ LEARNING_RATE = 1000.0
 DESCENT = ["--optimizer", "sgd", "--sgd_momentum", "0", "--lr", str(LEARNING_RATE), "--lr_decay_style", "constant",
            "--clip_grad", "0", "--weight_decay", "0", "--use_distributed_optimizer", "false"]  # fmt: skip
 
+# What the state that leaves the GPU is made of: one or several optimizers, frozen weights, masters inside of Adam.
+OFFLOADED = {
+    "full": ("dense", "full", ["--beta", "0.1"]),
+    "lora": ("dense", "lora", ["--beta", "0.1", "--tensor_model_parallel_size", "2"]),
+    "experts": ("moe", "full", ["--beta", "0.1", "--expert_model_parallel_size", "2", "--use_precision_aware_optimizer",
+                                "true"]),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -105,6 +113,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     tasks[2] += engine_tasks(ranks, "odd_batches", ["--lr", "0"])
     for name, (kind, layout) in REFERENCE_LAYOUTS.items():
         tasks[2] += engine_tasks(ranks, "reference", ["--beta", "0.1", *layout.split()], name=name, kind=kind)
+    for what, (kind, tuner, extra) in OFFLOADED.items():
+        if tuner == "lora":
+            extra = [*extra, "--adapters", str(folder / f"{kind}-adapter")]
+        flags = make_flags(ranks, kind, tuner, "bfloat16", extra)
+        tasks[2].append(task("tests.dist.offloading:main", out=str(folder / f"offload-{what}"), flags=flags))
     for number in sorted(tasks):
         launch(number, tasks[number], folder)
     return ranks

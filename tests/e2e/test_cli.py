@@ -16,6 +16,9 @@ from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
+# everything leaves whenever it may; test_offloading.py says that this changes no number
+SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
+             "--external_plugins", str(REWARDS), str(PROBE), str(PROBE.with_name("small_gpu.py"))]  # fmt: skip
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 
 
@@ -73,11 +76,13 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
 
 def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
-             "--fp16", "false", "--offload_model", "true", "--offload_optimizer", "true",
-             "--virtual_pipeline_model_parallel_size", "2", "--max_tokens_per_micro_batch", "96",
-             "--num_iterations", "2", "--infer_batch_size", "8", *PROBED]  # fmt: skip
+             "--fp16", "false", "--beta", "0.04", "--virtual_pipeline_model_parallel_size", "2",
+             "--max_tokens_per_micro_batch", "96", "--num_iterations", "2", "--infer_batch_size", "8",
+             *PROBED, *SMALL_GPU]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
     check_run(run, steps=2, layout="PP 2 with VPP 2", k3_bound=5e-2)
+    assert "gradients and optimizer state and reference policy and weights of the trainer leaves it" in run.output
+    assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[1]["kl"] > 0
     assert run.log[0]["rollout/k3_kl"] < 1e-7
     assert "time/generation" in run.log[0] and "time/generation" not in run.log[1]  # the same completions again
     assert run.log[1]["actor/approxkl"] > 0

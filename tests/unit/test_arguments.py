@@ -96,7 +96,7 @@ def test_flags_of_this_package_have_help() -> None:
     from swift_megatron_grpo.arguments import GRPOArguments
 
     ours = {field.name for field in fields(GRPOArguments)} - {field.name for field in fields(MegatronRLHFArguments)}
-    assert {"bad_reward", "max_tokens_per_micro_batch"} <= ours
+    assert {"bad_reward", "max_tokens_per_micro_batch", "offload_grad"} <= ours <= USED_HERE
     assert all(len(field.metadata["help"]) > 40 for field in fields(GRPOArguments) if field.name in ours)
 
 
