@@ -14,8 +14,11 @@ import cProfile
 import gc
 import io
 import json
+import os
 import pstats
+import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +27,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from check_layouts import base_flags, fixed_samples
 
 WARM_UP = 2
 
@@ -48,12 +53,15 @@ class Parts:
         return {name: round(statistics.median(seen[WARM_UP:] or seen), 3) for name, seen in self.seen.items()}
 
 
-def main_of_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
+def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
     import torch
-    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    sys.path.insert(0, str(Path(__file__).parent))  # on a rank this is scripts.bench_switches
-    from check_layouts import fixed_samples
+    from swift_megatron_grpo.autoload import hook_platform
+    from swift_megatron_grpo.plugin import register
+
+    hook_platform()
+    register()
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     trainer: Any = MegatronRLHF(flags).prepare_trainer()
     trainer.setup_training([{"messages": [{"role": "user", "content": "hello"}]}], None)
@@ -136,12 +144,19 @@ def profiled(run: Any) -> list[str]:
     return text.getvalue().splitlines()
 
 
-def main() -> int:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from check_layouts import base_flags, launch, task
+def launch(ranks: int, job: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(job))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port",
+               str(random.randint(20000, 32000)), __file__, "--job", str(file)]  # fmt: skip
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", **os.environ}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    if done.returncode != 0:
+        raise SystemExit(f"{ranks} ranks ended with code {done.returncode}:\n{done.stdout[-6000:]}")
 
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--cycles", type=int, default=8)
     parser.add_argument("--tuner", choices=["full", "lora"], default="full")
@@ -149,17 +164,21 @@ def main() -> int:
     parser.add_argument("--attention-backend", default="flash")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="also the Python functions of one switch")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("extra", nargs="*", help="more flags of `megatron rlhf`, after --")
     arguments = parser.parse_args()
+    if arguments.job:
+        be_a_rank(**json.loads(arguments.job.read_text()))
+        return 0
+    if not arguments.model:
+        parser.error("--model is required")
     arguments.model = str(Path(arguments.model).resolve())
     arguments.extra = ["--sleep_level", "2", "--vllm_max_model_len", "256", *arguments.extra]
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "switches.json")
-        flags = base_flags(arguments, folder)
-        job = task("scripts.bench_switches:main_of_rank", flags=flags, cycles=arguments.cycles,
-                   profile=arguments.profile, out=str(out))  # fmt: skip
-        launch(arguments.ranks, [job], Path(folder))
-        seen = json.loads(out.read_text())
+        job = {"flags": base_flags(arguments, folder), "cycles": arguments.cycles, "profile": arguments.profile,
+               "out": str(Path(folder, "switches.json"))}  # fmt: skip
+        launch(arguments.ranks, job, Path(folder, "job.json"))
+        seen = json.loads(Path(folder, "switches.json").read_text())
     if arguments.json:
         arguments.json.write_text(json.dumps(seen, indent=1) + "\n")
     for name, milliseconds in seen["milliseconds"].items():

@@ -360,6 +360,16 @@ class GRPOArguments(MegatronRLHFArguments):
             f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {layout}",
             *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),
             *plan.notes,
+            *self._offload_notes(),
+        ]
+
+    def _offload_notes(self) -> list[str]:
+        flags = [f"--{flag}" for flag in ("offload_model", "offload_optimizer", "offload_grad") if getattr(self, flag)]
+        if not flags or self.sleep_level:
+            return []
+        return [
+            f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "
+            "its memory; use --sleep_level 2 to let them take turns"
         ]
 
     def to_config(self) -> GRPOConfig:

@@ -52,7 +52,7 @@ args=(
     --vllm_max_model_len 512
     --vllm_gpu_memory_utilization 0.3
     --vllm_enforce_eager true       # GPUs: leave it out, CUDA graphs are faster
-    --sleep_level 0                 # GPUs: 1 or 2, and offload_model and offload_optimizer, when memory is short
+    --sleep_level 0                 # GPUs: 1 or 2; offload_model, offload_optimizer, offload_grad: what may make room
     --offload_model false
     --offload_optimizer false
 

@@ -41,8 +41,9 @@ args=(
     --vllm_gpu_memory_utilization 0.6
     --vllm_max_model_len 6144       # max_length + max_completion_length
     --sleep_level 2
-    --offload_model true            # the trainer's weights and optimizer leave the GPU while vLLM generates
+    --offload_model true            # what may leave the GPU while vLLM generates; nothing does while everything fits
     --offload_optimizer true
+    --offload_grad true
 
     --num_train_epochs 1
     --lr 1e-6

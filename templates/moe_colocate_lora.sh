@@ -44,7 +44,7 @@ args=(
     --vllm_gpu_memory_utilization 0.4
     --vllm_max_model_len 6144
     --sleep_level 1
-    --offload_model true
+    --offload_model true            # may leave the GPU while vLLM generates; nothing does while everything fits
 
     --num_train_epochs 1
     --lr 1e-5

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 
 import torch
@@ -93,7 +94,8 @@ class LocalVllm:
 
     def _wake(self, tag: str) -> None:
         try:
-            self._engine.engine.wake_up(tags=[tag])
+            with _cache_kept():
+                self._engine.engine.wake_up(tags=[tag])
         except RuntimeError as error:
             free = torch.cuda.mem_get_info()[0] / GIB
             raise RuntimeError(
@@ -105,7 +107,8 @@ class LocalVllm:
     def sleep(self) -> None:
         if self._sleep_level:
             self._engine.engine.reset_prefix_cache()
-            vllm_sleep(self._engine.engine, self._sleep_level)
+            with _cache_kept():
+                vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)
             self._asleep = True
             if self._sleep_level == 2:
@@ -113,6 +116,21 @@ class LocalVllm:
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
+
+
+@contextmanager
+def _cache_kept() -> Iterator[None]:
+    """vLLM makes torch give all cached memory back to the driver, a hundred and more calls that wait for the GPU, and
+    training then asks for the same memory again. Residency empties the cache where the memory is needed."""
+    emptying = torch.cuda.empty_cache, torch.accelerator.empty_cache
+    torch.cuda.empty_cache = torch.accelerator.empty_cache = _no_emptying
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache, torch.accelerator.empty_cache = emptying
+
+
+def _no_emptying() -> None: ...
 
 
 def memory_to_start(config: VllmConfig) -> int:

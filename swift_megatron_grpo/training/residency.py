@@ -175,7 +175,7 @@ def cheapest(shortage: int, sizes: Mapping[str, int]) -> list[str]:
 
 def _story(needed: int, free: int, leaving: Sequence[str], missing: int) -> str:
     story = (
-        f"to wake up vLLM needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB of the GPU are free: "
+        f"vLLM needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB of the GPU are free: "
         f"{' and '.join(leaving) or 'nothing'} of the trainer leaves it"
     )
     if missing <= 0:

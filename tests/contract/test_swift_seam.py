@@ -55,6 +55,7 @@ def upstream() -> dict[str, Any]:
         from swift.cli import main as swift_cli
         from swift.cli._megatron.main import ROUTE_MAPPING
         import swift.megatron.trainers as trainers
+        from vllm.device_allocator.cumem import CuMemAllocator
         from mcore_bridge import GPTBridge
         from mcore_bridge.model.gpt_model import GPTModel
 
@@ -81,6 +82,8 @@ def upstream() -> dict[str, Any]:
             "_postprocess": source(GPTModel._postprocess),
             "export_weights": parameters(GPTBridge.export_weights),
             "infer": parameters(GRPOVllmEngine.infer),
+            "get_current_usage": source(CuMemAllocator.get_current_usage),
+            "cumem_sleep": source(CuMemAllocator.sleep),
         }
         """
     )
@@ -193,6 +196,13 @@ def test_the_engine_infers() -> None:
         "use_tqdm",
         "adapter_request",
     ]
+
+
+def test_vllms_allocator_counts_what_it_maps_and_empties_torchs_cache() -> None:
+    """A sleeping engine counts too: generation/local.py asks what it will take when it wakes up."""
+    assert "for ptr, data in self.pointer_to_data.items()" in upstream()["get_current_usage"]
+    assert "asleep" not in upstream()["get_current_usage"]
+    assert "torch.cuda.empty_cache()" in upstream()["cumem_sleep"]
 
 
 # ---- what register() does to it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from scripts.check_layouts import fixed_samples, megatron_torn_down
 from swift_megatron_grpo.config import LossConfig, ResidencyConfig
+from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.weights.export import export_weights
@@ -62,6 +64,7 @@ class Run:
         self.trainer = MegatronRLHF(flags).prepare_trainer()
         self.trainer.setup_model_training()
         self.engine = self.trainer.build_engine()
+        self.reference = self.trainer._reference(self.engine, Coordinator(timedelta(minutes=5)))
         self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
         self.decisions: list[str] = []
         trainer = self.trainer
@@ -79,7 +82,7 @@ class Run:
 
     def step(self, seed: int) -> Step:
         """As loop.py goes through the phases, the old log-probs computed as well."""
-        residency, reference, left = self.residency, self.trainer.reference, {}
+        residency, reference, left = self.residency, self.reference, {}
         samples = fixed_samples(self.trainer.config.padded_vocab_size, 8, seed)
         residency.make_room(sum(group.nbytes() for group in residency.groups.values()))
         left["room made"] = self.bytes_of_tensors()
@@ -93,7 +96,7 @@ class Run:
             samples[index].old_logprobs = values.logprobs
         left["inference"] = self.bytes_of_tensors()
         residency.for_reference()
-        for index, values in reference.infer(self.engine, samples).items():
+        for index, values in reference.infer(samples).items():
             samples[index].ref_logprobs = values.logprobs
         left["reference"] = self.bytes_of_tensors()
         residency.for_training()

@@ -37,7 +37,7 @@ def test_what_a_phase_does_not_read_holds_no_memory(ranks: Ranks, what: str, ran
     for step in told["left"]:
         for phase, here in HERE.items():
             assert {kind for kind in kinds if step[phase][kind]} == here & kinds, phase
-    for step in told["stayed"]:
+    for step in told["stayed"][1:]:  # Adam makes its states in the first one
         for phase in list(HERE)[1:]:
             assert all(step[phase][kind] for kind in kinds)
 
