@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -203,6 +204,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.kind == "report":
         write_page(REPOSITORY)
         return 0
+    # So that `timeout` takes the processes that were started along: they are in sessions of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: terminated"))
     return run(args)
 
 

@@ -21,7 +21,7 @@ bench() {
     fi
     if [ -n "${DRY:-}" ]; then
         shape=toy
-        smaller=(--dtype float32 --rounds 1 --steps 2 --lengths lognormal:12:0.9:32 --prompts constant:48)
+        smaller=(--dtype float32 --rounds 1 --steps 2 --lengths constant:16 --prompts constant:48)
         [ "$kind" = train ] || smaller+=(--flags "--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3")
     fi
     echo "== $name"

@@ -24,6 +24,7 @@ from .results import ARMS, Process, Run, merge_ranks
 SCRIPTS = Path(__file__).parents[1]
 PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
+PATIENCE = 45  # seconds for torchrun to end its ranks
 LONGEST_ANSWER = 400  # characters of a failure's reason
 
 
@@ -173,10 +174,24 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With its ranks: it is the leader of a session of its own."""
+    """With its ranks. Those are in sessions of their own, and torchrun, told politely, ends them within 30 seconds."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    until = time.monotonic() + PATIENCE
+    while _group_lives(process.pid) and time.monotonic() < until:
+        process.poll()
+        time.sleep(0.1)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _reason(log: str) -> str:

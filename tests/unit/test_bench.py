@@ -193,3 +193,13 @@ def test_the_committed_page_is_that_of_the_committed_files() -> None:
     again = "run python scripts/bench.py report"
     assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), again
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), again
+
+
+def test_the_train_phase_on_one_cpu_rank_is_half_as_fast_again_as_ms_swifts() -> None:
+    """As measured; tests/e2e/test_bench.py measures anew."""
+    run = Run.read(REPOSITORY / "benchmarks" / "cpu" / "train-tiny.json")
+    (best,) = (each for each in run.comparisons() if each.what == "each at its best")
+    assert best.ratio >= 1.5
+    assert len(best.ours.steps) >= 5 and len(best.stock.steps) >= 5
+    assert len(run.settings("stock")) >= 3  # its best of several
+    assert best.ours.steps[0].grad_norm == pytest.approx(best.stock.steps[0].grad_norm, rel=1e-4)

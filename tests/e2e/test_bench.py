@@ -1,0 +1,29 @@
+"""scripts/bench.py on this machine: both arms through the command line, the same work, and ours faster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path) -> None:
+    results = tmp_path / "here.json"
+    command = [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), "train", "--json", str(results),
+               "--work", str(tmp_path / "work"), "--shape", "tiny", "--completions", "32", "--generations", "4",
+               "--lengths", "lognormal:48:0.9:192", "--dtype", "float32", "--ours", "tokens1024", "--stock", "mbs8",
+               "--steps", "4", "--rounds", "2"]  # fmt: skip
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=850)
+    assert done.returncode == 0, done.stdout
+    processes = json.loads(results.read_text())["processes"]
+    assert [each["arm"] for each in processes] == ["ours", "stock", "ours", "stock"]
+    norms = [[step["grad_norm"] for step in each["steps"]] for each in processes]
+    assert all(of_process == pytest.approx(norms[0], rel=1e-4) for of_process in norms)
+    assert float(done.stdout.split("ratio")[-1]) >= 1.5, done.stdout
