@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.live_memory import peak_bytes
+from scripts.bench_head import peak_bytes
 from swift_megatron_grpo.training.chunks import rows_per_chunk
 from swift_megatron_grpo.training.fused_head import Head, fused_log_probs
 from swift_megatron_grpo.training.products import add_d_weight_
