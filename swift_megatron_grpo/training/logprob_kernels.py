@@ -5,8 +5,6 @@ softmax_rows.py says what they compute. Imported on CUDA only.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -52,15 +50,15 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _sums_of_rows(
-    logits: Any,  # [rows, columns]
-    targets: Any,  # [rows] int64
-    sums: Any,  # [3 or 4, rows] fp32, out
-    rows: Any,
-    columns: Any,
-    real: Any,
-    first: Any,
-    inverse_temperature: Any,
+def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotations too: constexpr is all it takes
+    logits,  # [rows, columns]
+    targets,  # [rows] int64
+    sums,  # [3 or 4, rows] fp32, out
+    rows,
+    columns,
+    real,
+    first,
+    inverse_temperature,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -96,17 +94,17 @@ def _sums_of_rows(
 
 
 @triton.jit
-def _to_gradient(
-    logits: Any,  # [rows, columns], in and out
-    targets: Any,  # [rows] int64
-    peaks: Any,  # [rows] fp32
-    log_totals: Any,  # [rows] fp32
-    entropies: Any,  # [rows] fp32
-    upstream: Any,  # [rows, 1 or 2] fp32
-    columns: Any,
-    real: Any,
-    first: Any,
-    inverse_temperature: Any,
+def _to_gradient(  # type: ignore[no-untyped-def]
+    logits,  # [rows, columns], in and out
+    targets,  # [rows] int64
+    peaks,  # [rows] fp32
+    log_totals,  # [rows] fp32
+    entropies,  # [rows] fp32
+    upstream,  # [rows, 1 or 2] fp32
+    columns,
+    real,
+    first,
+    inverse_temperature,
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
