@@ -93,7 +93,7 @@ def test_the_weight_gradient_is_added_in_place() -> None:
     left = torch.randn(256, V, device="cuda").bfloat16()
     right = torch.randn(256, H, device="cuda").bfloat16()
     total = torch.ones(V, H, device="cuda")
-    add_d_weight_(total, left[:, :64], right)  # cuBLAS takes its workspace now
+    add_d_weight_(total, left, right)  # cuBLAS takes its workspace now
     total.fill_(1)
     assert peak_bytes(lambda: add_d_weight_(total, left, right)) < 2**20
     expected = 1 + left.double().T @ right.double()
