@@ -11,20 +11,13 @@ import torch
 
 # 4,352 rows of 152k bf16 logits: products of that size run at the GPU's full rate.
 _CUDA_BYTES = 5 * 2**28
-_CPU_BYTES = 2**26
-_TILE = 128  # rows; what matrix products are cut into
+_CPU_BYTES = 2**28
+_TILE = 128  # rows; what a GPU cuts matrix products into
 
 
 def rows_per_chunk(rows: int, columns: int, dtype: torch.dtype, on_cuda: bool) -> int:
     """At least 1. Chunks of about equal size, so that the last one is not a product of a few rows."""
-    if on_cuda:
-        tile, row_bytes, budget = _TILE, columns * dtype.itemsize, _CUDA_BYTES
-    else:
-        tile, row_bytes, budget = (
-            1,
-            columns * torch.float32.itemsize,
-            _CPU_BYTES,
-        )  # there bf16 logits are copied to fp32
-    most = max(tile, budget // row_bytes // tile * tile)
+    tile, budget = (_TILE, _CUDA_BYTES) if on_cuda else (1, _CPU_BYTES)
+    most = max(tile, budget // (columns * dtype.itemsize) // tile * tile)
     equal = math.ceil(rows / max(1, math.ceil(rows / most)))
     return max(tile, math.ceil(equal / tile) * tile)

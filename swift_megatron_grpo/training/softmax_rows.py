@@ -17,7 +17,7 @@ c: rows; v: vocabulary columns of this rank, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,13 @@ def sums_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabu
         from swift_megatron_grpo.training import logprob_kernels
 
         return logprob_kernels.sums_of_rows(logits, targets, vocabulary, entropy)
-    local = targets - vocabulary.first
+    sums = torch.empty(4 if entropy else 3, len(logits), device=logits.device)
+    for part in _that_fit_a_cache(logits):
+        sums[:, part] = _sums_in_torch(logits[part], targets[part] - vocabulary.first, vocabulary, entropy)
+    return sums
+
+
+def _sums_in_torch(logits: torch.Tensor, local: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> torch.Tensor:
     here = (local >= 0) & (local < vocabulary.real)
     index = local.clamp(0, logits.shape[1] - 1)
     target = logits.gather(1, index[:, None])[:, 0].float().masked_fill(~here, LOWEST)
@@ -118,17 +124,29 @@ def to_gradient_(
         from swift_megatron_grpo.training import logprob_kernels
 
         return logprob_kernels.to_gradient_(logits, targets, stats, upstream, vocabulary)
+    for part in _that_fit_a_cache(logits):
+        local = targets[part] - vocabulary.first
+        _to_gradient_in_torch_(logits[part], local, stats.of(part), upstream[part], vocabulary)
+    return logits
+
+
+def _to_gradient_in_torch_(
+    logits: torch.Tensor, local: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
+) -> None:
     of_logprob, of_entropy = upstream[:, :1], upstream[:, 1:]
     columns = logits[:, : vocabulary.real]
     logp = torch.sub(columns, stats.peak[:, None]).div_(vocabulary.temperature).sub_(stats.log_total[:, None])
-    grad = logp.exp()  # p, and from here on the gradient by s
     if stats.entropy is None:
-        grad *= -of_logprob
+        grad = logp.exp_().mul_(-of_logprob)  # by s, as long as it is not divided by the temperature
     else:
-        grad *= logp.clamp_(min=LOWEST).add_(stats.entropy[:, None]).mul_(-of_entropy).sub_(of_logprob)
-    local = targets - vocabulary.first
+        grad = logp.exp().mul_(logp.clamp_(min=LOWEST).add_(stats.entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
     here = ((local >= 0) & (local < vocabulary.real)).nonzero()[:, 0]
     grad[here, local[here]] += of_logprob[here, 0]
     columns.copy_(grad.div_(vocabulary.temperature))
     logits[:, vocabulary.real :] = 0
-    return logits
+
+
+def _that_fit_a_cache(logits: torch.Tensor) -> Iterator[slice]:
+    """Rows at a time: their fp32 copies are made and used within a CPU core's cache."""
+    count = max(1, 2**17 // logits.shape[1])
+    return (slice(begin, begin + count) for begin in range(0, len(logits), count))

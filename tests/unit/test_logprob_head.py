@@ -154,6 +154,16 @@ def test_a_frozen_weight_changes_no_number(k: int, entropy: bool) -> None:
     assert k == 0 or error(rows.grad, expected.double()) < 1e-6
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_backward_twice_through_a_retained_graph(trained: bool) -> None:
+    """The first one overwrites the logits that forward left behind."""
+    rows, weight, targets = inputs()
+    weight.requires_grad_(trained)
+    loss = (fused_log_probs(rows, weight, targets, head(trained)) * upstream(1 + trained)).sum()
+    first = torch.autograd.grad(loss, rows, retain_graph=True)
+    assert torch.equal(torch.autograd.grad(loss, rows)[0], first[0])
+
+
 def test_frozen_in_bf16_confident_rows_keep_their_gradient() -> None:
     """Where p of the target is nearly 1, its 1 - p must not be lost in bf16's rounding of p."""
     rows, weight, targets = inputs(torch.bfloat16)

@@ -1,10 +1,11 @@
-"""The Triton kernels in Triton's interpreter. On a GPU: tests/gpu/test_head.py."""
+"""The Triton kernels without a GPU: in Triton's interpreter, and compiled. On a GPU: tests/gpu/test_head.py."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,17 @@ from tests.e2e.runs import REPOSITORY
 pytest.importorskip("triton")
 
 
-def test_kernels_in_the_interpreter_compute_what_torch_computes() -> None:
+def run(arguments: list[str], **environment: str) -> str:
     # In a process of its own: whether to interpret is decided when triton is imported.
-    done = subprocess.run([sys.executable, "-m", "tests.unit.kernel_cases"], cwd=REPOSITORY, capture_output=True,
-                          text=True, env={**os.environ, "TRITON_INTERPRET": "1"})  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "tests.unit.kernel_cases", *arguments], cwd=REPOSITORY, text=True,
+                          capture_output=True, env={**os.environ, **environment})  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip().endswith(" cases")
+    return done.stdout.strip()
+
+
+def test_in_the_interpreter_they_compute_what_torch_computes() -> None:
+    assert run([], TRITON_INTERPRET="1").endswith(" cases")
+
+
+def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+    assert run(["compile"], TRITON_CACHE_DIR=str(tmp_path)) == "compiled"

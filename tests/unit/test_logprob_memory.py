@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.live_memory import peak_bytes
+from scripts.bench_head import peak_bytes
 from swift_megatron_grpo.training.chunks import rows_per_chunk
 from swift_megatron_grpo.training.fused_head import Head, fused_log_probs
 from swift_megatron_grpo.training.softmax_rows import Vocabulary
@@ -29,7 +29,7 @@ def test_on_cuda_a_chunk_of_a_large_vocabulary_has_4k_to_8k_rows() -> None:
 def test_chunks_are_within_bounds_and_about_equal(rows: int, columns: int, dtype: torch.dtype, on_cuda: bool) -> None:
     size = rows_per_chunk(rows, columns, dtype, on_cuda)
     tile = 128 if on_cuda else 1
-    bound = 5 * 2**28 if on_cuda else 2**26
+    bound = 5 * 2**28 if on_cuda else 2**28
     assert size >= 1 and size % tile == 0
     assert size == tile or size * columns * dtype.itemsize <= bound
     if rows > size:
