@@ -93,3 +93,9 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """In-place sum over the world."""
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """In-place maximum over the world."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

@@ -19,14 +19,25 @@ from swift_megatron_grpo.types import Sample
 class Normalisers:
     """Counts over the whole optimizer step: all ranks, all micro batches. Losses and metrics divide by them."""
 
-    sequences: int  # with at least one trained token
+    sequences: int  # with at least one trained token; metrics divide by these
     tokens: int  # trained tokens
     completions: int  # all samples of the step
+    loss_sequences: int  # with those that --overlong_filter leaves out; losses divide by these
+    loss_tokens: int
+    loss_groups: int  # groups of these sequences
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
     trained = [sum(sample.completion_mask) for sample in samples]
-    return Normalisers(sequences=sum(t > 0 for t in trained), tokens=sum(trained), completions=len(samples))
+    in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
+    return Normalisers(
+        sequences=sum(t > 0 for t in trained),
+        tokens=sum(trained),
+        completions=len(samples),
+        loss_sequences=sum(t > 0 for t in in_loss),
+        loss_tokens=sum(in_loss),
+        loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,9 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the policy has not moved since the rollout
     ref_logprobs: torch.Tensor | None  # [m] fp32
     rollout_logprobs: torch.Tensor | None  # [m] fp32, as the engine said
+    selected: torch.Tensor | None  # [m] fp32, 0 where the policy loss leaves a token out
+    groups: torch.Tensor  # [s] which group a sequence is of, numbered within the micro batch
+    num_groups: int
     step: Normalisers
 
 
@@ -92,6 +106,7 @@ def collate(
         cp_order=order.to(device, non_blocking=True),
     )
     counts = [sum(sample.completion_mask) for sample in chosen]
+    number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     return MicroBatch(
         indices=tuple(indices),
         inputs=inputs,
@@ -101,6 +116,9 @@ def collate(
         old_logprobs=_per_token([s.old_logprobs for s in chosen], counts, "old", device),
         ref_logprobs=_per_token([s.ref_logprobs for s in chosen], counts, "reference", device),
         rollout_logprobs=_per_token([s.rollout_logprobs for s in chosen], counts, "rollout", device),
+        selected=_per_token([s.selected for s in chosen], counts, "selected", device),
+        groups=_long([number[sample.group] for sample in chosen], device),
+        num_groups=len(number),
         step=step,
     )
 
@@ -128,7 +146,7 @@ def _rows_held(rows: Sequence[int], held: Sequence[int]) -> list[tuple[int, int]
 
 
 def _per_token(
-    values: Sequence[list[float] | None], counts: Sequence[int], name: str, device: torch.device
+    values: Sequence[Sequence[float] | None], counts: Sequence[int], name: str, device: torch.device
 ) -> torch.Tensor | None:
     if all(v is None for v in values):
         return None
