@@ -94,6 +94,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
+            spare_prompts=self._prompts(train_dataset, settings.data.shuffle, spare=True),
             generation=generation,
             rewards=self.rewards,
             training=self.build_engine(),
@@ -107,9 +108,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         )
         return GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
 
-    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0) -> PromptSource:
+    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0, spare: bool = False) -> PromptSource:
         system = self.template.template_meta.default_system
-        return PromptSource(dataset, self.settings.data.seed, shuffle, system, taken)
+        seed, label = self.settings.data.seed, ""
+        if spare:  # far from the seeds of the epochs to come
+            seed, label = seed + 1_000_000, "spare-"
+        return PromptSource(dataset, seed, shuffle, system, taken, label)
 
     def build_engine(self) -> MegatronEngine:
         batch, packing = self.settings.batch, self.settings.packing

@@ -126,7 +126,9 @@ def parted_steps(draw: st.DrawFn) -> tuple[Step, list[list[int]]]:
     for group in groups:
         rng.shuffle(group)
     cut = rng.randint(1, len(groups) - 1)
-    return make_step(lengths, seed=rng.randint(0, 99)), [sum(groups[:cut], []), sum(groups[cut:], [])]
+    return make_step(lengths, seed=rng.randint(0, 99)), [
+        [i for g in part for i in g] for part in (groups[:cut], groups[cut:])
+    ]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -15,7 +15,7 @@ from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
 def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConfig) -> torch.Tensor:
-    """[m] -> [m]: truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and its masked kin (IcePop).
+    """[m] -> [m]: truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and IcePop, its masked kin.
 
     token_truncate     min(rho_t, C)
     token_mask         rho_t where rho_t <= C, else 0
@@ -50,8 +50,8 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(terms: Terms) -> Metrics:
-    """By ms-swift's names: how far the trainer's policy at generation is from the engine's. All are means over the step,
-    not of means over micro batches, so they do not depend on how completions were packed."""
+    """By ms-swift's names: how far the trainer's policy at generation is from the engine's. All are means over the
+    step, not of means over micro batches, so they do not depend on how completions were packed."""
     batch, rows = terms.batch, terms.rows
     rollout = batch.rollout_logprobs
     assert rollout is not None

@@ -13,7 +13,7 @@ from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
 def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, eq. 7, with DAPO's separate bounds (2503.14476, eq. 10):
+    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, eq. 7, with DAPO's two bounds (2503.14476, eq. 10):
 
         - min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
 
