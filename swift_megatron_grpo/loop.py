@@ -33,8 +33,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _NOTHING_TO_TRAIN = (
-    "no completion of this rollout is trained: --overlong_filter leaves out all of them, so loss and gradient are 0; "
-    "use a larger --max_completion_length"
+    "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a larger "
+    "--max_completion_length) or --bad_reward drop has left out all of them"
 )
 
 
@@ -72,6 +72,8 @@ class GRPOLoop:
         if not self._batches:
             metrics |= self._roll_out(timer)
         samples = self._batches.popleft()
+        if not any(any(sample.completion_mask) for sample in samples):
+            logger.warning(_NOTHING_TO_TRAIN)
         if self.config.top_entropy_quantile < 1:
             with timer("entropies"):
                 metrics |= self._select_tokens(samples)
@@ -105,8 +107,6 @@ class GRPOLoop:
         self.parts.log.append(self._weights_version, graded)
 
         samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
-        if not any(any(sample.completion_mask) for sample in samples):
-            logger.warning(_NOTHING_TO_TRAIN)
         batches = [samples[i : i + batch.global_batch_size] for i in range(0, len(samples), batch.global_batch_size)]
         batches, self._steps_to_skip = batches[self._steps_to_skip :], 0  # a resumed run has done the first ones
         # The first step after a rollout trains the very policy that generated: its old log-probs are its own.
@@ -150,7 +150,7 @@ class GRPOLoop:
         with timer("kl_in_reward"):
             policy = self.parts.training.infer(samples)
             reference = self.parts.reference.infer(self.parts.training, samples)
-            told = self._tell_all(divergences(policy, reference, self.config.kl.reward_estimator))
+            told = self._of_all_ranks(divergences(policy, reference, self.config.kl.reward_estimator))
         penalties = [told[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         metrics |= {"kl": sum(penalties) / len(penalties), "kl_per_token": sum(penalties) / max(tokens, 1)}
@@ -162,17 +162,14 @@ class GRPOLoop:
 
     def _select_tokens(self, samples: list[Sample]) -> dict[str, float]:
         values = self.parts.training.infer(samples, ("logprob", "entropy"))
-        told = self._tell_all({i: np.asarray(each.entropies, np.float32) for i, each in values.items()})
+        told = self._of_all_ranks({i: np.asarray(each.entropies, np.float32) for i, each in values.items()})
         threshold = entropy_threshold(told.values(), self.config.top_entropy_quantile)
         for index, entropies in told.items():
             select_tokens(samples[index], entropies, threshold)
         return {"entropy/entropy_threshold": threshold}
 
-    def _tell_all(self, values: dict[int, T]) -> dict[int, T]:
-        """Values by sample, from the ranks that have them to all. Of ranks that hold copies, one speaks."""
-        place = self.parts.training.parallel
-        mine = values if place.tp_rank == 0 and place.cp_rank == 0 else {}
-        return {index: value for part in self.parts.coordinator.all_gather(mine) for index, value in part.items()}
+    def _of_all_ranks(self, values: dict[int, T]) -> dict[int, T]:
+        return self.parts.coordinator.gather_samples(values, self.parts.training.parallel)
 
     def _generate_and_grade(self, prompts: Sequence[Prompt], num_generations: int, timer: PhaseTimer) -> list[Graded]:
         requests = [prompt for prompt in prompts for _ in range(num_generations)]
