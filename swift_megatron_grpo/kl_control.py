@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -11,6 +13,7 @@ from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import TokenValues
 
 _LARGEST_ERROR = 0.2
+_FILE = "kl_beta.json"  # in a checkpoint's folder
 
 
 class Beta:
@@ -29,6 +32,16 @@ class Beta:
     @property
     def adapts(self) -> bool:
         return self._target is not None
+
+    def save(self, folder: str) -> None:
+        Path(folder, _FILE).write_text(json.dumps({"beta": self.value}), encoding="utf-8")
+
+    def restore(self, folders: Iterable[str | None]) -> None:
+        """From the first checkpoint that knows it, so that a resumed run goes on with what it had reached."""
+        for folder in folders:
+            if folder is not None and Path(folder, _FILE).is_file():
+                self.value = float(json.loads(Path(folder, _FILE).read_text(encoding="utf-8"))["beta"])
+                return
 
     def observe(self, kl_per_token: float, completions: int) -> None:
         if self._target is not None:

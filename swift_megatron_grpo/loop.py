@@ -1,7 +1,8 @@
 """One step of GRPO, as prose:
 
 prompts -> generation -> grading -> (other prompts for groups that teach nothing) -> advantages -> samples -> (old and
-reference log-probs, where they are needed) -> Megatron forward, backward and update. The new weights travel to the engine when it generates next.
+reference log-probs, where they are needed) -> Megatron forward, backward and update. The new weights travel to the
+engine when it generates next.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
-from swift.utils import JsonlWriter, get_logger, is_last_rank, safe_snapshot_download
+from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
@@ -106,7 +106,16 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
         )
-        return GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+        loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+        if loop.beta.adapts and self.state.iteration > 0:
+            loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
+        return loop
+
+    def save_checkpoint(self) -> None:
+        super().save_checkpoint()
+        assert self.loop is not None
+        if self.loop.beta.adapts and is_master():
+            self.loop.beta.save(self.state.last_model_checkpoint)
 
     def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0, spare: bool = False) -> PromptSource:
         system = self.template.template_meta.default_system

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,6 +89,15 @@ def test_without_a_target_beta_stays() -> None:
     beta = Beta(0.1, KlConfig())
     beta.observe(10.0, 100)
     assert beta.value == 0.1 and not beta.adapts
+
+
+def test_a_resumed_run_goes_on_with_its_beta(tmp_path: Path) -> None:
+    reached, fresh = Beta(0.123, KlConfig(target=0.1)), Beta(0.04, KlConfig(target=0.1))
+    reached.save(str(tmp_path))
+    fresh.restore((None, str(tmp_path / "elsewhere")))
+    assert fresh.value == 0.04
+    fresh.restore((None, str(tmp_path)))
+    assert fresh.value == 0.123
 
 
 # ---- the threshold
