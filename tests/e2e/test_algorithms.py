@@ -49,13 +49,13 @@ def test_a_pipeline_trains_what_tensor_parallel_ranks_train(runs: dict[str, Fini
         names = [
             n for n, v in a.items() if isinstance(v, float) and not n.startswith(("time/", "train_speed", "memory"))
         ]
-        assert len(names) > 40
+        assert len(names) >= 36
         assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=2e-3, abs=1e-5)
 
 
 def test_the_reward_is_less_by_beta_times_the_kl(runs: dict[str, Finished]) -> None:
     rollouts = [step for step in runs["pp2"].log if "reward" in step]
-    assert rollouts[0]["kl"] == 0 and abs(rollouts[1]["kl"]) > 0.01
+    assert abs(rollouts[0]["kl"]) < 1e-5 and abs(rollouts[1]["kl"]) > 0.01
     for step in rollouts:
         said = step["rewards/EverySecond/mean"]
         assert step["reward"] == pytest.approx(said - step["kl_beta"] * step["kl"], abs=1e-5)
