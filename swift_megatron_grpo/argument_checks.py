@@ -288,14 +288,6 @@ def check_plugin_files(paths: Sequence[str]) -> None:
 # ---- generation, training
 
 
-def check_group_size(num_generations: int) -> None:
-    if num_generations < 2:
-        raise ValueError(
-            f"num_generations ({num_generations}) must be at least 2: an advantage compares the completions of a "
-            "prompt, and would always be 0; use --num_generations 8"
-        )
-
-
 def check_lengths(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> None:
     if max_completion_length < 1:
         raise ValueError(

@@ -19,12 +19,9 @@ class Refusal:
     stock: bool = True  # ms-swift's own trainer does it
 
 
-_ALGORITHM = "only the grpo loss with group advantages exists so far"
-_CORRECTION = "corrections for the difference between rollout and training policy are not there yet"
 _TEACHER = "distillation from a teacher is not there yet"
 _TURNS = "rollouts of several turns and environments are not there yet"
 _SERVER = "generation behind a server is not there yet"
-_ENTROPY = "entropies are not computed yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not there yet"
 _OVERLAP = "this overlap is not there yet"
@@ -34,19 +31,6 @@ _LENGTHS = "this trainer's packed micro batches differ in length"
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
-    "loss_type": Refusal((None, "grpo"), _ALGORITHM),
-    "advantage_estimator": Refusal(("grpo",), _ALGORITHM),
-    "scale_rewards": Refusal((None, "group", "batch", "none"), _ALGORITHM),
-    "importance_sampling_level": Refusal(("token",), _ALGORITHM),
-    "delta": Refusal((None,), _ALGORITHM),
-    "kl_in_reward": Refusal((None, False), "the KL term is part of the loss"),
-    "dynamic_sample": Refusal((False,), "groups of equal rewards are not sampled again yet"),
-    "overlong_filter": Refusal((False,), "truncated completions are trained like any other"),
-    "top_entropy_quantile": Refusal((1.0,), _ENTROPY),
-    "log_entropy": Refusal((False,), _ENTROPY),
-    "rollout_importance_sampling_mode": Refusal((None,), _CORRECTION),
-    "log_rollout_offpolicy_metrics": Refusal((False,), _CORRECTION),
-    "off_policy_sequence_mask_delta": Refusal((None,), _CORRECTION),
     "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
     "calculate_per_token_loss": Refusal((False, None), "losses come normalised over the whole step"),
     "loss_scale": Refusal(
@@ -145,6 +129,12 @@ USED_HERE = _flags(
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
     rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model
+    loss_type importance_sampling_level delta dual_clip tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range
+    fipo_clip_high_only fipo_safety_threshold entropy_coef log_entropy top_entropy_quantile
+    advantage_estimator scale_rewards kl_in_reward kl_estimator kl_target kl_horizon
+    dynamic_sample max_resample_times overlong_filter
+    rollout_importance_sampling_mode rollout_importance_sampling_threshold log_rollout_offpolicy_metrics
+    off_policy_sequence_mask_delta
     temperature top_k top_p repetition_penalty stop_words max_completion_length
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
     vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
@@ -214,8 +204,7 @@ NO_EFFECT = _flags(
     max_pixels norm_bbox freeze_llm freeze_vit freeze_aligner vit_gradient_checkpointing
     vit_gradient_checkpointing_kwargs vit_attn_impl padding_side sequence_parallel_size lazy_tokenize
 
-    tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold
-    max_resample_times rollout_importance_sampling_threshold teacher_tag_key teacher_kl_coef
+    teacher_tag_key teacher_kl_coef
     _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha completion_length_limit_scope
     shuffle_buffer_size packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage

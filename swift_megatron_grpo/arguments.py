@@ -18,21 +18,28 @@ from swift.rewards import orms
 from swift.utils import get_dist_setting, import_external_file
 
 from swift_megatron_grpo import __version__
+from swift_megatron_grpo import algorithm_checks as algorithm
 from swift_megatron_grpo import argument_checks as checks
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
 from swift_megatron_grpo.config import (
     CompletionLogConfig,
+    CorrectionConfig,
     DataConfig,
+    Estimator,
+    FipoConfig,
     GradingConfig,
     GRPOConfig,
+    KlConfig,
+    KlEstimator,
     LayoutConfig,
     LossConfig,
     PackingConfig,
     ReferenceConfig,
     ResidencyConfig,
     SamplingConfig,
+    SapoConfig,
     VllmConfig,
 )
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
@@ -56,6 +63,50 @@ class GRPOArguments(MegatronRLHFArguments):
             "help": "What happens when a completion gets no valid reward: every reward function returned None, or one "
             "returned NaN or infinity. stop: the run stops and names the function and the completion. drop: the "
             "completion is left out of its group's statistics and is not trained. Default: stop."
+        },
+    )
+
+    advantage_estimator: Estimator = field(
+        default="grpo",
+        metadata={
+            "help": "The baseline of a reward. grpo: the mean of the prompt's completions. rloo: the mean of the "
+            "others. reinforce_plus_plus: as grpo, scaled over the batch; the paper calls it REINFORCE++-baseline. "
+            "reinforce_plus_plus_plain: the mean of the whole rollout, the paper's REINFORCE++; with it "
+            "num_generations may be 1. The first three are ms-swift's. Default: grpo."
+        },
+    )
+    kl_estimator: KlEstimator | None = field(
+        default=None,
+        metadata={
+            "help": "How the KL to the reference is estimated per token: k1 is log(pi/ref), abs its absolute value, "
+            "k2 half its square, k3 is ref/pi - 1 - log(ref/pi). Default: as ms-swift, k3 in the loss and k1 in "
+            "the reward (--kl_in_reward)."
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={
+            "help": "KL per token that beta is adapted to: it grows while the measured KL is above, and shrinks while "
+            "it is below. --beta is where it starts. Default: none, beta is fixed."
+        },
+    )
+    kl_horizon: int = field(
+        default=10000,
+        metadata={"help": "Completions over which --kl_target adapts beta; more is slower. Default: 10000."},
+    )
+    dual_clip: float | None = field(
+        default=None,
+        metadata={
+            "help": "Bound of the loss where the advantage is negative: at most this times its size, however large "
+            "the ratio. Above 1 + epsilon_high; 3 is usual. --delta is ms-swift's flag for the same bound. Default: "
+            "none."
+        },
+    )
+    entropy_coef: float = field(
+        default=0.0,
+        metadata={
+            "help": "Weight of an entropy bonus: the loss is lowered by this times the policy's entropy, averaged as "
+            "the loss is. Default: 0, no bonus."
         },
     )
 
@@ -124,6 +175,9 @@ class GRPOArguments(MegatronRLHFArguments):
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
         self._check_what_is_typed()
+        for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
+            if getattr(self, flag) is None:  # ms-swift would, for its own estimators, and refuse ours
+                setattr(self, flag, value)
         existing = _with_parents(Path(self.output_dir or "megatron_output").expanduser())
         try:
             super().__post_init__()
@@ -148,8 +202,8 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_layout,
                 self._check_interleaving,
                 self._check_reference,
-                lambda: checks.check_group_size(self.num_generations),
                 lambda: checks.check_iterations(self.num_iterations),
+                self._check_algorithm,
                 self._check_micro_batches,
                 lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
@@ -165,7 +219,9 @@ class GRPOArguments(MegatronRLHFArguments):
 
     def check_adopted(self) -> None:
         """For arguments that ms-swift's own class has parsed: what __post_init__ would have refused."""
-        checks.check_all([self._check_flags, self._check_layout, self._check_modality, self._check_rewards])
+        checks.check_all(
+            [self._check_flags, self._check_layout, self._check_modality, self._check_algorithm, self._check_rewards]
+        )
 
     def _check_flags(self) -> None:
         problems = refusals({each.name: getattr(self, each.name) for each in fields(self)}, _STOCK_TRAINER)
@@ -258,6 +314,9 @@ class GRPOArguments(MegatronRLHFArguments):
         checks.check_micro_batches(
             self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
         )
+
+    def _check_algorithm(self) -> None:
+        algorithm.check_algorithm(algorithm.flags_of(vars(self)))
 
     def _check_rewards(self) -> None:
         checks.check_reward_functions(self.reward_funcs, orms)
@@ -361,6 +420,7 @@ class GRPOArguments(MegatronRLHFArguments):
             *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),
             *plan.notes,
             *self._offload_notes(),
+            *algorithm.notes(algorithm.flags_of(vars(self))),
         ]
 
     def _offload_notes(self) -> list[str]:
@@ -396,17 +456,14 @@ class GRPOArguments(MegatronRLHFArguments):
                 reward_weights=tuple(map(float, weights)),
                 scale_rewards=self.scale_rewards,
                 bad_reward=self.bad_reward,
+                estimator=self.advantage_estimator,
+                overlong_filter=self.overlong_filter,
+                max_resample_times=self.max_resample_times if self.dynamic_sample else 0,
             ),
             packing=PackingConfig(
                 self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
             ),
-            loss=LossConfig(
-                name=self.loss_type,
-                epsilon_low=self.epsilon,
-                epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-                beta=self.beta,
-                temperature=self.temperature,
-            ),
+            loss=self._loss_config(),
             reference=ReferenceConfig(self.beta, frozen_copy, self.reference_layout()),
             residency=ResidencyConfig(self.offload_model, self.offload_optimizer, self.offload_grad),
             log=CompletionLogConfig(
@@ -416,6 +473,40 @@ class GRPOArguments(MegatronRLHFArguments):
                 unique_prompts=bool(self.wandb_log_unique_prompts),
             ),
             seed=self.seed,
+            kl=KlConfig(
+                in_reward=bool(self.kl_in_reward) and self.beta != 0,
+                reward_estimator=self.kl_estimator or "k1",
+                target=self.kl_target,
+                horizon=self.kl_horizon,
+            ),
+            top_entropy_quantile=self.top_entropy_quantile,
+        )
+
+    def _loss_config(self) -> LossConfig:
+        return LossConfig(
+            name=self.loss_type,
+            epsilon_low=self.epsilon,
+            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            beta=self.beta,
+            temperature=self.temperature,
+            level=self.importance_sampling_level,
+            delta=self.delta,
+            dual_clip=self.dual_clip,
+            kl_estimator=self.kl_estimator or "k3",
+            entropy_coef=self.entropy_coef,
+            log_entropy=self.log_entropy,
+            max_completion_length=self.max_completion_length,
+            real_tau=self.real_tau,
+            sapo=SapoConfig(self.tau_pos, self.tau_neg),
+            fipo=FipoConfig(
+                self.fipo_decay_rate, self.fipo_clip_range, self.fipo_clip_high_only, self.fipo_safety_threshold
+            ),
+            correction=CorrectionConfig(
+                mode=self.rollout_importance_sampling_mode,
+                threshold=self.rollout_importance_sampling_threshold,
+                log_metrics=self.log_rollout_offpolicy_metrics,
+                mask_delta=self.off_policy_sequence_mask_delta,
+            ),
         )
 
     def _vllm_config(self, plan: BatchPlan) -> VllmConfig:

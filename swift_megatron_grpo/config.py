@@ -10,7 +10,11 @@ import torch
 from swift_megatron_grpo.batching import BatchPlan
 
 BadRewardPolicy = Literal["stop", "drop"]
-ScaleRewards = Literal["group", "batch", "none"]
+ScaleRewards = Literal["group", "batch", "none", "gdpo"]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+KlEstimator = Literal["k1", "abs", "k2", "k3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,33 @@ class GradingConfig:
     reward_weights: tuple[float, ...]  # one per reward function
     scale_rewards: ScaleRewards
     bad_reward: BadRewardPolicy
+    estimator: Estimator = "grpo"
+    overlong_filter: bool = False  # truncated completions are compared with the others, but not trained
+    max_resample_times: int = 0  # how often new prompts replace groups of equal rewards; 0: --dynamic_sample is off
+
+
+@dataclass(frozen=True, slots=True)
+class SapoConfig:
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class FipoConfig:
+    decay_rate: float = 32.0  # half-life, in tokens
+    clip_range: float | None = 0.2  # None or 0: the weight is not clipped
+    clip_high_only: bool = True
+    safety_threshold: float | None = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """For the difference between the policy that generated, in the engine, and the same policy in the trainer."""
+
+    mode: CorrectionMode | None = None
+    threshold: float = 2.0
+    log_metrics: bool = False
+    mask_delta: float | None = None  # --off_policy_sequence_mask_delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +93,17 @@ class LossConfig:
     epsilon_high: float
     beta: float  # weight of the KL to the reference; 0 means no reference exists
     temperature: float
+    level: RatioLevel = "token"
+    delta: float | None = None
+    dual_clip: float | None = None
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
+    log_entropy: bool = False
+    max_completion_length: int | None = None  # what dr_grpo divides by
+    real_tau: float = 0.5
+    sapo: SapoConfig = SapoConfig()
+    fipo: FipoConfig = FipoConfig()
+    correction: CorrectionConfig = CorrectionConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +145,16 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KlConfig:
+    """The KL to the reference beyond the loss."""
+
+    in_reward: bool = False  # subtracted from rewards, and no part of the loss
+    reward_estimator: KlEstimator = "k1"
+    target: float | None = None  # beta follows the KL towards it; None: beta is fixed
+    horizon: int = 10000  # completions over which it adapts
+
+
+@dataclass(frozen=True, slots=True)
 class DataConfig:
     seed: int
     shuffle: bool
@@ -132,3 +184,5 @@ class GRPOConfig:
     residency: ResidencyConfig
     log: CompletionLogConfig
     seed: int
+    kl: KlConfig = KlConfig()
+    top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

@@ -72,6 +72,11 @@ class Coordinator:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def gather_samples(self, values: dict[int, T], place: Parallel) -> dict[int, T]:
+        """Values by sample, from the ranks that have them to all. Of ranks that hold copies, one speaks."""
+        mine = values if place.tp_rank == 0 and place.cp_rank == 0 else {}
+        return {index: value for part in self.all_gather(mine) for index, value in part.items()}
+
     def all_gather_or_raise(self, work: Callable[[], T], what: str) -> list[T]:
         """Runs `work` on every rank and exchanges the results; if any rank failed, all ranks raise the same story."""
         outcome: tuple[T | None, Exception | None]
@@ -92,4 +97,10 @@ class Coordinator:
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """In-place sum over the world."""
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """In-place maximum over the world."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values

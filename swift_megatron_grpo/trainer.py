@@ -16,7 +16,7 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
-from swift.utils import JsonlWriter, get_logger, is_last_rank, safe_snapshot_download
+from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
@@ -115,6 +115,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
+            spare_prompts=self._prompts(train_dataset, settings.data.shuffle, spare=True),
             generation=generation,
             rewards=self.rewards,
             training=training,
@@ -126,11 +127,23 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
         )
-        return GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+        loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+        if loop.beta.adapts and self.state.iteration > 0:
+            loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
+        return loop
 
-    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0) -> PromptSource:
+    def save_checkpoint(self) -> None:
+        super().save_checkpoint()
+        assert self.loop is not None
+        if self.loop.beta.adapts and is_master():
+            self.loop.beta.save(self.state.last_model_checkpoint)
+
+    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0, spare: bool = False) -> PromptSource:
         system = self.template.template_meta.default_system
-        return PromptSource(dataset, self.settings.data.seed, shuffle, system, taken)
+        seed, label = self.settings.data.seed, ""
+        if spare:  # far from the seeds of the epochs to come
+            seed, label = seed + 1_000_000, "spare-"
+        return PromptSource(dataset, seed, shuffle, system, taken, label)
 
     def _reference(self, training: MegatronEngine, coordinator: Coordinator) -> Reference | None:
         if self.settings.reference.beta == 0:

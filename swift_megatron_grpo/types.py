@@ -65,4 +65,6 @@ class Sample:
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
     rollout_logprobs: list[float] | None = None  # [c]
+    selected: list[bool] | None = None  # [c] False: --top_entropy_quantile takes the token out of the policy loss
+    left_out: int = 0  # tokens --overlong_filter does not train; the loss's denominators count them, as in ms-swift
     extras: dict[str, Any] = field(default_factory=dict)  # model inputs beyond tokens (images)

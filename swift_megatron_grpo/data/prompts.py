@@ -23,6 +23,7 @@ class PromptSource:
         shuffle: bool,
         default_system: str | None = None,  # the template's, for rows that bring none
         taken: int = 0,
+        label: str = "",  # what tells this source's prompt ids from another's
     ) -> None:
         if len(rows) == 0:
             raise ValueError("the training dataset has no rows")
@@ -31,6 +32,7 @@ class PromptSource:
         self._shuffle = shuffle
         self._default_system = default_system
         self.taken = taken
+        self._label = label
         self._order_of_epoch = (-1, [0])
 
     def take(self, count: int) -> list[Prompt]:
@@ -41,7 +43,7 @@ class PromptSource:
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self._rows))
         row = self._order(epoch)[place]
-        return Prompt(prompt_id=f"{epoch}-{row}", row=self._with_system(self._rows[row]))
+        return Prompt(prompt_id=f"{self._label}{epoch}-{row}", row=self._with_system(self._rows[row]))
 
     def _with_system(self, row: dict[str, Any]) -> dict[str, Any]:
         messages = row["messages"]

@@ -1,6 +1,19 @@
-"""Completions -> rewards -> advantages. Ranks `score` a share each; `finish` needs whole groups."""
+"""Completions -> rewards -> advantages. Ranks `score` a share each; `compare` needs whole groups."""
 
-from swift_megatron_grpo.grading.results import BadReward, finish, reward_metrics
+from swift_megatron_grpo.grading.filters import Resampled, resample
+from swift_megatron_grpo.grading.results import BadReward, compare, finish, grade, penalise, reward_metrics
 from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, score
 
-__all__ = ["BadReward", "RewardError", "RewardFunctions", "finish", "reward_metrics", "score"]
+__all__ = [
+    "BadReward",
+    "Resampled",
+    "RewardError",
+    "RewardFunctions",
+    "compare",
+    "finish",
+    "grade",
+    "penalise",
+    "resample",
+    "reward_metrics",
+    "score",
+]

@@ -1,24 +1,25 @@
-"""Rewards -> advantages. Pure, in fp64, on plain floats."""
+"""Rewards -> advantages. Pure, in fp64, on plain floats.
+
+Groups are consecutive. A reward of None (see `--bad_reward`) is left out of every mean and spread and gets advantage 0;
+so does a completion that has no other to be compared with.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
+
 if TYPE_CHECKING:
-    from swift_megatron_grpo.config import ScaleRewards  # needs torch
+    from swift_megatron_grpo.config import Estimator, ScaleRewards  # needs torch
 
 _EPSILON = 1e-4  # ms-swift's
-_LARGEST = 3.4028234663852886e38  # what fp32, in which ms-swift holds rewards, does not call infinite
+_GDPO_EPSILON = 1e-8  # ms-swift's
+Rewards = Sequence[float | None]
 
 
-def usable(reward: float) -> bool:
-    """A number to compute with: neither NaN nor infinite."""
-    return abs(reward) <= _LARGEST
-
-
-def total_reward(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
+def total_reward(rewards: Rewards, weights: Sequence[float]) -> float | None:
     """Weighted sum over the functions that apply. None if none applies, or if one said NaN or infinity."""
     applying = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     if not applying or not all(usable(reward) for reward, _ in applying):
@@ -27,47 +28,76 @@ def total_reward(rewards: Sequence[float | None], weights: Sequence[float]) -> f
     return total if usable(total) else None
 
 
-def group_advantages(rewards: Sequence[float | None], num_generations: int, scale: ScaleRewards) -> list[float]:
-    """GRPO, https://arxiv.org/abs/2402.03300, eq. 4.1.2:  A = (r - mean of the group) / (std + 1e-4).
+def group_advantages(
+    rewards: Rewards, num_generations: int, scale: ScaleRewards, estimator: Estimator = "grpo"
+) -> list[float]:
+    """What is left of a reward after its baseline, divided by a spread + 1e-4.
 
-    Groups are consecutive. std is that of the group ("group"), of all rewards ("batch"), or 1 without the 1e-4 ("none",
-    https://arxiv.org/abs/2503.20783). A reward of None is left out of every mean and std and gets advantage 0; so does
-    a completion whose group has no other reward to compare with.
+    estimator                  baseline                              paper
+    grpo                       mean of the group                     https://arxiv.org/abs/2402.03300, section 4.1.2
+    rloo                       mean of the others of the group       https://arxiv.org/abs/2402.14740, eq. 8
+    reinforce_plus_plus        mean of the group                     https://arxiv.org/abs/2501.03262, "-baseline"
+    reinforce_plus_plus_plain  mean of all rewards, so one           https://arxiv.org/abs/2501.03262
+                               completion a prompt is enough
+
+    scale                      spread, the standard deviation of
+    group                      the group's rewards
+    batch                      all rewards; for reinforce_plus_plus, of what is left of all rewards
+    none                       1, without the 1e-4: https://arxiv.org/abs/2503.20783
     """
     if len(rewards) % num_generations:
         raise ValueError(f"{len(rewards)} rewards are no whole number of groups of {num_generations}")
-    everywhere = standard_deviation(valid(rewards))
-    advantages: list[float] = []
-    for start in range(0, len(rewards), num_generations):
-        group = rewards[start : start + num_generations]
-        spread = standard_deviation(valid(group)) if scale == "group" else everywhere
-        advantages += _advantages_of_group(group, None if scale == "none" else spread)
-    return advantages
+    groups = [rewards[start : start + num_generations] for start in range(0, len(rewards), num_generations)]
+    if estimator == "reinforce_plus_plus_plain":
+        left = _minus_mean(rewards)
+    else:
+        left = [each for group in groups for each in (_minus_others if estimator == "rloo" else _minus_mean)(group)]
+
+    if scale == "none":
+        return [each or 0.0 for each in left]
+    if scale == "group":
+        spreads = [spread for group in groups for spread in [standard_deviation(valid(group))] * len(group)]
+    else:
+        of_what = left if estimator == "reinforce_plus_plus" else rewards
+        spreads = [standard_deviation(valid(of_what))] * len(rewards)
+    return [0.0 if each is None else each / (spread + _EPSILON) for each, spread in zip(left, spreads, strict=True)]
 
 
-def _advantages_of_group(group: Sequence[float | None], spread: float | None) -> list[float]:
-    known = valid(group)
+def _minus_mean(rewards: Rewards) -> list[float | None]:
+    known = valid(rewards)
     if len(known) < 2:
-        return [0.0] * len(group)
+        return [None] * len(rewards)
     centre = mean(known)
-    divisor = 1.0 if spread is None else spread + _EPSILON
-    return [0.0 if reward is None else (reward - centre) / divisor for reward in group]
+    return [None if reward is None else reward - centre for reward in rewards]
 
 
-def valid(rewards: Sequence[float | None]) -> list[float]:
-    return [reward for reward in rewards if reward is not None]
+def _minus_others(rewards: Rewards) -> list[float | None]:
+    """r - (sum - r) / (n - 1) is n / (n - 1) times r - mean."""
+    count = len(valid(rewards))
+    return [None if each is None else each * count / (count - 1) for each in _minus_mean(rewards)]
 
 
-def mean(values: Sequence[float]) -> float:
-    """Exactly the value itself when all are equal, which a rounded sum does not promise."""
-    if min(values) == max(values):
-        return float(values[0])
-    return math.fsum(values) / len(values)
+def gdpo_advantages(
+    scores: Sequence[Rewards], rewards: Rewards, weights: Sequence[float], num_generations: int
+) -> list[float]:
+    """GDPO, https://arxiv.org/abs/2601.05242: every reward function is normalised within the group by itself, so that
+    one with large values does not drown the others; the weighted sum is normalised over the batch.
 
-
-def standard_deviation(values: Sequence[float]) -> float:
-    """With Bessel's correction. Of fewer than two values: 0."""
-    if len(values) < 2:
-        return 0.0
-    centre = mean(values)
-    return math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)
+    scores: [completion][function]. A completion whose total reward is None takes no part. A function that does not
+    apply to a completion, or to fewer than two of a group, contributes 0.
+    """
+    sums = [0.0 if reward is not None else None for reward in rewards]
+    for start in range(0, len(rewards), num_generations):
+        group = range(start, start + num_generations)
+        for function, weight in enumerate(weights):
+            column = [scores[i][function] if rewards[i] is not None else None for i in group]
+            spread = standard_deviation(valid(column)) + _GDPO_EPSILON
+            for i, left in zip(group, _minus_mean(column), strict=True):
+                so_far = sums[i]
+                if left is not None and so_far is not None:
+                    sums[i] = so_far + weight * left / spread
+    known = valid(sums)
+    if len(known) < 2:
+        return [0.0] * len(rewards)
+    centre, spread = mean(known), standard_deviation(known) + _GDPO_EPSILON
+    return [0.0 if each is None else (each - centre) / spread for each in sums]

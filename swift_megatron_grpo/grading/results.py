@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swift_megatron_grpo.grading.advantages import (
-    group_advantages,
-    mean,
-    standard_deviation,
-    total_reward,
-    usable,
-    valid,
-)
+from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages, total_reward
 from swift_megatron_grpo.grading.rewards import Scores, describe
+from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
 from swift_megatron_grpo.types import Graded, Rollout
 
 if TYPE_CHECKING:
@@ -27,14 +22,46 @@ class BadReward(RuntimeError):
     """A completion has no valid reward: every function said None, or one said NaN or infinity."""
 
 
-def finish(rollouts: Sequence[Rollout], scores: Scores, num_generations: int, config: GradingConfig) -> list[Graded]:
-    """Groups are consecutive and whole. Completions without a valid reward: see `--bad_reward`."""
+def grade(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
+    """Completions with their total rewards, without advantages yet. One without a valid reward: see `--bad_reward`."""
     rewards = [total_reward(row, config.reward_weights) for row in scores]
-    bad = [i for i, reward in enumerate(rewards) if reward is None]
-    if bad and (config.bad_reward == "stop" or len(bad) == len(rollouts)):
+    graded = [Graded(*each, advantage=0.0) for each in zip(rollouts, scores, rewards, strict=True)]
+    if config.bad_reward == "stop":
+        _refuse_bad(graded, config)
+    return graded
+
+
+def penalise(graded: Sequence[Graded], divergences: Sequence[float], beta: float) -> list[Graded]:
+    """reward - beta KL: what `--kl_in_reward` does before completions are compared."""
+    return [
+        each if each.reward is None else replace(each, reward=each.reward - beta * divergence)
+        for each, divergence in zip(graded, divergences, strict=True)
+    ]
+
+
+def compare(graded: Sequence[Graded], num_generations: int, config: GradingConfig) -> list[Graded]:
+    """Advantages. Groups are consecutive and whole."""
+    rewards = [each.reward for each in graded]
+    if all(reward is None for reward in rewards):
+        _refuse_bad(graded, config)
+    if config.scale_rewards == "gdpo":
+        scores = [each.rewards for each in graded]
+        advantages = gdpo_advantages(scores, rewards, config.reward_weights, num_generations)
+    else:
+        advantages = group_advantages(rewards, num_generations, config.scale_rewards, config.estimator)
+    return [replace(each, advantage=advantage) for each, advantage in zip(graded, advantages, strict=True)]
+
+
+def finish(rollouts: Sequence[Rollout], scores: Scores, num_generations: int, config: GradingConfig) -> list[Graded]:
+    """From scores to advantages, where nothing comes between."""
+    return compare(grade(rollouts, scores, config), num_generations, config)
+
+
+def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
+    bad = [i for i, each in enumerate(graded) if each.reward is None]
+    if bad:
+        rollouts, scores = [each.rollout for each in graded], [each.rewards for each in graded]
         raise BadReward(_complaint(bad, rollouts, scores, config))
-    advantages = group_advantages(rewards, num_generations, config.scale_rewards)
-    return [Graded(*each) for each in zip(rollouts, scores, rewards, advantages, strict=True)]
 
 
 def _complaint(bad: Sequence[int], rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> str:

@@ -20,14 +20,25 @@ from swift_megatron_grpo.types import Sample
 class Normalisers:
     """Counts over the whole optimizer step: all ranks, all micro batches. Losses and metrics divide by them."""
 
-    sequences: int  # with at least one trained token
+    sequences: int  # with at least one trained token; metrics divide by these
     tokens: int  # trained tokens
     completions: int  # all samples of the step
+    loss_sequences: int  # with those that --overlong_filter leaves out; losses divide by these
+    loss_tokens: int
+    loss_groups: int  # groups of these sequences
 
 
 def count(samples: Sequence[Sample]) -> Normalisers:
     trained = [sum(sample.completion_mask) for sample in samples]
-    return Normalisers(sequences=sum(t > 0 for t in trained), tokens=sum(trained), completions=len(samples))
+    in_loss = [tokens + sample.left_out for tokens, sample in zip(trained, samples, strict=True)]
+    return Normalisers(
+        sequences=sum(t > 0 for t in trained),
+        tokens=sum(trained),
+        completions=len(samples),
+        loss_sequences=sum(t > 0 for t in in_loss),
+        loss_tokens=sum(in_loss),
+        loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,9 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None  # [m] fp32; None: the policy has not moved since the rollout
     ref_logprobs: torch.Tensor | None  # [m] fp32
     rollout_logprobs: torch.Tensor | None  # [m] fp32, as the engine said
+    selected: torch.Tensor | None  # [m] fp32, 0 where the policy loss leaves a token out
+    groups: torch.Tensor  # [s] which group a sequence is of, numbered within the micro batch
+    num_groups: int
     step: Normalisers
 
 
@@ -85,6 +99,7 @@ def collate(
         return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     counts = tuple(sum(sample.completion_mask) for sample in chosen)
+    number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
     per_token = partial(_per_token, counts=counts, send=send)
     return MicroBatch(
         indices=tuple(indices),
@@ -104,6 +119,9 @@ def collate(
         old_logprobs=per_token([s.old_logprobs for s in chosen], name="old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], name="reference"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], name="rollout"),
+        selected=per_token([s.selected for s in chosen], name="selected"),
+        groups=send(torch.tensor([number[sample.group] for sample in chosen])),
+        num_groups=len(number),
         step=step,
     )
 
@@ -134,7 +152,7 @@ def _rows_held(rows: torch.Tensor, held: torch.Tensor, total: int) -> tuple[torc
 
 
 def _per_token(
-    values: Sequence[list[float] | None],
+    values: Sequence[Sequence[float] | None],
     counts: Sequence[int],
     send: Callable[[torch.Tensor], torch.Tensor],
     name: str,

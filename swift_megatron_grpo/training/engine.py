@@ -24,7 +24,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.parallel import sum_over_ranks
+from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.layer_losses import take_layer_losses
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
@@ -115,14 +115,28 @@ class MegatronEngine:
     def _sum_metrics(self, shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """One reduction a step. Shares of micro batches and data-parallel ranks add up; TP and CP ranks hold copies.
 
-        Only the last pipeline stage has shares, so only it knows the names.
+        Only the last pipeline stage has shares, so only it knows the names. Metrics named _max or _min take another
+        reduction, where there are any.
         """
         names = self._metric_names(sorted(shares[0]) if shares else None)
-        total = torch.zeros(len(names), dtype=torch.float64, device=torch.device(torch.cuda.current_device()))
+        extremes = [name for name in names if name.endswith(("_max", "_min"))]
+        names = [name for name in names if name not in extremes]
+        total = torch.zeros(len(names), dtype=torch.float64, device=_device())
         if shares:
             stacked = torch.stack([torch.stack([share[name].double() for name in names]) for share in shares])
             total = stacked.sum(0) / (self.parallel.tp_size * self.parallel.cp_size)
-        return dict(zip(names, sum_over_ranks(total).tolist(), strict=True))
+        summed = dict(zip(names, sum_over_ranks(total).tolist(), strict=True))
+        return {**summed, **self._extreme_metrics(extremes, shares)} if extremes else summed
+
+    def _extreme_metrics(self, names: list[str], shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """The largest or smallest of all micro batches and ranks; left out where none had a value."""
+        signs = [1.0 if name.endswith("_max") else -1.0 for name in names]
+        largest = torch.full((len(names),), -math.inf, dtype=torch.float64, device=_device())
+        for share in shares:
+            mine = torch.stack([sign * share[name].double() for sign, name in zip(signs, names, strict=True)])
+            largest = torch.maximum(largest, mine)
+        found = zip(names, signs, max_over_ranks(largest).tolist(), strict=True)
+        return {name: sign * value for name, sign, value in found if value != -math.inf}
 
     def _metric_names(self, mine: list[str] | None) -> list[str]:
         if self._names_group is None:
@@ -145,6 +159,10 @@ class MegatronEngine:
                 f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was "
                 f"updated, the last checkpoint is untouched. Megatron says: {error}"
             ) from error
+
+
+def _device() -> torch.device:
+    return torch.device(torch.cuda.current_device())
 
 
 def _scaled_loss(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_layouts import DENSE, MOE, Task, base_flags, launch, layout_tasks, task
+from scripts.check_layouts import DENSE, MOE, Layout, Task, base_flags, launch, layout_tasks, task
 from tests.e2e.runs import make_model
 
 TUNERS = ["full", "lora"]
@@ -36,6 +36,7 @@ REFERENCE_LAYOUTS = {
     ),
 }
 TIED_LAYOUTS = ["pp2", "dp2+overlap"]
+LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp4"]
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
 # subtracting fp32 weights costs no precision.
@@ -95,6 +96,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
             "folder": str(ranks.descent(kind)),
         }
         tasks[1] += layout_tasks(descent, ["one"])[1]
+    still = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
+    for name in ("one", *LOSS_LAYOUTS):
+        arguments = {"out": str(folder / "losses"), "layout": name}
+        arguments["flags"] = make_flags(ranks, "dense", "full", "float32", still)
+        tasks[Layout.parse(name).ranks].append(task("tests.dist.every_loss:main", **arguments))
     for kind, layout in (("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
                          ("moe", ["--expert_model_parallel_size", "2"])):  # fmt: skip
         flags = make_flags(ranks, kind, "lora", "bfloat16", layout)

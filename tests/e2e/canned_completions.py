@@ -31,7 +31,10 @@ class CannedCompletions:
     def _complete(self, prompt: Prompt, longest: int) -> Rollout:
         tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]
         text = bytes(tokens).decode()
-        return Rollout(prompt, [1, 2, 3], tokens, None, text, "stop", self.weights_version)
+        # Near the uniform distribution, as the random model is, but not as near as a real engine of its weights.
+        logprobs = [self._random.gauss(-5.56, 0.1) for _ in tokens]
+        reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
+        return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         assert sum(1 for _ in weights) > 0

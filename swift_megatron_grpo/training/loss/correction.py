@@ -1,0 +1,107 @@
+"""Rollout correction: the engine that generates and the trainer compute different probabilities of the same tokens.
+
+rho = pi_old / pi_rollout: what the trainer says of the tokens when they were generated, over what the engine said.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swift_megatron_grpo.config import CorrectionConfig
+from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
+from swift_megatron_grpo.training.loss.kl import k3
+from swift_megatron_grpo.training.loss.rows import Rows
+from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
+
+
+def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConfig) -> torch.Tensor:
+    """[m] -> [m]: truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and IcePop, its masked kin.
+
+    token_truncate     min(rho_t, C)
+    token_mask         rho_t where rho_t <= C, else 0
+    sequence_truncate  min(rho_s, C) with rho_s = exp(mean_t log rho_t)
+    sequence_mask      rho_t where rho_s <= C, else 0
+    """
+    rho = log_rho.clamp(-SAFE, SAFE).exp()
+    limit = config.threshold
+    if config.mode == "token_truncate":
+        return rho.clamp(max=limit)
+    if config.mode == "token_mask":
+        return rho.masked_fill(rho > limit, 0.0)
+    rho_of_sequence = sequence_rho(log_rho, rows)
+    if config.mode == "sequence_truncate":
+        return rows.spread(rho_of_sequence.clamp(max=limit))
+    return rho * rows.spread((rho_of_sequence <= limit).to(rho.dtype))
+
+
+def sequence_rho(log_rho: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return rows.mean(log_rho.clamp(-SAFE, SAFE)).exp()
+
+
+@torch.no_grad()
+def near_policy(terms: Terms, delta: float) -> torch.Tensor:
+    """[s] False: the sequence is not trained. Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556,
+    eq. 9: where A < 0 and mean_t (log pi_generated - log pi) > delta. The engine's log-probs where there are any."""
+    rows, batch = terms.rows, terms.batch
+    generated = terms.old if batch.rollout_logprobs is None else batch.rollout_logprobs
+    drift = rows.mean(generated - terms.logprobs)
+    return ~((drift > delta) & (rows.mean(terms.advantages) < 0))
+
+
+@torch.no_grad()
+def mismatch_metrics(terms: Terms) -> Metrics:
+    """By ms-swift's names: how far the trainer's policy at generation is from the engine's. All are means over the
+    step, not of means over micro batches, so they do not depend on how completions were packed."""
+    batch, rows = terms.batch, terms.rows
+    rollout = batch.rollout_logprobs
+    assert rollout is not None
+    log_rho = terms.old - rollout
+    trained, generated = rows.mean(terms.old), rows.mean(rollout)  # [s]
+    rho, geometric = log_rho.clamp(-SAFE, SAFE).exp(), rows.mean(log_rho).clamp(-SAFE, SAFE).exp()
+    gap = generated - trained
+    found = {
+        "training_ppl": sequence_mean((-trained).clamp(max=SAFE).exp(), batch),
+        "training_log_ppl": sequence_mean(-trained, batch),
+        "rollout_ppl": sequence_mean((-generated).clamp(max=SAFE).exp(), batch),
+        "rollout_log_ppl": sequence_mean(-generated, batch),
+        "kl": token_mean(-log_rho, batch),
+        "k3_kl": token_mean(k3(rollout, terms.old), batch),
+        "log_ppl_diff": sequence_mean(gap, batch),
+        "log_ppl_abs_diff": sequence_mean(gap.abs(), batch),
+        "log_ppl_diff_max": sequence_max(gap, batch),
+        "log_ppl_diff_min": sequence_min(gap, batch),
+        "ppl_ratio": sequence_mean(gap.clamp(-SAFE, SAFE).exp(), batch),
+        "chi2_token": token_mean(rho.square() - 1, batch),
+        "chi2_seq": sequence_mean(geometric.square() - 1, batch),
+    }
+    return {f"rollout_correction/{name}": value for name, value in found.items()}
+
+
+# The effective sample size is a quotient of sums: `effective_sample_size` divides when the whole step is summed up.
+_MEAN, _SQUARE = "rollout_correction/ess_mean", "rollout_correction/ess_square"
+
+
+@torch.no_grad()
+def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: CorrectionConfig) -> Metrics:
+    batch, limit = terms.batch, config.threshold
+    bounded = weights.clamp(1 / limit, limit)
+    if config.mode in ("token_truncate", "token_mask"):
+        outside = token_mean((log_rho.clamp(-SAFE, SAFE).exp() > limit).float(), batch)
+    else:
+        outside = sequence_mean((sequence_rho(log_rho, terms.rows) > limit).float(), batch)
+    return {
+        "rollout_correction/is_weight_mean": token_mean(weights, batch),
+        "rollout_correction/clipped_frac": outside,
+        _MEAN: token_mean(bounded, batch),
+        _SQUARE: token_mean(bounded.square(), batch),
+    }
+
+
+def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+    """(mean w)^2 / mean w^2 of the bounded weights, as a share of the tokens: 1 when all weigh the same."""
+    if _MEAN not in metrics:
+        return metrics
+    rest = {name: value for name, value in metrics.items() if name not in (_MEAN, _SQUARE)}
+    if metrics[_SQUARE] == 0:  # no token was trained
+        return rest
+    return {**rest, "rollout_correction/ess": metrics[_MEAN] ** 2 / metrics[_SQUARE]}

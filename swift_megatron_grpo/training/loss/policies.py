@@ -1,0 +1,120 @@
+"""The policy losses that are a value per token: [m], and numbers for the log.
+
+r: importance ratio at --importance_sampling_level, A: advantage, both per token.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swift_megatron_grpo.config import LossConfig
+from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_min, token_mean
+from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
+
+
+def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, eq. 7, with DAPO's two bounds (2503.14476, eq. 10):
+
+        - min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
+
+    Where A < 0 and r is large, r A has no bound. Two flags give it one, the same where both apply:
+    --delta: min(r, delta) in the first term (INTELLECT-2, https://arxiv.org/abs/2505.07291, section 3.4)
+    --dual_clip: max(the above, dual_clip A) where A < 0 (https://arxiv.org/abs/1912.09729, eq. 5)
+    """
+    ratio, advantages = terms.ratio, terms.advantages
+    first = ratio if config.delta is None else ratio.clamp(max=config.delta)
+    bounded = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
+    gain = torch.min(first * advantages, bounded * advantages)
+    if config.dual_clip is not None:
+        gain = torch.where(advantages < 0, torch.max(gain, config.dual_clip * advantages), gain)
+    return -gain, clip_metrics(terms, config)
+
+
+def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
+    """Where clipping took the gradient away. The extremes are over completions."""
+    ratio, advantages, batch = terms.ratio.detach(), terms.advantages, terms.batch
+    low = ((ratio < 1 - config.epsilon_low) & (advantages < 0)).float()
+    high = ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float()
+    either = token_mean(low + high, batch)
+    return {
+        "actor/clipfrac": either,
+        "clip_ratio/region_mean": either,
+        "clip_ratio/low_mean": token_mean(low, batch),
+        "clip_ratio/high_mean": token_mean(high, batch),
+        "clip_ratio/low_min": sequence_min(terms.rows.mean(low), batch),
+        "clip_ratio/high_max": sequence_max(terms.rows.mean(high), batch),
+    }
+
+
+def cispo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """CISPO, https://arxiv.org/abs/2506.13585, eq. 4: every token keeps its gradient, only its weight is bounded.
+
+        - sg[min(r, epsilon_high)] A log pi
+
+    As in ms-swift, epsilon_high is the bound itself here and not its distance from 1.
+    """
+    ratio = terms.ratio.detach()
+    over = ((ratio > config.epsilon_high) & (terms.advantages > 0)).float()
+    loss = -ratio.clamp(max=config.epsilon_high) * terms.advantages * terms.logprobs
+    share = token_mean(over, terms.batch)
+    return loss, {"cispo_clip_ratio": share, "actor/clipfrac": share}
+
+
+def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """SAPO, https://arxiv.org/abs/2511.20347, eq. 6: a soft gate in place of a hard clip.
+
+    - 4/tau sigmoid(tau (r - 1)) A    with tau_pos where A > 0, tau_neg elsewhere
+    """
+    tau_pos, tau_neg = config.sapo.tau_pos, config.sapo.tau_neg
+    positive = 4 / tau_pos * torch.sigmoid(tau_pos * (terms.ratio - 1))
+    negative = 4 / tau_neg * torch.sigmoid(tau_neg * (terms.ratio - 1))
+    return -torch.where(terms.advantages > 0, positive, negative) * terms.advantages, {}
+
+
+def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """FIPO, https://arxiv.org/abs/2603.19835: the clipped surrogate, each token weighed by how the policy has moved on
+    what came after it.
+
+        F_t = sum_{k >= t} gamma^(k - t) (log pi(k) - log pi_old(k)),    gamma = 2^(-1 / decay_rate)
+        weight = sg[clip(exp F_t)],  at most 1 and at least 0.8 where A < 0 and r > safety_threshold
+
+    As in ms-swift, tokens with r > --delta add nothing to F, and clip is to [1, 1 + clip_range] or, without
+    clip_high_only, [1 - clip_range, 1 + clip_range].
+    """
+    loss, metrics = clipped(terms, config)
+    weight, future, capped = influence(terms, config)
+    batch = terms.batch
+    return loss * weight, metrics | {
+        "fipo/future_kl_mean": token_mean(future, batch),
+        "fipo/influence_weight_mean": token_mean(weight, batch),
+        "fipo/safety_keep_ratio": token_mean(1 - capped, batch),
+    }
+
+
+@torch.no_grad()
+def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weight, F, and 1.0 where the safety threshold caps: [m] each."""
+    settings, rows = config.fipo, terms.rows
+    moved = terms.log_ratio
+    if config.delta is not None:
+        moved = moved.masked_fill(terms.ratio > config.delta, 0.0)
+    future = rows.pick(discounted_future_sum(rows.lay(moved), 2 ** (-1 / settings.decay_rate)))
+    weight = future.clamp(-SAFE, SAFE).exp()
+    if settings.clip_range:
+        low = 1.0 if settings.clip_high_only else 1 - settings.clip_range
+        weight = weight.clamp(low, 1 + settings.clip_range)
+    capped = torch.zeros_like(weight)
+    if settings.safety_threshold is not None:
+        risky = (terms.advantages < 0) & (terms.ratio > settings.safety_threshold)
+        weight, capped = torch.where(risky, weight.clamp(0.8, 1.0), weight), risky.float()
+    return weight, future, capped
+
+
+def discounted_future_sum(grid: torch.Tensor, gamma: float) -> torch.Tensor:
+    """[s, w] -> y_t = sum_{k >= t} gamma^(k - t) x_k along each row, in log2(w) steps: each doubles how far y looks."""
+    reach, width = 1, grid.shape[1]
+    while reach < width:
+        later = torch.nn.functional.pad(grid[:, reach:], (0, reach))
+        grid = grid + gamma**reach * later
+        reach *= 2
+    return grid

@@ -1,0 +1,122 @@
+"""policy loss + beta * KL - entropy_coef * entropy: what is common to all losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from swift_megatron_grpo.config import LossConfig
+from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.training.loss import correction, policies
+from swift_megatron_grpo.training.loss.averages import (
+    Average,
+    over_budget,
+    over_sequences,
+    over_tokens,
+    sequence_max,
+    sequence_mean,
+    sequence_min,
+    token_mean,
+)
+from swift_megatron_grpo.training.loss.kl import ESTIMATORS, k3
+from swift_megatron_grpo.training.loss.real import real
+from swift_megatron_grpo.training.loss.terms import Metrics, Terms, TokenOutput
+
+LossFunction = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Metrics]]
+PolicyLoss = Callable[[Terms, LossConfig], tuple[torch.Tensor, Metrics]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    policy: PolicyLoss | None  # per token; None: of whole groups, see real.py
+    average: Average
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": Loss(policies.clipped, over_sequences),
+    "bnpo": Loss(policies.clipped, over_tokens),  # as in ms-swift: over the step, it is dapo
+    "dapo": Loss(policies.clipped, over_tokens),
+    "dr_grpo": Loss(policies.clipped, over_budget),
+    "cispo": Loss(policies.cispo, over_tokens),
+    "sapo": Loss(policies.sapo, over_sequences),
+    "fipo": Loss(policies.fipo, over_tokens),
+    "real": Loss(None, over_tokens),
+}
+
+
+def make_loss(config: LossConfig) -> LossFunction:
+    if config.name not in LOSSES:
+        raise ValueError(f"unknown loss {config.name!r}; known are {', '.join(LOSSES)}")
+    if LOSSES[config.name].average is over_budget and config.max_completion_length is None:
+        raise ValueError(f"{config.name} divides by max_completion_length, which is not set")
+    return partial(loss, config=config)
+
+
+def reads_entropy(config: LossConfig) -> bool:
+    """Whether the model must compute entropies for this loss."""
+    return config.log_entropy or config.entropy_coef != 0
+
+
+def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    terms = Terms.of(batch, output, config.level)
+    recipe = LOSSES[config.name]
+    weights, kept, metrics = _corrections(terms, config)
+
+    def share(per_token: torch.Tensor) -> torch.Tensor:
+        """Of the tokens whose sequence is kept, by their rollout correction."""
+        weighed = per_token if weights is None else per_token * weights
+        kept_only = weighed if kept is None else weighed.masked_fill(~terms.rows.spread(kept), 0.0)
+        return recipe.average(kept_only, terms.rows, batch, config)
+
+    if recipe.policy is None:
+        trained = batch.lengths > 0
+        policy_loss = real(terms, trained if kept is None else trained & kept, config)
+    else:
+        per_token, found = recipe.policy(terms, config)
+        metrics |= found
+        policy_loss = share(per_token if batch.selected is None else per_token * batch.selected)
+    total = policy_loss
+    metrics["actor/pg_loss"] = policy_loss.detach()
+    metrics["actor/approxkl"] = token_mean(0.5 * terms.log_ratio.square(), batch)
+
+    if batch.ref_logprobs is not None:
+        kl = ESTIMATORS[config.kl_estimator](terms.logprobs, batch.ref_logprobs)
+        total = total + config.beta * share(kl)
+        metrics["kl"] = token_mean(kl, batch)
+    if terms.entropy is not None and config.entropy_coef:
+        total = total - config.entropy_coef * share(terms.entropy)
+    if terms.entropy is not None:
+        metrics |= _entropy_metrics(terms.rows.mean(terms.entropy.detach()), batch)
+    return total, metrics
+
+
+def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None, torch.Tensor | None, Metrics]:
+    """Weights of tokens [m], which sequences are trained [s], and numbers for the log."""
+    batch, settings = terms.batch, config.correction
+    metrics: Metrics = {}
+    weights = kept = None
+    if batch.rollout_logprobs is not None:
+        metrics["rollout/k3_kl"] = token_mean(k3(batch.rollout_logprobs, terms.old), batch)
+        if settings.mode is not None or settings.log_metrics:
+            metrics |= correction.mismatch_metrics(terms)
+        if settings.mode is not None:
+            log_rho = terms.old - batch.rollout_logprobs
+            weights = correction.importance_weights(log_rho, terms.rows, settings)
+            metrics |= correction.weight_metrics(log_rho, weights, terms, settings)
+    elif settings.mode is not None:
+        raise ValueError(f"rollout correction {settings.mode} needs the engine's log-probs, and the samples have none")
+    if settings.mask_delta is not None:
+        kept = correction.near_policy(terms, settings.mask_delta)
+        metrics["off_policy_sequence_mask/masked_frac"] = sequence_mean((~kept).float(), batch)
+    return weights, kept, metrics
+
+
+def _entropy_metrics(of_sequences: torch.Tensor, batch: MicroBatch) -> Metrics:
+    return {
+        "entropy/entropy_mean": sequence_mean(of_sequences, batch),
+        "entropy/entropy_max": sequence_max(of_sequences, batch),
+        "entropy/entropy_min": sequence_min(of_sequences, batch),
+    }

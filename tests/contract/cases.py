@@ -1,0 +1,44 @@
+"""Steps that ms-swift's own trainer and this package's losses are both given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from swift_megatron_grpo.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.training.loss import LOSSES
+
+LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]
+GROUP, LIMIT = 4, 16
+PLAIN = LossConfig("grpo", 0.2, 0.3, 0.1, 1.0, max_completion_length=LIMIT, log_entropy=True)
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True)
+class Case:
+    config: LossConfig
+    seed: int = 0
+    truncated: tuple[int, ...] = ()
+    overlong_filter: bool = False
+    quantile: float = 1.0
+
+
+def _cases() -> dict[str, Case]:
+    found = {}
+    for seed, name in enumerate(LOSSES):
+        plain = replace(PLAIN, name=name)
+        found[name] = Case(plain, seed)
+        for level in ("sequence", "sequence_token"):
+            found[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
+        found[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
+        found[f"{name}-off-policy-mask"] = Case(replace(plain, correction=CorrectionConfig(mask_delta=0.02)), seed)
+        if name != "real":  # ours takes a completion out of REAL's sums, ms-swift leaves it in with a score of 0
+            found[f"{name}-overlong"] = Case(plain, seed, truncated=(2, 5), overlong_filter=True)
+            found[f"{name}-delta"] = Case(replace(plain, delta=1.4), seed)
+    del found["real-off-policy-mask"]
+    for mode in MODES:
+        found[mode] = Case(replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)))
+    found["fipo-wide"] = Case(replace(PLAIN, name="fipo", fipo=FipoConfig(3.0, 0.5, False, 1.2)))
+    return found
+
+
+CASES = _cases()

@@ -1,0 +1,91 @@
+"""What ms-swift's own loss_func makes of a step, in a process of its own: it needs process groups. JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+if not torch.cuda.is_available():
+    from swift_megatron_grpo.platforms.cpu import activate
+
+    activate()
+
+from megatron.core import mpu
+from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Stock
+from swift.rl_core.data import GRPOBatch
+
+from swift_megatron_grpo.config import LossConfig
+from tests.contract.cases import CASES, GROUP, LENGTHS, LIMIT, Case
+from tests.unit.losses import Step, make_step
+
+
+def grid(rows: list[list[float]], fill: float = 0.0) -> torch.Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([row + [fill] * (width - len(row)) for row in rows], dtype=torch.float64)
+
+
+def trainer(config: LossConfig, case: Case, sequences: int) -> Any:
+    """ms-swift's trainer with what its loss_func reads, and without a model."""
+    stock = object.__new__(Stock)
+    fipo, correction = config.fipo, config.correction
+    settings = {
+        "args": Namespace(overlong_filter=case.overlong_filter, delta=config.delta, num_microbatches=1),
+        "micro_batch_size": sequences, "num_generations": GROUP, "max_completion_length": LIMIT,
+        "loss_type": config.name, "beta": config.beta, "kl_in_reward": False, "temperature": 1.0,
+        "importance_sampling_level": config.level, "epsilon_low": config.epsilon_low,
+        "epsilon_high": config.epsilon_high, "tau_pos": config.sapo.tau_pos, "tau_neg": config.sapo.tau_neg,
+        "real_tau": config.real_tau, "fipo_gamma": 2 ** (-1 / fipo.decay_rate), "fipo_clip_range": fipo.clip_range,
+        "fipo_clip_high_only": fipo.clip_high_only, "fipo_safety_threshold": fipo.safety_threshold,
+        "log_entropy": config.log_entropy, "top_entropy_quantile": case.quantile, "compute_entropy": True,
+        "rollout_importance_sampling_mode": correction.mode,
+        "rollout_importance_sampling_threshold": correction.threshold,
+        "log_rollout_offpolicy_metrics": correction.log_metrics, "disable_rollout_importance_sampling": False,
+        "off_policy_sequence_mask_delta": correction.mask_delta,
+        "_metrics": {"train": defaultdict(list)}, "unwrapped_models": [torch.nn.Linear(1, 1)],
+        "_step": 2, "steps_per_generation": 2, "use_teacher_api": False,
+    }  # fmt: skip
+    for name, value in settings.items():
+        setattr(stock, name, value)
+    return stock
+
+
+def stock_step(case: Case, step: Step) -> dict[str, Any]:
+    config, samples = case.config, step.samples
+    mask = grid([[1.0] * n for n in LENGTHS]).bool()
+    batch = GRPOBatch(
+        completion_mask=mask,
+        truncated_mask=torch.tensor([i in case.truncated for i in range(len(samples))]),
+        seq_lengths=torch.tensor(LENGTHS),
+        old_per_token_logps=grid([s.old_logprobs or [] for s in samples]),
+        ref_per_token_logps=grid([s.ref_logprobs or [] for s in samples]),
+        rollout_per_token_logps=grid([s.rollout_logprobs or [] for s in samples]),
+        advantages=grid([[s.advantage] * n for s, n in zip(samples, LENGTHS, strict=True)]),
+        num_items_in_batch=torch.tensor(float(sum(LENGTHS))),
+    )
+    now = grid(step.logprobs).requires_grad_()
+    entropies = grid(step.entropies, fill=float("nan"))
+    data = {"grpo_batch": batch, "per_token_entropy": entropies}
+    loss, metrics = Stock.loss_func.__wrapped__(trainer(config, case, len(samples)), now, data)
+    loss.backward()
+    return {
+        "loss": loss.item(),
+        "metrics": {name: float(value) for name, value in metrics.items()},
+        "gradients": [row[:n].tolist() for row, n in zip(now.grad, LENGTHS, strict=True)],
+    }
+
+
+def main() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mpu.initialize_model_parallel()
+    Stock._has_teacher = False
+    found = {name: stock_step(case, make_step(LENGTHS, seed=case.seed)) for name, case in CASES.items()}
+    sys.stdout.write("SEEN " + json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""Every loss, its metrics, the entropy threshold and the KL of completions are those of one rank on other layouts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.dist.conftest import LOSS_LAYOUTS, Ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("layout", LOSS_LAYOUTS)
+def test_a_layout_computes_what_one_rank_computes(ranks: Ranks, layout: str) -> None:
+    one, other = (json.loads((ranks.folder / f"losses.{name}.json").read_text()) for name in ("one", layout))
+    assert len(one) == 12 and set(one) == set(other)
+    for name, numbers in one.items():
+        assert other[name] == pytest.approx(numbers, rel=1e-4, abs=1e-6), name
+        if "loss" in numbers:
+            assert other[name]["loss"] == pytest.approx(numbers["loss"], abs=1e-6), name
+            assert other[name]["grad_norm"] == pytest.approx(numbers["grad_norm"], rel=1e-5), name
+
+
+def test_there_was_something_to_compare(ranks: Ranks) -> None:
+    one = json.loads((ranks.folder / "losses.one.json").read_text())
+    assert len({round(numbers["loss"], 7) for numbers in one.values() if "loss" in numbers}) >= 10
+    assert all(numbers["grad_norm"] > 1e-3 for numbers in one.values() if "loss" in numbers)
+    assert one["grpo"]["clip_ratio/region_mean"] > 0.01 and one["grpo"]["rollout_correction/clipped_frac"] > 0.01
+    assert one["sequence_mask"]["off_policy_sequence_mask/masked_frac"] > 0
+    assert 0.35 < one["once"]["share"] < 0.45
+    assert one["selected"]["actor/pg_loss"] != one["dapo"]["actor/pg_loss"]

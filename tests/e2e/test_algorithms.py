@@ -1,0 +1,95 @@
+"""What is decided once per step goes through the whole loop, on a pipeline as on tensor parallel ranks; every algorithm
+learns the quickstart's task."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts.train_every_algorithm import ALGORITHMS
+from tests.e2e.runs import REPOSITORY, Finished, make_dataset, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+HERE = Path(__file__).parent
+BETA = 0.05
+FLAGS = ["--external_plugins", str(HERE / "canned_completions.py"), str(HERE / "uniform_groups.py"),
+         "--reward_funcs", "every_second", "--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "4",
+         "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5",
+         "--advantage_estimator", "rloo", "--beta", str(BETA), "--kl_target", "0.01", "--kl_horizon", "100",
+         "--dynamic_sample", "true", "--max_resample_times", "2", "--overlong_filter", "true",
+         "--top_entropy_quantile", "0.5", "--log_entropy", "true", "--entropy_coef", "0.01", "--loss_type", "fipo",
+         "--rollout_importance_sampling_mode", "sequence_mask", "--log_rollout_offpolicy_metrics", "true",
+         "--off_policy_sequence_mask_delta", "0.01"]  # fmt: skip
+LAYOUTS = {
+    "pp2": ["--pipeline_model_parallel_size", "2"],
+    "tp2": ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    folder = tmp_path_factory.mktemp("algorithms")
+    model, dataset = make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+    found = {}
+    for name, layout in LAYOUTS.items():
+        found[name] = megatron_rlhf(model, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
+        assert found[name].code == 0, found[name].output[-4000:]
+    return found
+
+
+def test_a_pipeline_trains_what_tensor_parallel_ranks_train(runs: dict[str, Finished]) -> None:
+    """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None there."""
+    mine, other = runs["pp2"].log, runs["tp2"].log
+    assert len(mine) == len(other) == 4
+    for a, b in zip(mine, other, strict=True):
+        names = [
+            n for n, v in a.items() if isinstance(v, float) and not n.startswith(("time/", "train_speed", "memory"))
+        ]
+        assert len(names) >= 36
+        assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=2e-3, abs=1e-5)
+
+
+def test_the_reward_is_less_by_beta_times_the_kl(runs: dict[str, Finished]) -> None:
+    rollouts = [step for step in runs["pp2"].log if "reward" in step]
+    assert abs(rollouts[0]["kl"]) < 1e-5 and abs(rollouts[1]["kl"]) > 0.01
+    for step in rollouts:
+        said = step["rewards/EverySecond/mean"]
+        assert step["reward"] == pytest.approx(said - step["kl_beta"] * step["kl"], abs=1e-5)
+
+
+def test_beta_adapts_and_is_saved(runs: dict[str, Finished]) -> None:
+    first, second = (step["kl_beta"] for step in runs["pp2"].log if "kl_beta" in step)
+    assert first == BETA and second == pytest.approx(BETA * (1 - 0.2 * 16 / 100))  # a KL of 0 is far below the target
+    saved = json.loads((runs["pp2"].last_checkpoint / "kl_beta.json").read_text())["beta"]
+    assert saved != second
+
+
+def test_groups_of_equal_rewards_are_replaced(runs: dict[str, Finished]) -> None:
+    found = [step for step in runs["pp2"].log if "dynamic_sample/rounds" in step]
+    assert sum(step["dynamic_sample/rounds"] for step in found) > 0
+    for step in found:
+        assert step["dynamic_sample/generated_groups"] >= 4
+        if step["dynamic_sample/uniform_groups"] == 0:
+            assert step["rewards/EverySecond/mean"] < 1
+
+
+def test_entropies_choose_the_tokens(runs: dict[str, Finished]) -> None:
+    for step in runs["pp2"].log:
+        assert 0 < step["entropy/entropy_min"] <= step["entropy/entropy_mean"] <= step["entropy/entropy_max"] < 5.6
+        assert 5 < step["entropy/entropy_threshold"] < 5.6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_learns(name: str, tmp_path: Path) -> None:
+    """About a minute each. docs/algorithms.md has what was seen."""
+    script = REPOSITORY / "scripts" / "train_every_algorithm.py"
+    command = [sys.executable, str(script), "--only", name, "--out", str(tmp_path / "r.json"), "--work", str(tmp_path)]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout[-4000:]
+    result = json.loads((tmp_path / "r.json").read_text())[name]
+    assert result["after"] > 1.3 * result["before"] > 0
