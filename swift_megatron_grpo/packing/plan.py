@@ -146,9 +146,10 @@ def refill(
 
     of_ranks = plan.samples_of_ranks()
     most = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in of_ranks)
-    # Every rank runs as many as the fullest one needs, or as all of them have samples for.
     smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
-    filled = [fill(samples, min(most, smallest)) for samples in of_ranks]
+    if most > smallest:  # a rank has too few samples for as many micro batches as the fullest one needs
+        return StepPlan(tuple(tuple(_split_evenly(samples, smallest)) for samples in of_ranks))
+    filled = [fill(samples, most) for samples in of_ranks]
     return StepPlan(
         assignment=tuple(
             tuple(tuple(samples[i] for i in batch) for batch in each.assignment[0])

@@ -27,6 +27,7 @@ from swift_megatron_grpo.types import Prompt, Rollout, Sample
 
 # The loop's own timers. Besides loading weights and vLLM's work, the first two hold waking, offloading, falling asleep.
 PHASE_OF_TIMER = {
+    "phase_switch": "switch",
     "weight_sync": "switch",
     "generation": "switch",
     "grading": "grading",
@@ -58,6 +59,8 @@ def _follow_timer(clock: Clock) -> None:
 
 class Canned:
     """A GenerationEngine that makes completions up. All ranks make all of them, and the first one speaks."""
+
+    memory_to_wake = 0
 
     def __init__(self, template: Template, canned: Any) -> None:
         from torch.distributed import get_rank
