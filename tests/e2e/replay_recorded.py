@@ -18,6 +18,7 @@ class RecordedCompletions:
     """A GenerationEngine of one rank. Weights are taken and dropped, so exporting them is part of the run."""
 
     share = Share(index=0, of=1, speaks=True)
+    memory_to_wake = 0
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
