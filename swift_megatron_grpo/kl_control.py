@@ -17,7 +17,7 @@ _FILE = "kl_beta.json"  # in a checkpoint's folder
 
 
 class Beta:
-    """The adaptive controller of https://arxiv.org/abs/1909.08593, section 2.2:
+    """The adaptive controller of https://arxiv.org/abs/1909.08593:
 
         beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) * completions / horizon)
 

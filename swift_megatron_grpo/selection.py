@@ -1,6 +1,6 @@
 """Which tokens of a step the policy loss reads: those of the highest entropy.
 
-Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939, eq. 5. One threshold for the whole step, so that the selection
+Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939. One threshold for the whole step, so that the selection
 does not depend on how completions were packed or dealt. ms-swift takes one per micro batch and rank.
 """
 

@@ -34,8 +34,8 @@ def group_advantages(
     """What is left of a reward after its baseline, divided by a spread + 1e-4.
 
     estimator                  baseline                              paper
-    grpo                       mean of the group                     https://arxiv.org/abs/2402.03300, section 4.1.2
-    rloo                       mean of the others of the group       https://arxiv.org/abs/2402.14740, eq. 8
+    grpo                       mean of the group                     https://arxiv.org/abs/2402.03300
+    rloo                       mean of the others of the group       https://arxiv.org/abs/2402.14740
     reinforce_plus_plus        mean of the group                     https://arxiv.org/abs/2501.03262, "-baseline"
     reinforce_plus_plus_plain  mean of all rewards, so one           https://arxiv.org/abs/2501.03262
                                completion a prompt is enough

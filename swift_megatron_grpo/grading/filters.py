@@ -1,4 +1,4 @@
-"""Dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476, section 3.2: groups of equal rewards teach nothing."""
+"""Dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476: groups of equal rewards teach nothing."""
 
 from __future__ import annotations
 

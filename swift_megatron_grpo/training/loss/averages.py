@@ -16,18 +16,18 @@ Average = Callable[[torch.Tensor, Rows, MicroBatch, LossConfig], torch.Tensor]
 
 
 def over_sequences(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
-    """1/S sum_s 1/|s| sum_t x_t: every sequence weighs the same. GRPO, https://arxiv.org/abs/2402.03300, eq. 3."""
+    """1/S sum_s 1/|s| sum_t x_t: every sequence weighs the same. GRPO, https://arxiv.org/abs/2402.03300."""
     return rows.mean(per_token).sum() / max(batch.step.loss_sequences, 1)
 
 
 def over_tokens(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
-    """1/N sum_s sum_t x_t: every token weighs the same. DAPO, https://arxiv.org/abs/2503.14476, eq. 8."""
+    """1/N sum_s sum_t x_t: every token weighs the same. DAPO, https://arxiv.org/abs/2503.14476."""
     return per_token.sum() / max(batch.step.loss_tokens, 1)
 
 
 def over_budget(per_token: torch.Tensor, rows: Rows, batch: MicroBatch, config: LossConfig) -> torch.Tensor:
     """1/(S L) sum_s sum_t x_t with L = --max_completion_length: a token weighs the same however long its completion
-    became. Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2."""
+    became. Dr. GRPO, https://arxiv.org/abs/2503.20783."""
     assert config.max_completion_length is not None  # make_loss has seen to it
     return per_token.sum() / (max(batch.step.loss_sequences, 1) * config.max_completion_length)
 

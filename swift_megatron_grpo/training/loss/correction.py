@@ -40,8 +40,8 @@ def sequence_rho(log_rho: torch.Tensor, rows: Rows) -> torch.Tensor:
 
 @torch.no_grad()
 def near_policy(terms: Terms, delta: float) -> torch.Tensor:
-    """[s] False: the sequence is not trained. Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556,
-    eq. 9: where A < 0 and mean_t (log pi_generated - log pi) > delta. The engine's log-probs where there are any."""
+    """[s] False: the sequence is not trained. Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556:
+    where A < 0 and mean_t (log pi_generated - log pi) > delta. The engine's log-probs where there are any."""
     rows, batch = terms.rows, terms.batch
     generated = terms.old if batch.rollout_logprobs is None else batch.rollout_logprobs
     drift = rows.mean(generated - terms.logprobs)

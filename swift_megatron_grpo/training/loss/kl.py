@@ -25,7 +25,7 @@ def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased, never negative, low variance. GRPO, 2402.03300, eq. 4.
+    """ref / pi - 1 - log(ref / pi): unbiased, never negative, low variance. GRPO, 2402.03300.
 
     Bounded as in ms-swift, so that one token cannot swamp the step.
     """

@@ -13,13 +13,13 @@ from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
 def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, eq. 7, with DAPO's two bounds (2503.14476, eq. 10):
+    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, with DAPO's two bounds (2503.14476):
 
         - min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
 
     Where A < 0 and r is large, r A has no bound. Two flags give it one, the same where both apply:
-    --delta: min(r, delta) in the first term (INTELLECT-2, https://arxiv.org/abs/2505.07291, section 3.4)
-    --dual_clip: max(the above, dual_clip A) where A < 0 (https://arxiv.org/abs/1912.09729, eq. 5)
+    --delta: min(r, delta) in the first term (INTELLECT-2, https://arxiv.org/abs/2505.07291)
+    --dual_clip: max(the above, dual_clip A) where A < 0 (https://arxiv.org/abs/1912.09729)
     """
     ratio, advantages = terms.ratio, terms.advantages
     first = ratio if config.delta is None else ratio.clamp(max=config.delta)
@@ -47,7 +47,7 @@ def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
 
 
 def cispo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """CISPO, https://arxiv.org/abs/2506.13585, eq. 4: every token keeps its gradient, only its weight is bounded.
+    """CISPO, https://arxiv.org/abs/2506.13585: every token keeps its gradient, only its weight is bounded.
 
         - sg[min(r, epsilon_high)] A log pi
 
@@ -61,7 +61,7 @@ def cispo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
 
 def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """SAPO, https://arxiv.org/abs/2511.20347, eq. 6: a soft gate in place of a hard clip.
+    """SAPO, https://arxiv.org/abs/2511.20347: a soft gate in place of a hard clip.
 
     - 4/tau sigmoid(tau (r - 1)) A    with tau_pos where A > 0, tau_neg elsewhere
     """

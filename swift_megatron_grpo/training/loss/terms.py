@@ -52,8 +52,8 @@ def at_level(log_ratio: torch.Tensor, rows: Rows, level: RatioLevel) -> torch.Te
     """[m] -> [m], the log of
 
     token           r_t = pi(t) / pi_old(t)
-    sequence        s = (prod_t r_t) ^ (1 / |s|), the same for all tokens: GSPO, https://arxiv.org/abs/2507.18071, eq. 7
-    sequence_token  sg[s] * pi(t) / sg[pi(t)]: that value, each token with the gradient of its own: GSPO-token, eq. 14
+    sequence        s = (prod_t r_t) ^ (1 / |s|), the same for all tokens: GSPO, https://arxiv.org/abs/2507.18071
+    sequence_token  sg[s] * pi(t) / sg[pi(t)]: that value, each token with the gradient of its own: GSPO-token, there
     """
     if level == "token":
         return log_ratio
