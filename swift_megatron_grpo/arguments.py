@@ -23,25 +23,7 @@ from swift_megatron_grpo import argument_checks as checks
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
-from swift_megatron_grpo.config import (
-    CompletionLogConfig,
-    CorrectionConfig,
-    DataConfig,
-    Estimator,
-    FipoConfig,
-    GradingConfig,
-    GRPOConfig,
-    KlConfig,
-    KlEstimator,
-    LayoutConfig,
-    LossConfig,
-    PackingConfig,
-    ReferenceConfig,
-    ResidencyConfig,
-    SamplingConfig,
-    SapoConfig,
-    VllmConfig,
-)
+from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
 
 _LAYOUT_FLAGS = (
@@ -190,9 +172,8 @@ class GRPOArguments(MegatronRLHFArguments):
     def _check_what_is_typed(self) -> None:
         plugins = _listed(self.external_plugins) + _listed(self.custom_register_path)
         checks.check_plugin_files(plugins)
-        for (
-            plugin
-        ) in plugins:  # reward functions register themselves; ms-swift imports the files later, once more in vain
+        # Reward functions register themselves; ms-swift imports the files later, once more in vain.
+        for plugin in plugins:
             import_external_file(plugin)
         checks.check_all(
             [
@@ -220,14 +201,21 @@ class GRPOArguments(MegatronRLHFArguments):
     def check_adopted(self) -> None:
         """For arguments that ms-swift's own class has parsed: what __post_init__ would have refused."""
         checks.check_all(
-            [self._check_flags, self._check_layout, self._check_modality, self._check_algorithm, self._check_rewards]
+            [
+                self._check_flags,
+                self._check_layout,
+                self._check_interleaving,
+                self._check_modality,
+                self._check_algorithm,
+                self._check_rewards,
+            ]
         )
 
     def _check_flags(self) -> None:
         problems = refusals({each.name: getattr(self, each.name) for each in fields(self)}, _STOCK_TRAINER)
-        if self.ref_model is not None and self._has_adapter:
+        if self.ref_model is not None and self.has_adapter:
             problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
-        if self._has_adapter and self.expert_tensor_parallel_size > 1:
+        if self.has_adapter and self.expert_tensor_parallel_size > 1:
             problems.append(
                 f"--expert_tensor_parallel_size {self.expert_tensor_parallel_size}: mcore-bridge has no LoRA for cut "
                 "experts; use --expert_tensor_parallel_size 1, and --expert_model_parallel_size to spread experts"
@@ -261,8 +249,8 @@ class GRPOArguments(MegatronRLHFArguments):
         layout = self.reference_layout()
         if layout is None:
             return
-        if self.beta == 0 or self._has_adapter:
-            why = "a LoRA run is the model without its adapter" if self._has_adapter else "--beta 0 is not there"
+        if self.beta == 0 or self.has_adapter:
+            why = "a LoRA run is the model without its adapter" if self.has_adapter else "--beta 0 is not there"
             raise ValueError(
                 f"the --ref_..._parallel_size flags lay out a frozen copy, and the reference of {why}; leave them out"
             )
@@ -323,7 +311,7 @@ class GRPOArguments(MegatronRLHFArguments):
         checks.check_reward_weights(self.reward_weights, len(self.reward_funcs))
 
     @property
-    def _has_adapter(self) -> bool:
+    def has_adapter(self) -> bool:
         return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter)
 
     # ---- what ms-swift asks
@@ -380,6 +368,10 @@ class GRPOArguments(MegatronRLHFArguments):
             steps_per_generation=self.steps_per_generation,
         )
 
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        return tuple(map(_reward_name, self.reward_funcs))
+
     def reference_layout(self) -> LayoutConfig | None:
         """Of the frozen reference copy, where it is not the one of training."""
         pairs = [(getattr(self, f"ref_{flag}"), getattr(self, flag)) for flag in _LAYOUT_FLAGS]
@@ -431,103 +423,6 @@ class GRPOArguments(MegatronRLHFArguments):
             f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "
             "its memory; use --sleep_level 2 to let them take turns"
         ]
-
-    def to_config(self) -> GRPOConfig:
-        """For the stages. After ms-swift has finished parsing."""
-        plan = self.batch_plan()
-        weights = self.reward_weights or [1.0] * len(self.reward_funcs)
-        frozen_copy = None if self.beta == 0 or self._has_adapter else self.ref_model or self.model
-        return GRPOConfig(
-            batch=plan,
-            num_iterations=self.num_iterations,
-            data=DataConfig(self.data_seed, self.train_dataloader_shuffle),
-            sampling=SamplingConfig(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                repetition_penalty=self.repetition_penalty,
-                max_completion_length=self.max_completion_length,
-                stop_words=tuple(self.stop_words),
-            ),
-            vllm=self._vllm_config(plan),
-            grading=GradingConfig(
-                num_generations=self.num_generations,
-                reward_names=tuple(map(_reward_name, self.reward_funcs)),
-                reward_weights=tuple(map(float, weights)),
-                scale_rewards=self.scale_rewards,
-                bad_reward=self.bad_reward,
-                estimator=self.advantage_estimator,
-                overlong_filter=self.overlong_filter,
-                max_resample_times=self.max_resample_times if self.dynamic_sample else 0,
-            ),
-            packing=PackingConfig(
-                self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
-            ),
-            loss=self._loss_config(),
-            reference=ReferenceConfig(self.beta, frozen_copy, self.reference_layout()),
-            residency=ResidencyConfig(self.offload_model, self.offload_optimizer, self.offload_grad),
-            log=CompletionLogConfig(
-                enabled=self.log_completions,
-                output_dir=self.output_dir,
-                report_to=tuple(self.report_to),
-                unique_prompts=bool(self.wandb_log_unique_prompts),
-            ),
-            seed=self.seed,
-            kl=KlConfig(
-                in_reward=bool(self.kl_in_reward) and self.beta != 0,
-                reward_estimator=self.kl_estimator or "k1",
-                target=self.kl_target,
-                horizon=self.kl_horizon,
-            ),
-            top_entropy_quantile=self.top_entropy_quantile,
-        )
-
-    def _loss_config(self) -> LossConfig:
-        return LossConfig(
-            name=self.loss_type,
-            epsilon_low=self.epsilon,
-            epsilon_high=self.epsilon if self.epsilon_high is None else self.epsilon_high,
-            beta=self.beta,
-            temperature=self.temperature,
-            level=self.importance_sampling_level,
-            delta=self.delta,
-            dual_clip=self.dual_clip,
-            kl_estimator=self.kl_estimator or "k3",
-            entropy_coef=self.entropy_coef,
-            log_entropy=self.log_entropy,
-            max_completion_length=self.max_completion_length,
-            real_tau=self.real_tau,
-            sapo=SapoConfig(self.tau_pos, self.tau_neg),
-            fipo=FipoConfig(
-                self.fipo_decay_rate, self.fipo_clip_range, self.fipo_clip_high_only, self.fipo_safety_threshold
-            ),
-            correction=CorrectionConfig(
-                mode=self.rollout_importance_sampling_mode,
-                threshold=self.rollout_importance_sampling_threshold,
-                log_metrics=self.log_rollout_offpolicy_metrics,
-                mask_delta=self.off_policy_sequence_mask_delta,
-            ),
-        )
-
-    def _vllm_config(self, plan: BatchPlan) -> VllmConfig:
-        per_engine = -(-plan.generation_batch_size // plan.world_size) * self.vllm_tensor_parallel_size
-        return VllmConfig(
-            model_dir=self.model_dir,
-            model_type=self.model_type,
-            dtype=self.torch_dtype,
-            tensor_parallel_size=self.vllm_tensor_parallel_size,
-            gpu_memory_utilization=self.vllm_gpu_memory_utilization,
-            max_model_len=self.vllm_max_model_len,
-            max_num_seqs=self.vllm_max_num_seqs or per_engine,
-            enforce_eager=self.vllm_enforce_eager,
-            enable_prefix_caching=self.vllm_enable_prefix_caching,
-            disable_cascade_attn=self.vllm_disable_cascade_attn,
-            limit_mm_per_prompt=self.vllm_limit_mm_per_prompt,
-            mm_processor_cache_gb=self.vllm_mm_processor_cache_gb,
-            engine_kwargs=self.vllm_engine_kwargs or {},
-            sleep_level=self.sleep_level,
-            seed=self.seed,
-        )
 
 
 def _world_size() -> int:

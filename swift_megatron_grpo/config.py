@@ -1,4 +1,4 @@
-"""What each stage needs to know, frozen. arguments.py fills these from the command line; nobody passes `args` on."""
+"""What each stage needs to know, frozen. configure.py fills these from the arguments; nobody passes `args` on."""
 
 from __future__ import annotations
 

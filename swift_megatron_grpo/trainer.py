@@ -20,6 +20,7 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_s
 
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
+from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
@@ -42,7 +43,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     args: GRPOArguments
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
-        self.settings = args.to_config()
+        self.settings = configure(args)
         for line in args.start_up_lines():
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads

@@ -115,7 +115,7 @@ def collate(
         ),
         counts=counts,
         lengths=send(torch.tensor(counts)),
-        advantages=send(torch.tensor([s.advantage for s in chosen]).repeat_interleave(torch.tensor(counts))),
+        advantages=send(_floats([s.advantage for s in chosen]).repeat_interleave(torch.tensor(counts))),
         old_logprobs=per_token([s.old_logprobs for s in chosen], name="old"),
         ref_logprobs=per_token([s.ref_logprobs for s in chosen], name="reference"),
         rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], name="rollout"),
@@ -165,4 +165,8 @@ def _per_token(
             have = "none" if value is None else str(len(value))
             raise ValueError(f"{name} log-probs: {have} for a completion of {length} trained tokens")
         flat += value
-    return send(torch.tensor(flat))
+    return send(_floats(flat))
+
+
+def _floats(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)

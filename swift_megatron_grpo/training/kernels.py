@@ -51,7 +51,7 @@ def _use_in(module: Any, trained: bool) -> None:
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:
-    """One angle per position and dimension, from a table, on whole heads: what the kernel computes."""
+    """One angle per position and dimension, from a table: what the kernel computes."""
     config = model.config
     return (
         type(model) is GPTModel

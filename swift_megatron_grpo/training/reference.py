@@ -41,14 +41,9 @@ class FrozenCopyElsewhere:
         self._coordinator = coordinator
 
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        def mine() -> dict[int, TokenValues]:
-            with self._layout.active():
-                values = self._copy.infer(samples)
-            place = self._copy.passes.parallel
-            return values if place.tp_rank == 0 and place.cp_rank == 0 else {}  # the others have the same
-
-        parts = self._coordinator.all_gather_or_raise(mine, "the reference policy's log-probs")
-        return {index: values for part in parts for index, values in part.items()}
+        with self._layout.active():
+            values = self._copy.infer(samples)
+        return self._coordinator.gather_samples(values, self._copy.passes.parallel)
 
 
 class BaseUnderAdapter:

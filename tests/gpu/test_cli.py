@@ -16,7 +16,7 @@ MEMORY = Path(__file__).with_name("memory_callback.py")
 LETTERS = Path(__file__).parents[2] / "templates" / "plugins" / "letters.py"
 
 
-def run(tmp_path: Path, ranks: int, steps: int, flags: list[str], kind: str = "dense") -> Finished:
+def run_and_check(tmp_path: Path, ranks: int, steps: int, flags: list[str], kind: str = "dense") -> Finished:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     model = make_model(tmp_path / "model", kind, SIZE)
@@ -40,15 +40,16 @@ def allocated(finished: Finished) -> list[int]:
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_one_gpu_with_sleep_and_offload(tmp_path: Path, level: int) -> None:
-    finished = run(tmp_path, 1, 20, ["--sleep_level", str(level), "--offload_model", "true", "--offload_optimizer",
-                                     "true", "--max_tokens_per_micro_batch", "1024"])  # fmt: skip
+    flags = ["--sleep_level", str(level), "--offload_model", "true", "--offload_optimizer", "true",
+             "--max_tokens_per_micro_batch", "1024"]  # fmt: skip
+    finished = run_and_check(tmp_path, 1, 20, flags)
     memory = allocated(finished)
     assert len(memory) == 20 and max(memory[3:]) - memory[3] < 2**20  # it does not grow
     assert finished.log[0]["rollout/k3_kl"] < 1e-4
 
 
 def test_lora_on_one_gpu(tmp_path: Path) -> None:
-    run(tmp_path, 1, 5, ["--tuner_type", "lora", "--sleep_level", "2", "--beta", "0.04"])
+    run_and_check(tmp_path, 1, 5, ["--tuner_type", "lora", "--sleep_level", "2", "--beta", "0.04"])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_lora_on_one_gpu(tmp_path: Path) -> None:
     ids=["tp2", "pp2-vpp2", "cp2"],
 )
 def test_two_gpus(tmp_path: Path, layout: list[str]) -> None:
-    run(tmp_path, 2, 4, ["--sleep_level", "1", *layout])
+    run_and_check(tmp_path, 2, 4, ["--sleep_level", "1", *layout])
 
 
 @pytest.mark.parametrize(
@@ -73,4 +74,4 @@ def test_two_gpus(tmp_path: Path, layout: list[str]) -> None:
     ],
 )  # fmt: skip
 def test_four_gpus(tmp_path: Path, kind: str, layout: list[str]) -> None:
-    run(tmp_path, 4, 4, ["--sleep_level", "1", *layout], kind)
+    run_and_check(tmp_path, 4, 4, ["--sleep_level", "1", *layout], kind)

@@ -205,6 +205,40 @@ def test_a_reference_beside_an_adapter(typed: dict[str, Any], model: Path) -> No
     assert "--ref_model: the reference of a LoRA run" in refuse(typed, tuner_type="lora", ref_model=str(model))
 
 
+def test_adapters_on_cut_experts(typed: dict[str, Any]) -> None:
+    message = refuse(typed, tuner_type="lora", expert_tensor_parallel_size=2)
+    assert "--expert_tensor_parallel_size 2: mcore-bridge has no LoRA for cut experts; use" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beta": 0.0}, "the reference of --beta 0 is not there; leave them out"),
+        (
+            {"beta": 0.1, "tuner_type": "lora"},
+            "the reference of a LoRA run is the model without its adapter; leave them",
+        ),
+    ],
+)
+def test_a_layout_for_a_reference_that_is_no_copy(typed: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    assert message in refuse(typed, ref_context_parallel_size=1, **changes)
+
+
+def test_a_reference_layout_fits_the_ranks_and_the_model(
+    typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    sizes = {"beta": 0.1, "global_batch_size": 48, "num_generations": 8}
+    message = refuse(typed, ref_pipeline_model_parallel_size=2, **sizes)
+    assert "world size (3) must be divisible by" in message
+    message = refuse(typed, ref_tensor_model_parallel_size=3, **sizes)
+    assert "the reference copy (--ref_...): tensor_model_parallel_size (3) must divide num_attention_heads" in message
+
+
+def test_completions_are_trained_at_least_once(typed: dict[str, Any]) -> None:
+    assert "num_iterations must be > 0, got 0; use --num_iterations 1" in refuse(typed, num_iterations=0)
+
+
 # ---- what only ms-swift's reading of the model tells
 
 
@@ -242,6 +276,7 @@ except ValueError as error:
     late = str(error)
 assert not Path("refused").exists()
 
+from swift_megatron_grpo.configure import configure
 full = parse("--output_dir", "out", "--micro_batch_size", "4", "--epsilon_high", "0.3", "--log_completions", "true")
 full.check_adopted()
 lora = parse("--output_dir", "out", "--tuner_type", "lora", "--beta", "0", "--steps_per_generation", "2",
@@ -264,8 +299,8 @@ def ask(text):
 print("RESULT" + json.dumps({
     "late": late,
     "lines": full.start_up_lines(),
-    "full": repr(full.to_config()),
-    "lora": repr(lora.to_config()),
+    "full": repr(configure(full)),
+    "lora": repr(configure(lora)),
     "saved": json.load(open("out/args.json"))["bad_reward"],
     "plan": [full.generation_batch_size, full.steps_per_generation, lora.generation_batch_size],
     "iterations": init([ask("a")] * 8, train_iters=None, num_train_epochs=2),
