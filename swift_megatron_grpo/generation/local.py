@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 
 import torch
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.rl_core.data import OnPolicySample
+from swift.infer_engine import GRPOVllmEngine
 from swift.rlhf_trainers.utils import (
     finish_vllm_weight_reload,
     patch_vllm_moe_model_weight_loader,
@@ -16,12 +15,13 @@ from swift.rlhf_trainers.utils import (
     vllm_sleep,
 )
 from swift.template import Template
-from swift.utils import get_logger, remove_response
+from swift.utils import get_logger
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.sampling import sample
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
@@ -63,12 +63,7 @@ class LocalVllm:
         return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        requests = [_request(prompt) for prompt in prompts]
-        answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
-        return [
-            _rollout(prompt, answer.response, self.weights_version)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+        return sample(self._engine, prompts, sampling, self.weights_version)
 
     def wake_weights(self) -> None:
         if self._asleep:
@@ -173,36 +168,3 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     )
     set_expandable_segments(True)
     return engine
-
-
-def _request_config(sampling: SamplingConfig) -> RequestConfig:
-    return RequestConfig(
-        max_tokens=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop_words),
-        return_details=True,
-        logprobs=True,
-    )
-
-
-def _request(prompt: Prompt) -> object:
-    sample = OnPolicySample.from_row(prompt.row)  # a copy
-    remove_response(sample.messages)
-    return sample.to_infer_request()
-
-
-def _rollout(prompt: Prompt, response: object, version: int) -> Rollout:
-    choice = response.choices[0]  # type: ignore[attr-defined]
-    logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
-    return Rollout(
-        prompt=prompt,
-        prompt_ids=list(response.prompt_token_ids),  # type: ignore[attr-defined]
-        completion_ids=list(choice.token_ids),
-        logprobs=logprobs,
-        text=choice.message.content,
-        finish_reason=choice.finish_reason,
-        weights_version=version,
-    )

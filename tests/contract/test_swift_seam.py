@@ -81,7 +81,9 @@ def upstream() -> dict[str, Any]:
             "_forward_output_layer": str(inspect.signature(GPTModel._forward_output_layer)),
             "_postprocess": source(GPTModel._postprocess),
             "export_weights": parameters(GPTBridge.export_weights),
-            "infer": parameters(GRPOVllmEngine.infer),
+            "engine": {name: parameters(getattr(GRPOVllmEngine, name)) for name in
+                       ("_add_request", "_batch_encode", "_prepare_generation_config", "_add_stop_words",
+                        "_get_stop_token_ids", "set_default_max_tokens")},
             "get_current_usage": source(CuMemAllocator.get_current_usage),
             "cumem_sleep": source(CuMemAllocator.sleep),
         }
@@ -187,15 +189,16 @@ def test_the_bridge_exports_weights_under_their_hugging_face_names() -> None:
     assert {"peft_format", "adapter_name", "converter"} <= set(parameters)
 
 
-def test_the_engine_infers() -> None:
-    assert upstream()["infer"] == [
-        "self",
-        "infer_requests",
-        "request_config",
-        "metrics",
-        "use_tqdm",
-        "adapter_request",
-    ]
+def test_the_engine_encodes_and_makes_sampling_parameters() -> None:
+    """generation/sampling.py; tests/e2e/test_generation.py compares the answers."""
+    assert upstream()["engine"] == {
+        "_add_request": ["self", "inputs", "generation_config", "request_id", "adapter_request"],
+        "_batch_encode": ["self", "infer_requests", "strict"],
+        "_prepare_generation_config": ["self", "request_config"],
+        "_add_stop_words": ["self", "generation_config", "request_config"],
+        "_get_stop_token_ids": ["self", "stop_words"],
+        "set_default_max_tokens": ["self", "request_config", "inputs"],
+    }
 
 
 def test_vllms_allocator_counts_what_it_maps_and_empties_torchs_cache() -> None:
