@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from scripts.check_layouts import fixed_samples
+from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.residency import Residency
 
 
@@ -38,7 +39,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         levels["asleep"] = memory()
         residency.for_inference()
         residency.for_training()
-        loop.parts.training.train_step(samples, loop._loss)
+        loop.parts.training.train_step(samples, make_loss(loop.config.loss))
         levels["trained"] = memory()
         seen.append(levels)
     told = {"levels": seen, "away": away, "to wake": engine.memory_to_wake}

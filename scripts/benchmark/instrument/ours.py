@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -44,6 +44,10 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     _count_tokens(clock, tokens)
     return MegatronGRPOTrainer
+
+
+def what_generates() -> tuple[type, str, Callable[[Prompt], str]]:
+    return LocalVllm, "generate", lambda prompt: prompt.row["messages"][-1]["content"]
 
 
 def _follow_timer(clock: Clock) -> None:

@@ -11,7 +11,7 @@ import random
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,23 +61,28 @@ def places(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         seen[row] += 1
 
 
-def force_lengths(engine: Any) -> None:
-    """vLLM stops each completion at the job's length and not before: random weights never stop by themselves."""
-    infer, sampling_of = engine.infer, engine._prepare_generation_config
+def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[Any], str]) -> None:
+    """vLLM stops each completion at the job's length and not before: random weights never stop by themselves.
+
+    `owner.method` is what an arm calls, first of all with a list of requests; they reach the engine in that order.
+    """
+    generate, sampling_of = getattr(owner, method), engine._prepare_generation_config
     pending: list[int] = []
 
-    def infer_lengths(self: Any, infer_requests: list[Any], *args: Any, **kwargs: Any) -> Any:
-        rows = [row_of(request.messages[-1]["content"]) for request in infer_requests]
+    def generate_lengths(self: Any, *args: Any, **kwargs: Any) -> Any:
+        requests = [*args, *kwargs.values()][0]
+        rows = [row_of(content_of(request)) for request in requests]
         pending.extend(JOB.completion_tokens[row][place] for row, place in places(rows))
         with CLOCK.phase("generation"):
-            return infer(self, infer_requests, *args, **kwargs)
+            return generate(self, *args, **kwargs)
 
     def forced(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = sampling_of(self, *args, **kwargs)
         sampling.max_tokens, sampling.ignore_eos = pending.pop(0), True
         return sampling
 
-    engine.infer, engine._prepare_generation_config = infer_lengths, forced
+    setattr(owner, method, generate_lengths)
+    engine._prepare_generation_config = forced
     engine._add_stop_words = do_nothing
 
 
@@ -127,7 +132,7 @@ def install() -> None:
     if not JOB.canned:
         from swift.infer_engine import GRPOVllmEngine
 
-        force_lengths(GRPOVllmEngine)
+        force_lengths(GRPOVllmEngine, *arm.what_generates())
 
 
 install()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from swift.infer_engine import GRPOVllmEngine
 from swift.megatron.trainers import base, grpo_trainer
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Trainer
 from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
@@ -25,6 +27,10 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     base.get_forward_backward_func = lambda: clock.timed("forward_backward", schedule())
     _count_tokens(clock, tokens)
     return Trainer
+
+
+def what_generates() -> tuple[type, str, Callable[[Any], str]]:
+    return GRPOVllmEngine, "infer", lambda request: request.messages[-1]["content"]
 
 
 def _without_engine(canned: Any) -> None:
