@@ -34,6 +34,13 @@ long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 [ -n "${DRY:-}" ] || long+=(--memory-cap-gb 100)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
 
+# memory SHAPE GOAL
+memory() {
+    bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
+        --ours tokens16384 tokens16384+recompute --stock mbs16 mbs16+recompute \
+        --pair tokens16384 mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
+}
+
 group() {
     case $1 in
         # Equal flags at micro batch 4, and each at its best.
@@ -42,20 +49,18 @@ group() {
                 --goal "2.5 at equal flags, 1.6 at best" ;;
         # Long-tailed lengths, each at its best under 100 GB.
         long-0.6b)
-            bench train long-0.6b 0.6b "${long[@]}" --ours tokens16384 tokens32768 --stock mbs4 mbs8 mbs16 --goal 2.0 ;;
+            bench train long-0.6b 0.6b "${long[@]}" --ours tokens32768 --stock mbs8 mbs16 --goal 2.0 ;;
         long-1.7b)
-            bench train long-1.7b 1.7b "${long[@]}" --ours tokens8192 tokens16384 --stock mbs2 mbs4 mbs8 --goal 1.8 ;;
+            bench train long-1.7b 1.7b "${long[@]}" --ours tokens16384 --stock mbs4 mbs8 --goal 1.8 ;;
         long-4b)
-            bench train long-4b 4b "${long[@]}" --ours tokens5120 tokens16384+recompute \
-                --stock mbs1 mbs1+recompute mbs2+recompute mbs4+recompute --goal 1.5 --steps 3 ;;
+            bench train long-4b 4b "${long[@]}" --ours tokens5120 tokens8192 \
+                --stock mbs4+recompute mbs2+recompute --goal 1.5 --steps 3 ;;
         # 16,384 tokens in a micro batch of either arm: 16 completions of 512 tokens after prompts of 512.
         memory)
-            for shape in 0.6b 1.7b; do
-                bench train "memory-$shape" "$shape" --lengths constant:512 --prompts constant:512 --completions 32 \
-                    --generations 2 --ours tokens16384 tokens16384+recompute --stock mbs16 mbs16+recompute \
-                    --pair tokens16384 mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 \
-                    --goal "memory: $([ "$shape" = 0.6b ] && echo 0.65 || echo 0.75)"
-            done ;;
+            memory 0.6b 0.65
+            memory 1.7b 0.75 ;;
+        memory-*)
+            memory "${1#memory-}" "$([ "$1" = memory-0.6b ] && echo 0.65 || echo 0.75)" ;;
         # The whole step with vLLM and CUDA graphs.
         step-equal)
             bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --goal "1.8" \
@@ -69,7 +74,7 @@ group() {
             bench train tp2-1.7b 1.7b "${fixed[@]}" --ours tp2+sp+tokens16384 tp2+sp+tokens32768 \
                 --stock tp2+sp+mbs8 tp2+sp+mbs16 --goal 1.5 --rounds 1 ;;
         four)
-            bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens8192 dp4+tokens16384 --stock dp4+mbs2 dp4+mbs4 \
+            bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens16384 --stock dp4+mbs4 dp4+mbs2 \
                 --goal "1.8, ranks within 3 %" ;;
         *)
             echo "bench_h200: no group $1" >&2

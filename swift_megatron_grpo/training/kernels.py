@@ -9,6 +9,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
 * the addition of the residual, where there is no dropout: an addition
+* in micro batches that the GPU and not the host is slow with, outputs of norms and SwiGLU are made again in backward
 
 What a kernel does not suit stays as it is. Nothing of this happens on a CPU.
 """
@@ -22,6 +23,12 @@ from typing import Any
 import torch
 from mcore_bridge.model import GPTModel
 from megatron.core.fusions import fused_bias_swiglu
+from megatron.core.transformer.mlp import MLP
+
+from swift_megatron_grpo.training.forgotten import forget, maker_of, shares_memory
+
+# The host needs 0.1 ms more for each linear layer after an output that is made again. With so many tokens it has them.
+TOKENS_TO_FORGET = 4096
 
 
 def use_fast_kernels(models: Iterable[GPTModel], trained: bool) -> None:
@@ -36,8 +43,10 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool) -> None:
             config.bias_dropout_fusion = False
         if _has_plain_rotary_embedding(model):
             config.apply_rope_fusion = True
-        for module in model.modules():
+        for module in list(model.modules()):
             _use_in(module, trained)
+            if trained and config.recompute_granularity != "full" and not config.fp8:
+                _forget_in(module)
 
 
 def _use_in(module: Any, trained: bool) -> None:
@@ -48,6 +57,15 @@ def _use_in(module: Any, trained: bool) -> None:
         module.forward = partial(_rms_norm, module, module.forward)
     elif isinstance(module, TransformerEngineBaseModule) and trained:
         module.fuse_wgrad_accumulation = True  # it is asked for at every forward pass
+
+
+def _forget_in(module: Any) -> None:
+    import transformer_engine.pytorch as te
+
+    if isinstance(module, MLP):
+        module.linear_fc2.forward = partial(_forgetting_swiglu, module.linear_fc2.forward)
+    elif isinstance(module, te.LayerNormLinear) and module.normalization == "RMSNorm":
+        module.forward = partial(_forgetting_norm, module, module.forward)
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:
@@ -82,6 +100,45 @@ def _swiglu() -> type[torch.autograd.Function]:
             return kernels.dswiglu(grad.contiguous(), gate_and_up, None), None, None
 
     return SwiGLU
+
+
+def _forgetting_swiglu(whole: Any, hidden: torch.Tensor) -> Any:
+    """hidden [tokens, batch, ffn]. The node of SwiGLU keeps what it was made of."""
+    import transformer_engine_torch as kernels
+
+    output = whole(hidden)
+    node: Any = maker_of(hidden, "SwiGLUBackward") if hidden.shape[:-1].numel() >= TOKENS_TO_FORGET else None
+    if node is not None:
+        forget(hidden, lambda: kernels.swiglu(node.saved_tensors[0], None), behind=output[0])
+    return output
+
+
+def _forgetting_norm(module: Any, whole: Any, x: torch.Tensor) -> Any:
+    """x [tokens, batch, hidden] into the norm and the linear layer behind it, which keeps x and the norm of it."""
+    output = whole(x)
+    if module.return_layernorm_output or x.shape[:-1].numel() < TOKENS_TO_FORGET:  # adapters read the norm too
+        return output
+    node: Any = maker_of(output[0], "_LayerNormLinearBackward")
+    if node is not None:
+        kept, weights = x.detach(), (module.weight, module.layer_norm_weight)
+        for saved in node.saved_tensors:
+            if saved is None or saved.dtype != kept.dtype or saved.numel() != kept.numel():
+                continue
+            if not any(shares_memory(saved, other) for other in (kept, *weights)):
+                forget(saved, lambda: _norm_of(module, kept), behind=output[0])
+                break
+    return output
+
+
+def _norm_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+    import transformer_engine_torch as kernels
+    from transformer_engine.pytorch.constants import TE_DType
+
+    y: torch.Tensor = kernels.rmsnorm_fwd(
+        x.contiguous().view(-1, x.shape[-1]), module.layer_norm_weight, module.eps, None, None, TE_DType[x.dtype],
+        module.fwd_ln_sm_margin, module.zero_centered_gamma,
+    )[0]  # fmt: skip
+    return y
 
 
 def _rms_norm(module: Any, whole: Any, x: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,10 @@ def megatron_rlhf(
 ) -> Finished:
     """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here."""
     model_type = json.loads((model / "config.json").read_text())["model_type"]
-    program = [str(Path(sys.executable).with_name(command[0])), *command[1:]]
+    script = Path(sys.executable).with_name(command[0])
+    # installed without its scripts where packages lie in a folder of their own
+    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    program += command[1:]
     arguments = ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
                  "--dataset", str(dataset), "--output_dir", str(folder),
                  "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS),

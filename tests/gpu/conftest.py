@@ -16,8 +16,16 @@ LAYOUTS = {
     ("dense", "full"): ["mbs1", "tokens64", "tokens400", "tp2", "tp2+sp", "tp2+sp+recompute", "pp2", "pp2+vpp2", "cp2",
                         "dp2", "dp2+overlap", "tp2+sp+pp2", "dp4", "pp2+vpp2+dp2+tokens64"],
     ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2"],
-    ("moe", "full"): ["mbs1", "tp2+sp", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
+    ("moe", "full"): ["mbs1", "tp2+sp", "tp2+sp+etp2", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
 }  # fmt: skip
+# A router in bf16 sends a few tokens to other experts. In a second step, far from the first policy, that adds up.
+BATCHES = {"dense": ["on-policy", "off-policy"], "moe": ["given"]}
+# One rank otherwise: name, model, flags, batches.
+VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
+    ("dense-given", "dense", [], ["given"]),
+    ("moe-given", "moe", [], ["given"]),
+    ("plain-kernels", "dense", ["--fast_kernels", "false"], BATCHES["dense"]),
+]
 # Fused attention wants heads of 64 or 128.
 SIZE = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
@@ -59,7 +67,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
             tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
             flags = [*flags, "--adapters", adapter]
         Path(gpus.layouts(kind, tuner)).mkdir()
-        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": gpus.layouts(kind, tuner)}
+        job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner)}
         for number, found in layout_tasks(job, ["one", *layouts]).items():
             tasks[number] += found
     tasks[1].append(
@@ -70,15 +78,13 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
             others=[{"infer_max_tokens": 64}, {"infer_micro_batch_size": 8}],
         )
     )
-    for kind in ("dense", "moe"):
-        folder = gpus.folder / f"{kind}-given"
-        folder.mkdir()
-        job = {"flags": make_flags(gpus, kind, "full"), "batches": ["given"], "folder": str(folder)}
+    for name, kind, extra, batches in VARIANTS:
+        (gpus.folder / name).mkdir()
+        job = {"flags": make_flags(gpus, kind, "full", extra), "batches": batches, "folder": str(gpus.folder / name)}
         tasks[1] += layout_tasks(job, ["one"])[1]
-    (gpus.folder / "plain-kernels").mkdir()
-    flags = make_flags(gpus, "dense", "full", ["--fast_kernels", "false"])
-    job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": str(gpus.folder / "plain-kernels")}
-    tasks[1] += layout_tasks(job, ["one"])[1]
+    (gpus.folder / "forgetful").mkdir()
+    job = {"flags": make_flags(gpus, "dense", "full"), "batches": BATCHES["dense"]}
+    tasks[1].append(task("tests.gpu.phases:forgetful", name="one", folder=str(gpus.folder / "forgetful"), **job))
     for number in sorted(tasks):
         if number <= gpus.count:
             launch(number, tasks[number], gpus.folder)

@@ -52,6 +52,25 @@ def memory() -> dict[str, int]:
     return {"free": torch.cuda.mem_get_info()[0], "allocated": torch.cuda.memory_allocated()}
 
 
+def forgetful(**job: Any) -> None:
+    """A layout of check_layouts.py in which even small micro batches make cheap activations again."""
+    from scripts.check_layouts import run_layout
+    from swift_megatron_grpo.training import forgotten, kernels
+
+    forget, limit, calls = kernels.forget, kernels.TOKENS_TO_FORGET, []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        forgotten.forget(*args, **kwargs)
+
+    kernels.TOKENS_TO_FORGET, kernels.forget = 1, counted
+    try:
+        run_layout(**job)
+    finally:
+        kernels.TOKENS_TO_FORGET, kernels.forget = limit, forget
+    Path(job["folder"], f"{job['name']}.calls.json").write_text(json.dumps(len(calls)))
+
+
 def round_trips(out: str, flags: list[str]) -> None:
     """How fast everything leaves and returns, and how much memory that moves."""
     from tests.dist.offloading import EVERYTHING, Run
@@ -61,8 +80,9 @@ def round_trips(out: str, flags: list[str]) -> None:
     everything_returns(run.residency)
     size = sum(group.nbytes() for group in run.residency.groups.values())
     trips = []
-    for _ in range(4):
-        before = {name: [t.clone() for t in those] for name, those in run.tensors().items() if name != "gradients"}
+    for _ in range(3):
+        # on the host: on the GPU they would lie between what is to leave
+        before = {name: [t.cpu() for t in those] for name, those in run.tensors().items() if name != "gradients"}
         torch.cuda.empty_cache()
         levels, seconds = [memory()], []
         for move in (everything_leaves, everything_returns):
@@ -71,7 +91,7 @@ def round_trips(out: str, flags: list[str]) -> None:
             levels.append(memory())  # it waits for the GPU
             seconds.append(time.perf_counter() - start)
         after = run.tensors()
-        equal = all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name], strict=True))
+        equal = all(torch.equal(a, b.cpu()) for name in before for a, b in zip(before[name], after[name], strict=True))
         trips.append({"levels": levels, "seconds": seconds, "equal": equal})
     Path(f"{out}.json").write_text(json.dumps({"bytes": size, "trips": trips}))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,66 @@ def test_two_steps_are_those_of_megatrons_kernels(gpus: Gpus) -> None:
     ours, others = torch.load(Path(fast["weights"])), torch.load(Path(plain["weights"]))
     moved = max((ours[name] - others[name]).abs().max().item() for name in others)
     assert moved < 3e-3  # two steps of 1e-3 at most
+
+
+def test_making_activations_again_changes_nothing(gpus: Gpus) -> None:
+    """Dense layers: a norm before attention, a norm and SwiGLU in the MLP; forward and backward of two steps."""
+    folder = gpus.folder / "forgetful"
+    assert json.loads((folder / "one.calls.json").read_text()) >= 2 * 3 * 4  # steps, places, layers
+    found, expected = (json.loads((each / "one.json").read_text()) for each in (folder, gpus.folder / "dense-full"))
+    assert [step["loss"] for step in found["metrics"]] == [step["loss"] for step in expected["metrics"]]
+    for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)  # attention adds up in any order
+
+
+def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
+    import transformer_engine.pytorch as te
+
+    from swift_megatron_grpo.training import kernels
+
+    class First(te.LayerNormLinear):  # as megatron's classes do, they return a bias beside
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return super().forward(x), None
+
+    class Second(te.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return super().forward(x), None
+
+    torch.manual_seed(0)
+    tokens, width = kernels.TOKENS_TO_FORGET, 512
+    made = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    first, second = First(width, 4 * width, normalization="RMSNorm", **made), Second(2 * width, width, **made)
+    first.layer_norm_weight.data.normal_(1, 0.2)
+    x = torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16)
+    upstream = torch.randn_like(x)
+    swiglu = kernels._swiglu()
+
+    def run(forgetting: bool) -> tuple[list[torch.Tensor], int]:
+        into, out_of = first.forward, second.forward
+        if forgetting:
+            into = partial(kernels._forgetting_norm, first, into)
+            out_of = partial(kernels._forgetting_swiglu, out_of)
+        for parameter in (*first.parameters(), *second.parameters()):
+            parameter.grad = None
+        leaf = x.clone().requires_grad_()
+        before = torch.cuda.memory_allocated()
+        gate_and_up, _ = into(leaf)
+        inner = swiglu.apply(gate_and_up.view(-1, 4 * width), False, False).view(tokens, 1, 2 * width)
+        out, _ = out_of(inner)
+        del gate_and_up, inner
+        kept = torch.cuda.memory_allocated() - before
+        out.backward(upstream)
+        grads = [leaf.grad, first.weight.grad, first.layer_norm_weight.grad, second.weight.grad]
+        return [grad.clone() for grad in grads if grad is not None], kept
+
+    run(forgetting=False)  # workspaces
+    plain, much = run(forgetting=False)
+    mine, less = run(forgetting=True)
+    assert len(mine) == 4
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    saved = tokens * (width + 2 * width) * 2  # the norm and SwiGLU's output, in bf16
+    assert abs(much - less - saved) < saved / 20
 
 
 @pytest.mark.parametrize("width", [128, 512])

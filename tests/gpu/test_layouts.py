@@ -26,8 +26,8 @@ def test_a_layout_computes_what_one_gpu_computes(gpus: Gpus, kind: str, tuner: s
     if Layout.parse(layout).ranks > gpus.count:
         pytest.skip(f"needs {Layout.parse(layout).ranks} GPUs")
     found = compare(layout, gpus.layouts(kind, tuner))
-    # A router in bf16 sends a few tokens to other experts.
-    assert found.grad_norm <= (0.02 if kind == "dense" else 0.05)
+    print(f"\n{layout}: loss {found.loss:.1e}, gradient norm {found.grad_norm:.1e}, weights {found.weights:.1e}")
+    assert found.grad_norm <= 0.02
     assert found.loss <= 0.02
 
 

@@ -25,7 +25,7 @@ SHAPE = ["--layers", "16", "--hidden", "2048", "--heads", "16", "--kv-heads", "8
 OFFLOAD = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true"]
 # vLLM takes nearly all of the GPU, or little of it
 SHARES = {
-    "tight": ["--vllm_gpu_memory_utilization", "0.9", *OFFLOAD],
+    "tight": ["--vllm_gpu_memory_utilization", "0.92", *OFFLOAD],
     "roomy": ["--vllm_gpu_memory_utilization", "0.3", *OFFLOAD],
 }
 
@@ -87,5 +87,5 @@ def test_every_phase_is_at_its_level_every_time(told: dict[str, Any], share: str
 
 def test_what_fits_stays_and_what_does_not_leaves(told: dict[str, Any]) -> None:
     assert told["roomy"]["away"] == [[]] * CYCLES
-    for away in told["tight"]["away"]:
+    for away in told["tight"]["away"][1:]:  # the optimizer has no state before the first step
         assert "gradients" in away  # the cheapest to move is the first to go

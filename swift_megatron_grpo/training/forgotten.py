@@ -1,0 +1,41 @@
+"""Activations that cost little to make again are not kept for backward.
+
+Of the 44 kB that a token keeps in a layer of Qwen3-0.6B, 10 are the outputs of its two norms and of SwiGLU: elementwise
+functions of what is kept anyway. Such an output loses its memory once the layer behind it has run forward, and is made
+again right before that layer runs backward. The tensor that autograd has saved stays the same one, with its memory
+taken away under it; hooks on saved tensors would strip the weights, saved beside it, of their gradient buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def forget(saved: torch.Tensor, make: Callable[[], torch.Tensor], behind: torch.Tensor) -> None:
+    """`behind` is the output of the layer that has saved it; `make` computes the same values again."""
+    memory = saved.untyped_storage()
+    size = memory.nbytes()
+    memory.resize_(0)
+
+    def remember(_: torch.Tensor) -> None:
+        if memory.nbytes() == 0:
+            with torch.no_grad():
+                made = make().untyped_storage()
+            memory.resize_(size)
+            memory.copy_(made)  # of the storage: autograd would take a copy into the tensor for a change of its value
+
+    behind.register_hook(remember)
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def maker_of(tensor: torch.Tensor, name: str) -> torch.autograd.graph.Node | None:
+    """The autograd node of this name that made the tensor, perhaps through views; None if another one did."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
+        node = node.next_functions[0][0]
+    return node if node is not None and node.name() == name else None
