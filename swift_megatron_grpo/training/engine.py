@@ -27,11 +27,17 @@ from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.layer_losses import take_layer_losses
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
+from swift_megatron_grpo.training.out_of_memory import explained
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 
 __all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "OptimizerStepFailed"]
 logger = logging.getLogger(__name__)
+
+_IF_OPTIMIZER_TOO_LARGE = (
+    "more data-parallel ranks with --use_distributed_optimizer true divide its state, and so do "
+    "--tensor_model_parallel_size and --pipeline_model_parallel_size; with --tuner_type lora it is small"
+)
 
 
 class NonFiniteStep(RuntimeError):
@@ -83,7 +89,8 @@ class MegatronEngine:
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
 
-        updated, grad_norm, _ = self.optimizer.step()
+        with explained("the optimizer's update", self.parallel.rank, _IF_OPTIMIZER_TOO_LARGE):
+            updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: megatron's optimizer did not update the weights")
         self.scheduler.step(increment=len(samples))

@@ -17,6 +17,7 @@ from swift_megatron_grpo.parallel import Parallel
 from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
+from swift_megatron_grpo.training.out_of_memory import explained, smaller_micro_batches
 from swift_megatron_grpo.types import Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
@@ -76,7 +77,21 @@ class Passes:
             for indices in mine:
                 yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, device)
 
-        return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
+        with explained(
+            "the train phase" if train else "a log-prob pass", place.rank, self._if_too_large(samples, train)
+        ):
+            return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
+
+    def _if_too_large(self, samples: Sequence[Sample], train: bool) -> str:
+        settings, longest = self.settings, max(len(sample.tokens) for sample in samples)
+        if not train and settings.infer_max_tokens is not None:
+            return smaller_micro_batches(
+                "--infer_max_tokens_per_micro_batch", settings.infer_max_tokens, 0, longest, train
+            )
+        if not train and settings.infer_micro_batch_size is not None:
+            return smaller_micro_batches("--infer_batch_size", None, settings.infer_micro_batch_size, longest, train)
+        flag = "--micro_batch_size" if settings.max_tokens is None else "--max_tokens_per_micro_batch"
+        return smaller_micro_batches(flag, settings.max_tokens, settings.micro_batch_size, longest, train)
 
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:

@@ -1,0 +1,46 @@
+"""What goes wrong on GPUs ends with a message and without a hang, and what was saved is whole."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.gpu.conftest import SIZE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
+TROUBLE = Path(__file__).with_name("trouble.py")
+
+
+def run_into(trouble: str, tmp_path: Path, *flags: str) -> tuple[Finished, float]:
+    model, dataset = make_model(tmp_path / "model", "dense", SIZE), make_dataset(tmp_path / "data.jsonl", rows=64)
+    began = time.monotonic()
+    finished = megatron_rlhf(model, dataset, tmp_path / "run", 2, [
+        "--attention_backend", "fused", "--train_iters", "6", "--save_steps", "2", "--global_batch_size", "16",
+        "--external_plugins", str(REWARDS), str(TROUBLE), "--callbacks", "trouble", *flags],
+        environment={"TROUBLE": trouble}, timeout=240)  # fmt: skip
+    assert finished.code != 0 and len(finished.log) == 2
+    return finished, time.monotonic() - began
+
+
+def test_out_of_memory_in_training_says_what_to_lower(tmp_path: Path) -> None:
+    finished, _ = run_into("memory", tmp_path, "--sleep_level", "1", "--max_tokens_per_micro_batch", "512")
+    assert "rank 1 ran out of GPU memory in " in finished.output
+    assert "lower --max_tokens_per_micro_batch from 512 to 256" in finished.output
+
+
+def test_no_room_to_wake_says_what_to_lower(tmp_path: Path) -> None:
+    finished, _ = run_into("wake", tmp_path, "--sleep_level", "2")
+    assert "found no room on the GPU" in finished.output and "--vllm_gpu_memory_utilization" in finished.output
+
+
+def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> None:
+    finished, seconds = run_into("kill", tmp_path, "--sleep_level", "1")
+    assert seconds < 150  # start-up included
+    with safe_open(finished.last_checkpoint / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert names and all(file.get_tensor(name).isfinite().all() for name in names)
