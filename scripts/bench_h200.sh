@@ -53,7 +53,7 @@ group() {
         long-1.7b)
             bench train long-1.7b 1.7b "${long[@]}" --ours tokens16384 --stock mbs4 mbs8 --goal 1.8 ;;
         long-4b)
-            bench train long-4b 4b "${long[@]}" --ours tokens5120 tokens8192 \
+            bench train long-4b 4b "${long[@]}" --ours tokens5120 \
                 --stock mbs4+recompute mbs2+recompute --goal 1.5 --steps 3 ;;
         # 16,384 tokens in a micro batch of either arm: 16 completions of 512 tokens after prompts of 512.
         memory)

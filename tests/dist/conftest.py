@@ -36,7 +36,7 @@ REFERENCE_LAYOUTS = {
     ),
 }
 TIED_LAYOUTS = ["pp2", "dp2+overlap"]
-LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp4"]
+LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp2", "dp4"]
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
 # subtracting fp32 weights costs no precision.
