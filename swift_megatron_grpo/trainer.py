@@ -64,7 +64,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         peft_models: list[Any] = super()._prepare_peft_model(models)
         mark_experts(models)
         if self.args.fast_kernels:
-            use_fast_kernels(models, trained=True)
+            use_fast_kernels(models, trained=True, remake=self.args.recompute_elementwise is not False)
         return peft_models
 
     def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:
@@ -80,7 +80,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 model.to(torch.cuda.current_device())
             models[0].config.bridge.load_weights(models, folder)
             if args.fast_kernels:
-                use_fast_kernels(models, trained=False)
+                use_fast_kernels(models, trained=False, remake=False)
             return FrozenCopy(Passes(models, self._reference_settings())), layout, models
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:

@@ -13,18 +13,22 @@ from collections.abc import Callable
 import torch
 
 
-def forget(saved: torch.Tensor, make: Callable[[], torch.Tensor], behind: torch.Tensor) -> None:
-    """`behind` is the output of the layer that has saved it; `make` computes the same values again."""
+def forget(saved: torch.Tensor, make: Callable[[torch.Tensor], object], behind: torch.Tensor) -> None:
+    """`behind` is the output of the layer that has saved it; `make` writes the same values again."""
     memory = saved.untyped_storage()
-    size = memory.nbytes()
+    pending = [(memory, memory.nbytes(), make)]
+    dtype, shape, stride = saved.dtype, saved.shape, saved.stride()
     memory.resize_(0)
 
     def remember(_: torch.Tensor) -> None:
-        if memory.nbytes() == 0:
-            with torch.no_grad():
-                made = make().untyped_storage()
+        # The graph, and this function with it, lives until all of backward is done: what it refers to must not.
+        while pending:
+            memory, size, make = pending.pop()
             memory.resize_(size)
-            memory.copy_(made)  # of the storage: autograd would take a copy into the tensor for a change of its value
+            # Another tensor with the same memory: writing into the saved one would be a change of value to autograd.
+            alias = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, shape, stride)
+            with torch.no_grad():
+                make(alias)
 
     behind.register_hook(remember)
 

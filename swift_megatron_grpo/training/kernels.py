@@ -9,7 +9,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
 * the addition of the residual, where there is no dropout: an addition
-* in micro batches that the GPU and not the host is slow with, outputs of norms and SwiGLU are made again in backward
+* --recompute_elementwise, in micro batches that the GPU is slow with: outputs of norms and SwiGLU are made again
 
 What a kernel does not suit stays as it is. Nothing of this happens on a CPU.
 """
@@ -31,8 +31,10 @@ from swift_megatron_grpo.training.forgotten import forget, maker_of, shares_memo
 TOKENS_TO_FORGET = 4096
 
 
-def use_fast_kernels(models: Iterable[GPTModel], trained: bool) -> None:
-    """`models` as built, not wrapped. `trained`: Megatron will give their weights gradient buffers."""
+def use_fast_kernels(models: Iterable[GPTModel], trained: bool, remake: bool) -> None:
+    """`models` as built, not wrapped. `trained`: Megatron will give their weights gradient buffers. `remake`: outputs
+    of norms and SwiGLU are made again in backward.
+    """
     for model in models:
         if not next(model.parameters()).is_cuda:
             continue
@@ -45,7 +47,7 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool) -> None:
             config.apply_rope_fusion = True
         for module in list(model.modules()):
             _use_in(module, trained)
-            if trained and config.recompute_granularity != "full" and not config.fp8:
+            if remake and config.recompute_granularity != "full" and not config.fp8:
                 _forget_in(module)
 
 
@@ -109,7 +111,7 @@ def _forgetting_swiglu(whole: Any, hidden: torch.Tensor) -> Any:
     output = whole(hidden)
     node: Any = maker_of(hidden, "SwiGLUBackward") if hidden.shape[:-1].numel() >= TOKENS_TO_FORGET else None
     if node is not None:
-        forget(hidden, lambda: kernels.swiglu(node.saved_tensors[0], None), behind=output[0])
+        forget(hidden, lambda out: out.view(-1).copy_(kernels.swiglu(node.saved_tensors[0], None).view(-1)), output[0])
     return output
 
 
@@ -125,20 +127,20 @@ def _forgetting_norm(module: Any, whole: Any, x: torch.Tensor) -> Any:
             if saved is None or saved.dtype != kept.dtype or saved.numel() != kept.numel():
                 continue
             if not any(shares_memory(saved, other) for other in (kept, *weights)):
-                forget(saved, lambda: _norm_of(module, kept), behind=output[0])
+                forget(saved, lambda out: _norm_into(out, module, kept), output[0])
                 break
     return output
 
 
-def _norm_of(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _norm_into(out: torch.Tensor, module: Any, x: torch.Tensor) -> None:
     import transformer_engine_torch as kernels
     from transformer_engine.pytorch.constants import TE_DType
 
-    y: torch.Tensor = kernels.rmsnorm_fwd(
-        x.contiguous().view(-1, x.shape[-1]), module.layer_norm_weight, module.eps, None, None, TE_DType[x.dtype],
-        module.fwd_ln_sm_margin, module.zero_centered_gamma,
-    )[0]  # fmt: skip
-    return y
+    width = x.shape[-1]
+    kernels.rmsnorm_fwd(
+        x.contiguous().view(-1, width), module.layer_norm_weight, module.eps, out.view(-1, width), None,
+        TE_DType[x.dtype], module.fwd_ln_sm_margin, module.zero_centered_gamma,
+    )  # fmt: skip
 
 
 def _rms_norm(module: Any, whole: Any, x: torch.Tensor) -> torch.Tensor:

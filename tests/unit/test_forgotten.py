@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,30 +33,48 @@ def gate(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(left) * right
 
 
-def run(forgetting: bool) -> tuple[list[torch.Tensor], list[int]]:
-    """Two layers, each of a gate and a product. Gradients; and the sizes of what the products keep, before backward."""
+@dataclass(frozen=True)
+class Run:
+    gradients: list[torch.Tensor]
+    sizes: list[int]  # of what each product keeps, before backward
+    inputs_alive: list[bool]  # of the gates, after backward, while the loss and with it the graph is there
+
+
+def run(forgetting: bool) -> Run:
+    """Two layers, each of a gate and a product."""
     torch.manual_seed(0)
     x = torch.randn(5, 3, 8, requires_grad=True)
     weights = [torch.randn(8, 4, requires_grad=True) for _ in range(2)]
-    kept, hidden = [], x
+    kept, inputs, hidden = [], [], x
     for weight in weights:
-        inner = Gate.apply(hidden.view(-1, 8)).view(5, 3, 4)
+        gate_and_up = hidden.view(-1, 8) * 1
+        inner = Gate.apply(gate_and_up).view(5, 3, 4)
         output = torch.nn.functional.linear(inner, weight)
         if forgetting:
-            node: Any = maker_of(inner, "GateBackward")
-            forget(inner, lambda node=node: gate(node.saved_tensors[0]), behind=output)
+            assert maker_of(inner, "GateBackward") is not None
+            known = gate_and_up.detach()
+            forget(inner, lambda out, known=known: out.copy_(gate(known).view(out.shape)), behind=output)
         kept.append(inner.untyped_storage())
+        inputs.append(weakref.ref(known if forgetting else gate_and_up))
         hidden = output
+    del gate_and_up, inner, output
+    known = None
     sizes = [memory.nbytes() for memory in kept]
-    (hidden.square().sum() + x.sum()).backward()
-    return [each.grad for each in (x, *weights) if each.grad is not None], sizes
+    loss = hidden.square().sum() + x.sum()
+    loss.backward()
+    gradients = [each.grad for each in (x, *weights) if each.grad is not None]
+    return Run(gradients, sizes, [each() is not None for each in inputs])
 
 
 def test_gradients_are_the_same_and_the_memory_is_gone_in_between() -> None:
-    plain, sizes = run(forgetting=False)
-    mine, freed = run(forgetting=True)
-    assert len(mine) == 3 and all(torch.equal(a, b) for a, b in zip(mine, plain, strict=True))
-    assert sizes == [5 * 3 * 4 * 4] * 2 and freed == [0, 0]
+    plain, mine = run(forgetting=False), run(forgetting=True)
+    assert len(mine.gradients) == 3
+    assert all(torch.equal(a, b) for a, b in zip(mine.gradients, plain.gradients, strict=True))
+    assert plain.sizes == [5 * 3 * 4 * 4] * 2 and mine.sizes == [0, 0]
+
+
+def test_nothing_is_held_until_the_end_of_backward() -> None:
+    assert run(forgetting=True).inputs_alive == [False, False]
 
 
 def test_a_maker_is_found_through_views_only() -> None:
