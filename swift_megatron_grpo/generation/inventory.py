@@ -1,0 +1,186 @@
+"""What a vLLM model holds of what it was sent, read back by the way in which it was loaded.
+
+vLLM fuses q, k and v, stacks experts, cuts for tensor parallelism and pads, in every architecture's own way. None of
+that is known here: the first load is watched, and each copy into a parameter says which piece of which tensor went
+where.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swift_megatron_grpo.holdings import Held, Holding, Piece, checksum, resolve
+
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a piece lies in the model."""
+
+    parameter: str
+    offset: int  # in elements of the parameter's storage
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    name: str
+    storage: int
+    offset: int  # in elements
+    numel: int
+
+
+class Inventory:
+    """Of the part of a model that one worker holds."""
+
+    def __init__(self, model: Any, dtype: torch.dtype, engine: str, watch_loads: bool) -> None:
+        self._model = model
+        self._dtype = dtype  # of the run; what is wider is compared in it
+        self._engine = engine
+        self._watch_loads = watch_loads
+        self._watch: _Watch | None = None
+        self._repacked: set[str] = set()
+
+    def load(self, weights: NamedWeights, finish: Callable[[], None]) -> None:
+        """model.load_weights and `finish`, what vLLM does to loaded weights; watched until a load was complete."""
+        if not self._watch_loads or (self._watch is not None and self._watch.complete):
+            self._model.load_weights(weights)
+            finish()
+            return
+        watch = _Watch(self._model)
+        with watch:
+            loaded = self._model.load_weights(watch.announced(weights))
+        watch.close(loaded)
+        self._watch, self._repacked = watch, set()
+        written = self._read()
+        finish()
+        settled = self._read()
+        self._repacked = {name for name, held in written.items() if settled.get(name) != held}
+
+    def holding(self) -> Holding:
+        if self._watch is None:
+            raise RuntimeError("nothing was loaded into this engine yet, or its first load was not watched")
+        held = self._read()
+        unreadable = [name for name in self._watch.taken if name not in held]
+        return Holding(self._engine, held, tuple(self._watch.ignored), tuple(self._watch.unwritten), tuple(unreadable))
+
+    def _read(self) -> dict[str, tuple[Held, ...]]:
+        assert self._watch is not None
+        parameters = dict(self._model.named_parameters())
+        readable = {
+            name: pieces
+            for name, pieces in self._watch.pieces.items()
+            if name not in self._repacked and all(_still_there(place, parameters) for _, place in pieces)
+        }
+        values = resolve(
+            checksum(_at(place, parameters), self._dtype, piece)
+            for pieces in readable.values()
+            for piece, place in pieces
+        )
+        numbers = iter(values)
+        return {name: tuple(Held(piece, next(numbers)) for piece, _ in pieces) for name, pieces in readable.items()}
+
+
+class _Watch(TorchDispatchMode):
+    """While open, notes what is copied from announced tensors into parameters."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        parameters = dict(model.named_parameters())
+        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._owners = {each.untyped_storage().data_ptr(): name for name, each in parameters.items() if each.numel()}
+        self._announced: list[_Sent] = []
+        self._written: dict[str, set[_Place]] = defaultdict(set)
+        self._smallest: dict[str, int] = {}  # piece of a sent tensor, by parameter
+        self._untraceable: set[str] = set()
+        self.pieces: dict[str, list[tuple[Piece, _Place]]] = defaultdict(list)
+        self.ignored: list[str] = []
+        self.taken: list[str] = []
+        self.unwritten: list[str] = []
+        self.complete = False
+
+    def announced(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, sent in weights:
+            tensor = sent.contiguous()  # places in the storage are then places in the tensor
+            storage = tensor.untyped_storage().data_ptr()
+            self._announced.append(_Sent(name, storage, int(tensor.storage_offset()), tensor.numel()))
+            yield name, tensor
+
+    def close(self, loaded: object) -> None:
+        """`loaded`: the parameters that vLLM says it has loaded. It may have done so by other means than a copy."""
+        told = loaded if isinstance(loaded, set) else set()
+        unobserved = told & set(self._sizes) - set(self._written)
+        sent = dict.fromkeys(each.name for each in self._announced)
+        untouched = [name for name in sent if name not in self.pieces and name not in self._untraceable]
+        self.ignored = [] if unobserved else untouched
+        self.taken = [name for name in sent if name not in self.ignored]
+        self.unwritten = [name for name in self._sizes if name not in unobserved and self._lacks(name)]
+        self.complete = bool(self.pieces) and not self.ignored and not self.unwritten
+
+    def _lacks(self, name: str) -> bool:
+        """Whether a piece of this parameter was not written. What is smaller than any that was is padding."""
+        size = self._sizes[name]
+        missing = size - sum(place.numel for place in self._written[name])
+        return size > 0 and missing >= self._smallest.get(name, size)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _WRITES:
+            owner = self._owners.get(args[0].untyped_storage().data_ptr())
+            if owner is not None:
+                self._note(owner, args[0], args[1] if func is torch.ops.aten.copy_.default else None)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, owner: str, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        size = target.untyped_storage().nbytes()
+        place = _Place(owner, int(target.storage_offset()), tuple(target.shape), target.stride(), size)
+        self._written[owner].add(place)
+        if source is None:
+            return
+        self._smallest[owner] = min(place.numel, self._smallest.get(owner, place.numel))
+        sent = self._origin(source)
+        if sent is None or source.shape != target.shape:
+            if self._announced:
+                self._untraceable.add(self._announced[-1].name)
+            return
+        piece = Piece(int(source.storage_offset()) - sent.offset, tuple(source.shape), source.stride())
+        self.pieces[sent.name].append((piece, place))
+
+    def _origin(self, source: torch.Tensor) -> _Sent | None:
+        """The newest first: memory of tensors that are gone is used again."""
+        storage, offset = source.untyped_storage().data_ptr(), source.storage_offset()
+        for sent in reversed(self._announced):
+            if sent.storage == storage and sent.offset <= offset < sent.offset + sent.numel:
+                return sent
+        return None
+
+
+_WRITES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+
+
+def _still_there(place: _Place, parameters: dict[str, torch.nn.Parameter]) -> bool:
+    parameter = parameters.get(place.parameter)
+    return parameter is not None and parameter.untyped_storage().nbytes() == place.storage_bytes
+
+
+def _at(place: _Place, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+    return parameters[place.parameter].data.as_strided(place.shape, place.strides, place.offset)
