@@ -49,7 +49,6 @@ class VllmConfig:
     engine_kwargs: dict[str, Any]
     sleep_level: int
     seed: int
-    watch_loads: bool  # whether it can tell what it holds of the weights it was sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,5 +121,4 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
-        watch_loads=args.sync_check != "off",
     )

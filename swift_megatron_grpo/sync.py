@@ -102,7 +102,7 @@ class WeightSync:
             return {}
         if self._config.mode == "off":
             self._wake_weights(timer)
-            self._load(self._export(), version, timer)
+            self._load(self._export(), version, timer, accounted=False)
             self._wake_cache(timer)
             return {}
         first = self._attempt(version, timer, full=self._config.mode == "full" or self._forms is None)
@@ -113,10 +113,10 @@ class WeightSync:
             self._residency.make_room(self._engine.memory_to_wake)
             self._engine.wake_weights()
 
-    def _load(self, weights: NamedWeights, version: int, timer: PhaseTimer) -> None:
+    def _load(self, weights: NamedWeights, version: int, timer: PhaseTimer, accounted: bool) -> None:
         with timer("weight_sync"):
             self._residency.for_weight_sync()
-            self._engine.load_weights(weights, version)
+            self._engine.load_weights(weights, version, accounted)
 
     def _wake_cache(self, timer: PhaseTimer) -> None:
         with timer("phase_switch"):
@@ -126,7 +126,7 @@ class WeightSync:
     def _attempt(self, version: int, timer: PhaseTimer, full: bool) -> _Attempt:
         manifest = Manifest(self._config.dtype if full else None)
         self._wake_weights(timer)
-        self._load(manifest.watch(self._export()), version, timer)
+        self._load(manifest.watch(self._export()), version, timer, accounted=full)
         with timer("sync_check"):
             expected = self._canary.logprobs()  # now, while the policy is on the GPU
         self._wake_cache(timer)

@@ -46,52 +46,59 @@ class _Sent:
 class Inventory:
     """Of the part of a model that one worker holds."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, engine: str, watch_loads: bool) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, engine: str) -> None:
         self._model = model
         self._dtype = dtype  # of the run; what is wider is compared in it
         self._engine = engine
-        self._watch_loads = watch_loads
         self._watch: _Watch | None = None
-        self._repacked: set[str] = set()
+        self._repacked: set[str] = set()  # what vLLM rearranges for a kernel once it is loaded
+        self._as_written: dict[str, tuple[Held, ...]] = {}  # of these, what they were before
 
-    def load(self, weights: NamedWeights, finish: Callable[[], None]) -> None:
-        """model.load_weights and `finish`, what vLLM does to loaded weights; watched until a load was complete."""
-        if not self._watch_loads or (self._watch is not None and self._watch.complete):
+    def load(self, weights: NamedWeights, finish: Callable[[], None], accounted: bool) -> None:
+        """model.load_weights and `finish`, what vLLM does to loaded weights. `accounted`: all that was written can be
+        told afterwards. The first load of these is watched, and the next ones until one was complete."""
+        self._as_written = {}
+        if not accounted:
             self._model.load_weights(weights)
             finish()
-            return
-        watch = _Watch(self._model)
-        with watch:
-            loaded = self._model.load_weights(watch.announced(weights))
-        watch.close(loaded)
-        self._watch, self._repacked = watch, set()
-        written = self._read()
-        finish()
-        settled = self._read()
-        self._repacked = {name for name, held in written.items() if settled.get(name) != held}
+        elif self._watch is None or not self._watch.complete:
+            self._watch, self._repacked = _Watch(self._model), set()
+            with self._watch:
+                loaded = self._model.load_weights(self._watch.announced(weights))
+            self._watch.close(loaded)
+            written = self._read(self._watch.pieces)
+            finish()
+            settled = self._read(self._watch.pieces)
+            self._as_written = {name: held for name, held in written.items() if settled.get(name) != held}
+            self._repacked = set(self._as_written)
+        else:
+            self._model.load_weights(weights)
+            self._as_written = self._read(self._repacked)
+            finish()
 
     def holding(self) -> Holding:
-        if self._watch is None:
-            raise RuntimeError("nothing was loaded into this engine yet, or its first load was not watched")
-        held = self._read()
+        """After the first load that was accounted for."""
+        assert self._watch is not None
+        held = self._read(name for name in self._watch.pieces if name not in self._repacked) | self._as_written
         unreadable = [name for name in self._watch.taken if name not in held]
         return Holding(self._engine, held, tuple(self._watch.ignored), tuple(self._watch.unwritten), tuple(unreadable))
 
-    def _read(self) -> dict[str, tuple[Held, ...]]:
+    def _read(self, names: Iterable[str]) -> dict[str, tuple[Held, ...]]:
+        """The tensors of these names, as far as they are where they were written."""
         assert self._watch is not None
         parameters = dict(self._model.named_parameters())
-        readable = {
-            name: pieces
-            for name, pieces in self._watch.pieces.items()
-            if name not in self._repacked and all(_still_there(place, parameters) for _, place in pieces)
+        found = {name: self._watch.pieces[name] for name in names}
+        there = {
+            name: pieces for name, pieces in found.items() if all(_there(place, parameters) for _, place in pieces)
         }
-        values = resolve(
-            checksum(_at(place, parameters), self._dtype, piece)
-            for pieces in readable.values()
-            for piece, place in pieces
+        numbers = iter(
+            resolve(
+                checksum(_at(place, parameters), self._dtype, piece)
+                for pieces in there.values()
+                for piece, place in pieces
+            )
         )
-        numbers = iter(values)
-        return {name: tuple(Held(piece, next(numbers)) for piece, _ in pieces) for name, pieces in readable.items()}
+        return {name: tuple(Held(piece, next(numbers)) for piece, _ in pieces) for name, pieces in there.items()}
 
 
 class _Watch(TorchDispatchMode):
@@ -177,7 +184,7 @@ _WRITES = {
 }
 
 
-def _still_there(place: _Place, parameters: dict[str, torch.nn.Parameter]) -> bool:
+def _there(place: _Place, parameters: dict[str, torch.nn.Parameter]) -> bool:
     parameter = parameters.get(place.parameter)
     return parameter is not None and parameter.untyped_storage().nbytes() == place.storage_bytes
 

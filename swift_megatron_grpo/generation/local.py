@@ -52,7 +52,7 @@ class LocalVllm:
         self._asleep = False
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
-        self._inventory = Inventory(self._engine.inner_model, config.dtype, self._name, config.watch_loads)
+        self._inventory = Inventory(self._engine.inner_model, config.dtype, self._name)
 
     @property
     def share(self) -> Share:
@@ -81,12 +81,12 @@ class LocalVllm:
             set_expandable_segments(False)
             self._wake("weights")
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
         model = self._engine.inner_model
         patch_vllm_moe_model_weight_loader(model)
         device = torch.device(torch.cuda.current_device())
         finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
-        self._inventory.load(weights, finish)
+        self._inventory.load(weights, finish, accounted)
         # What older weights computed must not answer for newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
