@@ -18,6 +18,7 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.first_rollout import FirstRollout
 from swift_megatron_grpo.generation.engine import GenerationEngine, Share
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
@@ -54,6 +55,7 @@ class Parts:
     residency: Residency
     export_weights: WeightExport  # the trained ones, under the checkpoint's names; all ranks together
     sync: WeightSync
+    first_rollout: FirstRollout
     coordinator: Coordinator
     log: CompletionLog
 
@@ -67,6 +69,7 @@ class GRPOLoop:
         self._outputs: tuple[Output, ...] = ("logprob", "entropy") if reads_entropy(config.loss) else ("logprob",)
         self._weights_version = steps_done
         self._steps_to_skip = steps_done % (config.batch.steps_per_generation * config.num_iterations)
+        self._compared_with_engine = False
         self._batches: deque[list[Sample]] = deque()  # one for each optimizer step that the last rollout still feeds
 
     def step(self) -> dict[str, float]:
@@ -114,6 +117,7 @@ class GRPOLoop:
 
         samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
         batches = [samples[i : i + batch.global_batch_size] for i in range(0, len(samples), batch.global_batch_size)]
+        self._compare_with_engine(batches[0], timer)
         # The first step after a rollout trains the very policy that generated: its old log-probs are its own. The
         # policy of every later step has moved.
         for later in batches if self.config.num_iterations > 1 else batches[1:]:
@@ -206,6 +210,14 @@ class GRPOLoop:
         rollouts = [rollout for part in answers for rollout in part]
         self._check_versions(rollouts)
         return rollouts
+
+    def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
+        """Once in a run."""
+        rounding = self.parts.sync.rounding
+        if rounding is not None and not self._compared_with_engine:
+            with timer("sync_check"):
+                self.parts.first_rollout.check(samples, rounding)
+        self._compared_with_engine = True
 
     def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
         others = {rollout.weights_version for rollout in rollouts} - {self._weights_version}

@@ -88,11 +88,17 @@ class WeightSync:
         self._engine = engine
         self._residency = residency
         self._export = export
-        self._canary = canary
+        self.canary = canary
         self._coordinator = coordinator
         self._log = log
         self._forms: dict[str, Form] | None = None  # of the last sync that was good
         self._usual: float | None = None  # the largest mean difference after a sync that was good
+
+    @property
+    def rounding(self) -> float | None:
+        """How far log-probs of the same weights are apart on average; None: nothing is checked."""
+        floor = BOUNDS[self._config.dtype].floor
+        return None if self._config.mode == "off" else max(floor, self._usual or 0.0)
 
     def __call__(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """Leaves the engine awake, with the weights of this version."""
@@ -128,7 +134,7 @@ class WeightSync:
         self._wake_weights(timer)
         self._load(manifest.watch(self._export()), version, timer, accounted=full)
         with timer("sync_check"):
-            expected = self._canary.logprobs()  # now, while the policy is on the GPU
+            expected = self.canary.logprobs()  # now, while the policy is on the GPU
         self._wake_cache(timer)
         with timer("sync_check"):
             problems, unreadable = self._faults_of_export(manifest), set[str]()
@@ -139,6 +145,7 @@ class WeightSync:
         return _Attempt(manifest, problems + found, unreadable, difference)
 
     def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer) -> dict[str, float]:
+        self._engine.weights_version = -1  # not those of this version, whatever it was told
         held = self._holdings()  # of the sync that failed: what is sent once more says what it should have been
         self._engine.sleep()
         second = self._attempt(version, timer, full=True)
@@ -147,7 +154,8 @@ class WeightSync:
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and is good now. {story}")
             return self._accept(second)
-        why = "" if any(each.tensor for each in second.problems) else f"\n{_NO_TENSOR_DIFFERS}"
+        self._engine.weights_version = -1
+        why = f"\n{_NO_TENSOR_DIFFERS}" if all(each.numbers_only for each in second.problems) else ""
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
             f"was generated. {story}\nThe second time:\n{describe(second.problems)}{why}"
@@ -156,7 +164,7 @@ class WeightSync:
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
         difference = attempt.difference
         if self._forms is None:
-            self._log.info(_first_check(attempt, len(self._canary.tokens)))
+            self._log.info(_first_check(attempt, len(self.canary.tokens)))
         self._forms = attempt.manifest.forms
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
@@ -188,15 +196,16 @@ class WeightSync:
 
     def _faults_of_numbers(self, expected: Sequence[Sequence[float]]) -> tuple[Difference, list[Problem]]:
         """Every engine against every data-parallel rank."""
-        answers = self._coordinator.all_gather(self._engine.score(self._canary.tokens))
+        answers = self._coordinator.all_gather(self._engine.score(self.canary.tokens))
         apart = {
             engine: Difference.largest(Difference.of(told, mine) for mine in expected)
             for answer in answers
             for engine, told in answer.items()
         }
         bound = BOUNDS[self._config.dtype]
-        verdicts = {engine: bound.exceeded(difference, self._usual) for engine, difference in apart.items()}
-        problems = [Problem(engine, verdict) for engine, verdict in verdicts.items() if verdict is not None]
+        beyond = {engine: each for engine, each in apart.items() if bound.exceeded(each, self._usual)}
+        verdict = bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
+        problems = [Problem(engine, verdict, numbers_only=True) for engine in beyond]
         if not apart:
             problems = [Problem("engines", "none of them has said what it makes of the fixed text")]
         return Difference.largest(apart.values()), problems

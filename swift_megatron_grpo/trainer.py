@@ -21,6 +21,7 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.first_rollout import FirstRollout
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
@@ -125,6 +126,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             residency=residency,
             export_weights=export,
             sync=WeightSync(settings.sync_check, generation, residency, export, canary, coordinator, logger),
+            first_rollout=FirstRollout(training.passes, canary.passes, coordinator, settings.sampling),
             coordinator=coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()

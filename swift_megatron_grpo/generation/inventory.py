@@ -7,8 +7,8 @@ where.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class _Place:
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
+
+    @property
+    def last(self) -> int:
+        """Where its last element lies."""
+        return self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +112,11 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         parameters = dict(model.named_parameters())
-        self._sizes = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._sizes = {name: (each.numel(), each[0].numel()) for name, each in parameters.items() if each.numel()}
         self._owners = {each.untyped_storage().data_ptr(): name for name, each in parameters.items() if each.numel()}
         self._announced: list[_Sent] = []
-        self._written: dict[str, set[_Place]] = defaultdict(set)
-        self._smallest: dict[str, int] = {}  # piece of a sent tensor, by parameter
+        self._copied: dict[str, set[_Place]] = defaultdict(set)
+        self._filled: dict[str, set[_Place]] = defaultdict(set)  # with zeros: what no tensor is for
         self._untraceable: set[str] = set()
         self.pieces: dict[str, list[tuple[Piece, _Place]]] = defaultdict(list)
         self.ignored: list[str] = []
@@ -129,19 +134,17 @@ class _Watch(TorchDispatchMode):
     def close(self, loaded: object) -> None:
         """`loaded`: the parameters that vLLM says it has loaded. It may have done so by other means than a copy."""
         told = loaded if isinstance(loaded, set) else set()
-        unobserved = told & set(self._sizes) - set(self._written)
+        unobserved = told & set(self._sizes) - set(self._copied)
         sent = dict.fromkeys(each.name for each in self._announced)
         untouched = [name for name in sent if name not in self.pieces and name not in self._untraceable]
         self.ignored = [] if unobserved else untouched
         self.taken = [name for name in sent if name not in self.ignored]
-        self.unwritten = [name for name in self._sizes if name not in unobserved and self._lacks(name)]
+        self.unwritten = [
+            name
+            for name, (size, row) in self._sizes.items()
+            if name not in unobserved and lacks_a_piece(size, row, self._copied[name], self._filled[name])
+        ]
         self.complete = bool(self.pieces) and not self.ignored and not self.unwritten
-
-    def _lacks(self, name: str) -> bool:
-        """Whether a piece of this parameter was not written. What is smaller than any that was is padding."""
-        size = self._sizes[name]
-        missing = size - sum(place.numel for place in self._written[name])
-        return size > 0 and missing >= self._smallest.get(name, size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -155,10 +158,10 @@ class _Watch(TorchDispatchMode):
     def _note(self, owner: str, target: torch.Tensor, source: torch.Tensor | None) -> None:
         size = target.untyped_storage().nbytes()
         place = _Place(owner, int(target.storage_offset()), tuple(target.shape), target.stride(), size)
-        self._written[owner].add(place)
         if source is None:
+            self._filled[owner].add(place)
             return
-        self._smallest[owner] = min(place.numel, self._smallest.get(owner, place.numel))
+        self._copied[owner].add(place)
         sent = self._origin(source)
         if sent is None or source.shape != target.shape:
             if self._announced:
@@ -174,6 +177,19 @@ class _Watch(TorchDispatchMode):
             if sent.storage == storage and sent.offset <= offset < sent.offset + sent.numel:
                 return sent
         return None
+
+
+def lacks_a_piece(size: int, row: int, copied: Collection[_Place], filled: Collection[_Place]) -> bool:
+    """Whether a parameter of this size has a place that nothing was written to, other than padding. `row`: the size of
+    what one index of its first dimension holds."""
+    stacked = row < size and all(place.offset // row == place.last // row for place in copied)
+    if stacked:  # experts: each may be padded, all alike
+        of_row = Counter({index: 0 for index in range(size // row)})
+        for place in copied:
+            of_row[place.offset // row] += place.numel
+        return len(set(of_row.values())) > 1 or not copied
+    missing = size - sum(place.numel for place in (*copied, *filled))
+    return missing >= min((place.numel for place in copied), default=size)
 
 
 _WRITES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -19,21 +19,27 @@ from swift_megatron_grpo.holdings import Held, Holding, checksum, resolve
 NAMED = 8  # tensors of a kind that a message names
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Problem:
     where: str  # an engine, or the trainer
     what: str
     tensor: str = ""  # none: it is not about tensors
+    numbers_only: bool = False  # it shows in what the engine computes, and may come from anywhere
 
 
 def describe(problems: Iterable[Problem]) -> str:
     """One line for each kind of problem."""
     lines = []
-    for (where, what), kind in groupby(sorted(set(problems)), key=lambda each: (each.where, each.what)):
-        names = [each.tensor for each in kind if each.tensor]
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        lines.append(f"{where}: {what}" + (f": {', '.join(names[:NAMED])}{more}" if names else ""))
+    for what, kind in groupby(sorted(set(problems), key=lambda each: each.what), key=lambda each: each.what):
+        found = list(kind)
+        tensors = _some({each.tensor for each in found if each.tensor}, NAMED)
+        lines.append(f"{_some({each.where for each in found}, 2)}: {what}" + (f": {tensors}" if tensors else ""))
     return "\n".join(lines)
+
+
+def _some(names: Collection[str], number: int) -> str:
+    more = f" and {len(names) - number} more" if len(names) > number else ""
+    return ", ".join(sorted(names)[:number]) + more
 
 
 # ---- what was sent

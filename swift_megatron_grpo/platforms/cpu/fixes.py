@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -179,16 +180,17 @@ def pack_reloaded_experts(method: Any) -> None:
 
 
 def _pack_experts(experts: Any, layer: Any) -> None:
-    """In place: as in the first load, whose padding holds packed values now and has to be zero."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import cpu_prepack_moe_weight
-
+    """As in the first load, but in place, where the padding holds packed values and has to be zero again."""
+    if experts._use_zentorch:  # takes them as they are
+        return
+    pack = vars(sys.modules[type(experts).__module__])["cpu_prepack_moe_weight"]
     used = experts.moe_config.intermediate_size_per_partition
     padded = layer.w2_weight.shape[2]
     layer.w13_weight.data[:, used:padded] = 0
     layer.w13_weight.data[:, padded + used :] = 0
     layer.w2_weight.data[:, :, used:] = 0
     for weight in (layer.w13_weight, layer.w2_weight):
-        weight.data.copy_(cpu_prepack_moe_weight(weight.data, experts.isa))
+        weight.data.copy_(pack(weight.data, experts.isa))
 
 
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
