@@ -112,7 +112,9 @@ class _Watch(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         parameters = dict(model.named_parameters())
-        self._sizes = {name: (each.numel(), each[0].numel()) for name, each in parameters.items() if each.numel()}
+        self._sizes = {
+            name: (each.numel(), each.shape[1:].numel()) for name, each in parameters.items() if each.numel()
+        }
         self._owners = {each.untyped_storage().data_ptr(): name for name, each in parameters.items() if each.numel()}
         self._announced: list[_Sent] = []
         self._copied: dict[str, set[_Place]] = defaultdict(set)
@@ -136,6 +138,8 @@ class _Watch(TorchDispatchMode):
         told = loaded if isinstance(loaded, set) else set()
         unobserved = told & set(self._sizes) - set(self._copied)
         sent = dict.fromkeys(each.name for each in self._announced)
+        for name in self._untraceable:
+            self.pieces.pop(name, None)
         untouched = [name for name in sent if name not in self.pieces and name not in self._untraceable]
         self.ignored = [] if unobserved else untouched
         self.taken = [name for name in sent if name not in self.ignored]
@@ -149,25 +153,26 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _WRITES:
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
             owner = self._owners.get(args[0].untyped_storage().data_ptr())
             if owner is not None:
-                self._note(owner, args[0], args[1] if func is torch.ops.aten.copy_.default else None)
+                self._note(owner, func, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, owner: str, target: torch.Tensor, source: torch.Tensor | None) -> None:
+    def _note(self, owner: str, func: Any, args: tuple[Any, ...]) -> None:
+        target: torch.Tensor = args[0]
         size = target.untyped_storage().nbytes()
         place = _Place(owner, int(target.storage_offset()), tuple(target.shape), target.stride(), size)
-        if source is None:
+        if func in _FILLS:
             self._filled[owner].add(place)
             return
         self._copied[owner].add(place)
-        sent = self._origin(source)
-        if sent is None or source.shape != target.shape:
-            if self._announced:
-                self._untraceable.add(self._announced[-1].name)
+        sent = self._origin(args[1]) if func is torch.ops.aten.copy_.default else None
+        if sent is None or args[1].shape != target.shape:  # computed from what was sent, or from what was there
+            there = [name for name, pieces in self.pieces.items() if any(each.parameter == owner for _, each in pieces)]
+            self._untraceable.update(there or [each.name for each in self._announced[-1:]])
             return
-        piece = Piece(int(source.storage_offset()) - sent.offset, tuple(source.shape), source.stride())
+        piece = Piece(int(args[1].storage_offset()) - sent.offset, tuple(args[1].shape), args[1].stride())
         self.pieces[sent.name].append((piece, place))
 
     def _origin(self, source: torch.Tensor) -> _Sent | None:
@@ -188,12 +193,10 @@ def lacks_a_piece(size: int, row: int, copied: Collection[_Place], filled: Colle
         for place in copied:
             of_row[place.offset // row] += place.numel
         return len(set(of_row.values())) > 1 or not copied
-    missing = size - sum(place.numel for place in (*copied, *filled))
-    return missing >= min((place.numel for place in copied), default=size)
+    return sum(place.numel for place in (*copied, *filled)) < size
 
 
-_WRITES = {
-    torch.ops.aten.copy_.default,
+_FILLS = {
     torch.ops.aten.fill_.Scalar,
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
