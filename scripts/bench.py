@@ -84,7 +84,8 @@ def revision() -> str:
 def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
     """The settings, and the number of ranks, which is that of all of them."""
     settings, ranks = [], set()
-    for arm, names, more in (("ours", args.ours, args.ours_flags), ("stock", args.stock, args.stock_flags)):
+    ours = f"{args.ours_flags} --sync_check off" if args.kind == "train" else args.ours_flags  # no engine to check
+    for arm, names, more in (("ours", args.ours, ours), ("stock", args.stock, args.stock_flags)):
         for name in names:
             layout = Layout.parse(name)
             ranks.add(layout.ranks)

@@ -107,7 +107,7 @@ def no_part() -> Iterator[None]:
 
 
 def switch(loop: Any, part: Any) -> None:
-    """What GRPOLoop._generate does around generation."""
+    """What WeightSync, without its checks, and GRPOLoop._generate do around generation."""
     engine, residency = loop.parts.generation, loop.parts.residency
     with part("make room"):
         residency.make_room(engine.memory_to_wake)

@@ -140,7 +140,7 @@ USED_HERE = _flags(
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
     vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
     vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
-    vllm_mm_processor_cache_gb vllm_engine_kwargs sleep_level offload_optimizer offload_model
+    vllm_mm_processor_cache_gb vllm_engine_kwargs sync_check sleep_level offload_optimizer offload_model
     offload_grad
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     log_completions wandb_log_unique_prompts report_to output_dir

@@ -23,7 +23,7 @@ from swift_megatron_grpo import argument_checks as checks
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
-from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig
+from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig, SyncCheckMode
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
 
 _LAYOUT_FLAGS = (
@@ -152,6 +152,16 @@ class GRPOArguments(MegatronRLHFArguments):
         metadata={"help": "Tensor-parallel size of the experts of the frozen reference copy. Default: as in training."},
     )
 
+    sync_check: SyncCheckMode = field(
+        default="canary",
+        metadata={
+            "help": "Proof, after every weight sync, that vLLM runs the trained weights. canary: the names and shapes "
+            "that were sent are those of the sync before, and the log-probs of a fixed text agree between trainer and "
+            "vLLM as far as rounding goes; the first sync of a run is checked in full. full: a checksum of every "
+            "tensor as well. A sync that fails is repeated once, then the run stops and names the tensors that differ. "
+            "off: nothing is checked. Default: canary."
+        },
+    )
     offload_grad: bool = field(
         default=False,
         metadata={

@@ -14,6 +14,7 @@ ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
+SyncCheckMode = Literal["off", "canary", "full"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -48,6 +49,15 @@ class VllmConfig:
     engine_kwargs: dict[str, Any]
     sleep_level: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCheckConfig:
+    """The proof, after every weight sync, that the engine runs the trainer's weights."""
+
+    mode: SyncCheckMode
+    dtype: torch.dtype  # of the engine's weights
+    has_adapter: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +187,7 @@ class GRPOConfig:
     data: DataConfig
     sampling: SamplingConfig
     vllm: VllmConfig
+    sync_check: SyncCheckConfig
     grading: GradingConfig
     packing: PackingConfig
     loss: LossConfig

@@ -18,6 +18,7 @@ from swift_megatron_grpo.config import (
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
+    SyncCheckConfig,
     VllmConfig,
 )
 
@@ -40,6 +41,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             stop_words=tuple(args.stop_words),
         ),
         vllm=_vllm(args, plan),
+        sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
         grading=GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,17 +18,20 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Share
+from swift_megatron_grpo.first_rollout import FirstRollout
+from swift_megatron_grpo.generation.engine import GenerationEngine, Share
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.selection import entropy_threshold, select_tokens
+from swift_megatron_grpo.sync import WeightSync
 from swift_megatron_grpo.training.engine import MegatronEngine, Output
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.reference import Reference
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
+from swift_megatron_grpo.weights.export import WeightExport
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -50,7 +53,9 @@ class Parts:
     training: MegatronEngine
     reference: Reference | None
     residency: Residency
-    export_weights: Callable[[], NamedWeights]  # the trained ones, under the checkpoint's names; all ranks together
+    export_weights: WeightExport  # the trained ones, under the checkpoint's names; all ranks together
+    sync: WeightSync
+    first_rollout: FirstRollout
     coordinator: Coordinator
     log: CompletionLog
 
@@ -64,6 +69,7 @@ class GRPOLoop:
         self._outputs: tuple[Output, ...] = ("logprob", "entropy") if reads_entropy(config.loss) else ("logprob",)
         self._weights_version = steps_done
         self._steps_to_skip = steps_done % (config.batch.steps_per_generation * config.num_iterations)
+        self._compared_with_engine = False
         self._batches: deque[list[Sample]] = deque()  # one for each optimizer step that the last rollout still feeds
 
     def step(self) -> dict[str, float]:
@@ -91,16 +97,17 @@ class GRPOLoop:
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
         """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
         timer = PhaseTimer()
-        graded = self._generate_and_grade(prompts, num_generations, timer)
+        metrics: dict[str, float] = {}
+        graded = self._generate_and_grade(prompts, num_generations, metrics, timer)
         graded = compare(graded, num_generations, self.config.grading)
-        return self._reward_metrics(graded, num_generations) | timer.seconds()
+        return metrics | self._reward_metrics(graded, num_generations) | timer.seconds()
 
     def _roll_out(self, timer: PhaseTimer) -> dict[str, float]:
         """Fills the queue of batches with the samples of one generation."""
         batch, grading = self.config.batch, self.config.grading
         metrics: dict[str, float] = {}
         prompts = self.parts.prompts.take(batch.rollout_prompts)
-        graded = self._generate_and_grade(prompts, grading.num_generations, timer)
+        graded = self._generate_and_grade(prompts, grading.num_generations, metrics, timer)
         if grading.max_resample_times:
             graded = self._replace_uniform_groups(graded, metrics, timer)
         if self.config.kl.in_reward:
@@ -110,6 +117,7 @@ class GRPOLoop:
 
         samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
         batches = [samples[i : i + batch.global_batch_size] for i in range(0, len(samples), batch.global_batch_size)]
+        self._compare_with_engine(batches[0], timer)
         # The first step after a rollout trains the very policy that generated: its old log-probs are its own. The
         # policy of every later step has moved.
         for later in batches if self.config.num_iterations > 1 else batches[1:]:
@@ -138,7 +146,7 @@ class GRPOLoop:
 
         def draw(groups: int) -> list[Graded]:
             prompts = self.parts.spare_prompts.take(groups)
-            return self._generate_and_grade(prompts, grading.num_generations, timer)
+            return self._generate_and_grade(prompts, grading.num_generations, metrics, timer)
 
         found = resample(graded, grading.num_generations, grading.max_resample_times, draw)
         if found.uniform:
@@ -178,26 +186,19 @@ class GRPOLoop:
     def _of_all_ranks(self, values: dict[int, T]) -> dict[int, T]:
         return self.parts.coordinator.gather_samples(values, self.parts.training.parallel)
 
-    def _generate_and_grade(self, prompts: Sequence[Prompt], num_generations: int, timer: PhaseTimer) -> list[Graded]:
+    def _generate_and_grade(
+        self, prompts: Sequence[Prompt], num_generations: int, metrics: dict[str, float], timer: PhaseTimer
+    ) -> list[Graded]:
         requests = [prompt for prompt in prompts for _ in range(num_generations)]
+        metrics |= self.parts.sync(self._weights_version, timer)
         rollouts = self._generate(requests, timer)
         with timer("grading"):
             rewards = self._score(rollouts, num_generations)
             return grade(rollouts, rewards, self.config.grading)
 
     def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
-        """The newest weights to the engine, then one completion for each request, on every rank."""
-        engine, residency = self.parts.generation, self.parts.residency
-        with timer("phase_switch"):
-            residency.make_room(engine.memory_to_wake)
-            engine.wake_weights()
-        if engine.weights_version != self._weights_version:
-            with timer("weight_sync"):
-                residency.for_weight_sync()
-                engine.load_weights(self.parts.export_weights(), self._weights_version)
-        with timer("phase_switch"):
-            residency.for_generation()
-            engine.wake_cache()
+        """One completion for each request, on every rank. The engine is awake; then it sleeps."""
+        engine = self.parts.generation
         with timer("generation"):
             mine = engine.share.pick(requests)
             answers = self.parts.coordinator.all_gather_or_raise(
@@ -205,8 +206,26 @@ class GRPOLoop:
             )
         with timer("phase_switch"):
             engine.sleep()
-            residency.for_inference()  # the policy comes back while rewards are computed
-        return [rollout for part in answers for rollout in part]
+            self.parts.residency.for_inference()  # the policy comes back while rewards are computed
+        rollouts = [rollout for part in answers for rollout in part]
+        self._check_versions(rollouts)
+        return rollouts
+
+    def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
+        """Once in a run."""
+        rounding = self.parts.sync.rounding
+        if rounding is not None and not self._compared_with_engine:
+            with timer("sync_check"):
+                self.parts.first_rollout.check(samples, rounding)
+        self._compared_with_engine = True
+
+    def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
+        others = {rollout.weights_version for rollout in rollouts} - {self._weights_version}
+        if others:
+            raise RuntimeError(
+                f"completions of weights {sorted(others)} came back where those of {self._weights_version} were asked "
+                "for: the engine has not generated with the weights of the last sync"
+            )
 
     def _answers(self, engine: GenerationEngine, mine: list[Prompt]) -> list[Rollout]:
         rollouts = engine.generate(mine, self.config.sampling)

@@ -7,7 +7,6 @@ import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +21,12 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.first_rollout import FirstRollout
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.expert_marks import mark_experts
 from swift_megatron_grpo.training.kernels import use_fast_kernels
@@ -34,7 +35,7 @@ from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy,
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
-from swift_megatron_grpo.weights.export import export_weights, merged_on_read
+from swift_megatron_grpo.weights.export import WeightExport, merged_on_read
 
 logger = get_logger()
 
@@ -113,6 +114,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         residency.restore()
         training = self.build_engine()
         coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        export, canary = WeightExport(self.bridge, self.unwrapped_models), self._canary(coordinator)
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
@@ -122,7 +124,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             training=training,
             reference=self._reference(training, coordinator),
             residency=residency,
-            export_weights=partial(export_weights, self.bridge, self.unwrapped_models),
+            export_weights=export,
+            sync=WeightSync(settings.sync_check, generation, residency, export, canary, coordinator, logger),
+            first_rollout=FirstRollout(training.passes, canary.passes, coordinator, settings.sampling),
             coordinator=coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
@@ -154,6 +158,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if self.reference_layout is None:
             return self.frozen_copy
         return FrozenCopyElsewhere(self.frozen_copy, self.reference_layout, coordinator)
+
+    def _canary(self, coordinator: Coordinator) -> Canary:
+        text: list[int] = self.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+        longest = min(CANARY_TOKENS, (self.settings.vllm.max_model_len or CANARY_TOKENS) - 1)  # vLLM adds one
+        passes = Passes(self.wrapped_models, EngineSettings(temperature=1.0, micro_batch_size=1))
+        return Canary(text[:longest], passes, coordinator)
 
     def build_engine(self) -> MegatronEngine:
         return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, self._engine_settings())

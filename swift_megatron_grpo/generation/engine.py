@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -48,9 +49,21 @@ class GenerationEngine(Protocol):
         """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
         ...
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None: ...
+    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
+        """`accounted`: holdings() will be asked what became of each."""
+        ...
 
     def wake_cache(self) -> None: ...
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        """Log-probs of every token but the first, at temperature 1 and of all tokens that there are, by each engine
+        that this rank asks; by name, as in holdings. Nothing of other weights answers. After wake_cache."""
+        ...
+
+    def holdings(self) -> list[Holding]:
+        """What the model of each worker that this rank asks holds of the weights it was last sent. It can tell once it
+        has loaded weights that were accounted for."""
+        ...
 
     def sleep(self) -> None: ...
 

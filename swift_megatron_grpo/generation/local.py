@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from functools import partial
 
 import torch
 from swift.infer_engine import GRPOVllmEngine
@@ -16,12 +17,15 @@ from swift.rlhf_trainers.utils import (
 )
 from swift.template import Template
 from swift.utils import get_logger
+from vllm import SamplingParams
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.inventory import Inventory
 from swift_megatron_grpo.generation.sampling import sample
+from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
@@ -47,6 +51,8 @@ class LocalVllm:
             self._sleep_level = 0
         self._asleep = False
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
+        self._name = f"engine {group}"
+        self._inventory = Inventory(self._engine.inner_model, config.dtype, self._name)
 
     @property
     def share(self) -> Share:
@@ -70,13 +76,12 @@ class LocalVllm:
             set_expandable_segments(False)
             self._wake("weights")
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
         model = self._engine.inner_model
         patch_vllm_moe_model_weight_loader(model)
-        model.load_weights(weights)
-        finish_vllm_weight_reload(
-            model, self._engine.engine.model_config, torch.device(torch.cuda.current_device()), strict=True
-        )
+        device = torch.device(torch.cuda.current_device())
+        finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
+        self._inventory.load(weights, finish, accounted)
         # What older weights computed must not answer for newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
@@ -86,6 +91,20 @@ class LocalVllm:
         if self._asleep:
             self._wake("kv_cache")
             self._asleep = False
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        vllm = self._engine.engine
+        # Greedy: a sampled token would move the random numbers of the completions to come.
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, asked)
+        answer = None
+        while vllm.has_unfinished_requests():
+            [answer] = vllm.step() or [answer]
+        told = answer.prompt_logprobs  # type: ignore[union-attr]
+        return {self._name: [at[token].logprob for at, token in zip(told[1:], tokens[1:], strict=True)]}
+
+    def holdings(self) -> list[Holding]:
+        return [self._inventory.holding()]
 
     def _wake(self, tag: str) -> None:
         try:

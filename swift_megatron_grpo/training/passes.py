@@ -45,6 +45,12 @@ class Passes:
         # Megatron's interleaved schedule takes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
 
+    @property
+    def fewest_samples(self) -> int:
+        """So many, or a multiple, give every rank whole micro batches."""
+        size = self.settings.micro_batch_size if self.settings.max_tokens is None else 1
+        return self.parallel.dp_size * size * self._group_size
+
     def plan(self, samples: Sequence[Sample]) -> StepPlan:
         """Which rank trains which sample in which micro batch."""
         budget = self.settings.max_tokens

@@ -17,29 +17,58 @@ from mcore_bridge.model import GPTModel
 ADAPTER = "default"
 
 
-def export_weights(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All ranks together: shards are gathered as the iterator advances, and every rank gets every tensor."""
-    with merged_on_read(bridge, models):
+class WeightExport:
+    """The same weights, time and again."""
+
+    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel]) -> None:
+        self._bridge = bridge
+        self._models = list(models)
+        self._merged: set[LoraParallelLinear] = set()
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return export_weights(self._bridge, self._models, self._merged)
+
+    def take_merged(self) -> int:
+        """How many modules of this rank went out with their adapter merged in, since this was asked last."""
+        count = len(self._merged)
+        self._merged.clear()
+        return count
+
+    @property
+    def adapted(self) -> int:
+        """How many modules of this rank have an adapter."""
+        return sum(len(_adapted(model)) for model in self._models)
+
+
+def export_weights(
+    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All ranks together: shards are gathered as the iterator advances, and every rank gets every tensor. `merged`
+    tells which modules had an adapter that went out with them."""
+    with merged_on_read(bridge, models, merged):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
 @contextmanager
-def merged_on_read(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[None]:
+def merged_on_read(
+    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
+) -> Iterator[None]:
     """While open, whatever the bridge exports has the adapters merged in. One layer is merged at a time."""
     adapted = {module for model in models for module in _adapted(model)}
     if not adapted:
         yield
         return
+    merged = set() if merged is None else merged
     decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
     in_layers = {module for decoder in decoders for layer in decoder.layers for module in _adapted(layer)}
     convert_layer = bridge._set_layer_state
 
     def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         # None: another pipeline stage holds this layer
-        with _merged(_adapted(layer) if layer is not None else []):
+        with _merged(_adapted(layer) if layer is not None else [], merged):
             return convert_layer(layer, *args, **kwargs)
 
-    with _merged(adapted - in_layers), _replaced(bridge, "_set_layer_state", convert_merged_layer):
+    with _merged(adapted - in_layers, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):
         yield
 
 
@@ -48,7 +77,7 @@ def _adapted(module: torch.nn.Module) -> list[LoraParallelLinear]:
 
 
 @contextmanager
-def _merged(modules: Iterable[LoraParallelLinear]) -> Iterator[None]:
+def _merged(modules: Iterable[LoraParallelLinear], told: set[LoraParallelLinear]) -> Iterator[None]:
     bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     with torch.no_grad():
         for module in modules:
@@ -56,6 +85,7 @@ def _merged(modules: Iterable[LoraParallelLinear]) -> Iterator[None]:
                 bases.append((weight, weight.data))
                 # in fp32: adding a small delta in bf16 loses most of it
                 weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+            told.add(module)
     try:
         yield
     finally:

@@ -56,6 +56,11 @@ def upstream() -> dict[str, Any]:
         from swift.cli._megatron.main import ROUTE_MAPPING
         import swift.megatron.trainers as trainers
         from vllm.device_allocator.cumem import CuMemAllocator
+        from vllm import SamplingParams
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
         from mcore_bridge import GPTBridge
         from mcore_bridge.model.gpt_model import GPTModel
 
@@ -86,6 +91,11 @@ def upstream() -> dict[str, Any]:
                         "_get_stop_token_ids", "set_default_max_tokens")},
             "get_current_usage": source(CuMemAllocator.get_current_usage),
             "cumem_sleep": source(CuMemAllocator.sleep),
+            "add_request": parameters(LLMEngine.add_request),
+            "prompt_logprobs": "prompt_logprobs" in parameters(SamplingParams),
+            "_get_prompt_logprobs_dict": source(GPUModelRunner._get_prompt_logprobs_dict),
+            "_setup_kernel": source(inspect.unwrap(UnquantizedFusedMoEMethod._setup_kernel)),
+            "pack_experts": source(CPUUnquantizedExperts.process_weights_after_loading),
         }
         """
     )
@@ -334,3 +344,21 @@ def test_a_data_loader_worker_may_replay_the_external_plugin() -> None:
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'mcore_bridge', 'swift')))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# ---- asking vLLM what it holds and what it computes
+
+
+def test_vllm_scores_a_prompt_by_its_tokens() -> None:
+    """LocalVllm.score: log-probs of the tokens of a prompt are those of the plain logits."""
+    assert upstream()["add_request"][1:4] == ["request_id", "prompt", "params"]
+    assert upstream()["prompt_logprobs"]
+    assert "self.sampler.compute_logprobs(logits)" in upstream()["_get_prompt_logprobs_dict"]
+
+
+def test_vllms_experts_are_packed_on_the_cpu_when_first_loaded_only() -> None:
+    """platforms/cpu/fixes.py packs them again; where vLLM does it by itself, they would be packed twice."""
+    source = upstream()["_setup_kernel"]
+    assert "is_weight_update = self.moe_kernel is not None" in source
+    assert "process_weights_after_loading" in source.split("if not is_weight_update:")[1]
+    assert "cpu_prepack_moe_weight(layer.w13_weight, self.isa)" in upstream()["pack_experts"]

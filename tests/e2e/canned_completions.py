@@ -11,6 +11,7 @@ import torch
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -36,13 +37,19 @@ class CannedCompletions:
         reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
         return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 
     def wake_weights(self) -> None: ...
 
     def wake_cache(self) -> None: ...
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        raise NotImplementedError("no model runs here: --sync_check off")
+
+    def holdings(self) -> list[Holding]:
+        raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
 

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 BETA = 0.05
 FLAGS = ["--external_plugins", str(HERE / "canned_completions.py"), str(HERE / "uniform_groups.py"),
+         "--sync_check", "off",
          "--reward_funcs", "every_second", "--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "4",
          "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5",
          "--advantage_estimator", "rloo", "--beta", str(BETA), "--kl_target", "0.01", "--kl_horizon", "100",

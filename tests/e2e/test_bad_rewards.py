@@ -34,7 +34,7 @@ def test_the_default_stops_the_run_and_names_the_function(
     inputs: tuple[Path, Path, Path], function: str, complaint: str
 ) -> None:
     folder, model, dataset = inputs
-    flags = ["--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", function]
+    flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", function]
     run = megatron_rlhf(model, dataset, folder / function, ranks=2, flags=flags)
     assert run.code != 0
     assert complaint in run.output, run.output[-3000:]
@@ -43,7 +43,17 @@ def test_the_default_stops_the_run_and_names_the_function(
 
 def test_drop_trains_the_others(inputs: tuple[Path, Path, Path]) -> None:
     folder, model, dataset = inputs
-    flags = ["--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", "says_nan", "--bad_reward", "drop"]
+    flags = [
+        "--sync_check",
+        "off",
+        "--external_plugins",
+        str(PLUGIN),
+        str(REPLAY),
+        "--reward_funcs",
+        "says_nan",
+        "--bad_reward",
+        "drop",
+    ]
     run = megatron_rlhf(model, dataset, folder / "drop", ranks=2, flags=flags)
     assert run.code == 0, run.output[-3000:]
     for step in run.log:

@@ -171,7 +171,14 @@ def test_settings_of_different_numbers_of_ranks_are_refused() -> None:
                          "--sleep_level 1"])  # fmt: skip
     settings, ranks = bench.settings_of(given)
     assert ranks == 2
-    assert settings[0].flags == ("--tensor_model_parallel_size", "2", "--max_tokens_per_micro_batch", "64")
+    assert settings[0].flags == (
+        "--tensor_model_parallel_size",
+        "2",
+        "--max_tokens_per_micro_batch",
+        "64",
+        "--sync_check",
+        "off",
+    )
     assert settings[1].flags == ("--micro_batch_size", "4", "--sleep_level", "1")
     with pytest.raises(SystemExit, match="same number of ranks"):
         bench.settings_of(bench.parse(["train", "--json", "x.json", "--ours", "tp2", "--stock", "mbs4"]))

@@ -20,6 +20,7 @@ from swift_megatron_grpo import loop
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.engine import NamedWeights, Share
 from swift_megatron_grpo.generation.local import LocalVllm
+from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
@@ -29,6 +30,7 @@ from swift_megatron_grpo.types import Prompt, Rollout, Sample
 PHASE_OF_TIMER = {
     "phase_switch": "switch",
     "weight_sync": "switch",
+    "sync_check": "switch",
     "generation": "switch",
     "grading": "grading",
     "old_logprobs": "logprobs",
@@ -92,12 +94,18 @@ class Canned:
         encoded = encode_sample(sample, self._template)
         return [token for token, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label == -100]
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
         self.weights_version = version
 
     def wake_weights(self) -> None: ...
 
     def wake_cache(self) -> None: ...
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        raise NotImplementedError("no model runs here: --sync_check off")
+
+    def holdings(self) -> list[Holding]:
+        raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
 

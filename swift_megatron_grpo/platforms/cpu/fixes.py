@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -163,6 +164,35 @@ def keep_weights_that_can_be_reloaded(utils: Any) -> None:
     utils.dispatch_cpu_unquantized_gemm = multiply_unpacked
 
 
+def pack_reloaded_experts(method: Any) -> None:
+    """vLLM packs experts for its CPU kernel when it first loads them, and leaves what is loaded later unpacked: the
+    kernel then multiplies with scrambled experts."""
+    setup = method.UnquantizedFusedMoEMethod._setup_kernel
+
+    @functools.wraps(setup)
+    def setup_and_pack(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        reloaded = self.moe_kernel is not None
+        setup(self, layer, w13, w2)
+        if reloaded:
+            _pack_experts(self.moe_kernel.fused_experts, layer)
+
+    method.UnquantizedFusedMoEMethod._setup_kernel = setup_and_pack
+
+
+def _pack_experts(experts: Any, layer: Any) -> None:
+    """As in the first load, but in place, where the padding holds packed values and has to be zero again."""
+    if experts._use_zentorch:  # takes them as they are
+        return
+    pack = vars(sys.modules[type(experts).__module__])["cpu_prepack_moe_weight"]
+    used = experts.moe_config.intermediate_size_per_partition
+    padded = layer.w2_weight.shape[2]
+    layer.w13_weight.data[:, used:padded] = 0
+    layer.w13_weight.data[:, padded + used :] = 0
+    layer.w2_weight.data[:, :, used:] = 0
+    for weight in (layer.w13_weight, layer.w2_weight):
+        weight.data.copy_(pack(weight.data, experts.isa))
+
+
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     original = vars(owner)[method]
 
@@ -185,5 +215,6 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.random": expect_one_generator,
     "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
     "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
     "vllm.model_executor.layers.utils": keep_weights_that_can_be_reloaded,
 }

@@ -1,0 +1,82 @@
+"""Faults between the trainer and vLLM, planted in real runs: each is caught before anything is generated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+PLUGINS = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("sync_faults.py"))]
+STOPPED = "EngineHasOtherWeights, generated 0 times"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sync")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Path:
+    return make_dataset(folder / "data.jsonl")
+
+
+def told(run: Finished) -> dict[str, str]:
+    """Of each fault, the same on both ranks."""
+    one, other = (json.loads((run.folder / f"faults.{rank}.json").read_text()) for rank in (0, 1))
+    assert one == other
+    return one  # type: ignore[no-any-return]
+
+
+def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path) -> None:
+    model = make_model(folder / "moe", kind="moe")
+    flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
+             "1", "--train_iters", "12", "--save_steps", "100", "--temperature", "0.7", *PLUGINS]  # fmt: skip
+    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, {"FAULTS": "experts"})
+    up = "model.layers.1.mlp.experts.2.up_proj.weight"
+    assert "first weight sync: vLLM holds all 87 tensors bit by bit" in run.output
+    found = told(run)
+    first = found["tensor_lost_on_the_way, step 0"]  # vLLM has it from the checkpoint, the same one
+    assert first.startswith(STOPPED) and "w13_weight" in first and "weights that nothing sent is for" in first
+    assert found["tensor_not_sent, step 1"].startswith(STOPPED)
+    assert f"trainer: not sent, and the sync before did: {up}" in found["tensor_not_sent, step 1"]
+    swapped = found["experts_swapped_in_export, step 1"]
+    assert swapped.startswith(STOPPED) and "So the export itself is wrong" in swapped
+    stale = found["tensor_lost_on_the_way, step 2"]
+    assert stale.startswith(STOPPED)
+    assert f"engine 0, engine 1: the engine holds other values than were sent: {up}" in stale
+    swapped = found["experts_swapped_on_the_way, step 2"]
+    assert swapped.startswith(STOPPED)
+    assert all(f"experts.{i}.{name}_proj" in swapped for i in (0, 1) for name in ("down", "gate", "up"))
+    assert found["logprobs_shifted, step 2"].startswith("ShiftedLogprobs, generated 1 times")
+    assert "completions of weights [1] came back where those of 2" in found["older_weights_answer, step 2"]
+    assert found["tensor_lost_once, step 3"] == "nothing was said"
+    assert "weight sync 3 failed its check, was repeated, and is good now" in run.output
+    assert found["temperature_not_heeded, step 5"] == "nothing was said"
+    assert "vLLM does not heed --temperature 0.7" in run.output
+    assert run.code != 0  # the last fault is of one engine of two
+    assert "weight sync 7 failed its check twice" in run.output and "engine 1: the engine holds other" in run.output
+    assert all(step.get("sync_check/mean_diff", 0) < 1e-5 for step in run.log)
+
+
+def test_twenty_syncs_of_an_adapter(folder: Path, dataset: Path) -> None:
+    """The engine equals the trainer after each, bit by bit, and the base is what it was."""
+    model = make_model(folder / "dense")
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
+             "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
+             "--save_steps", "100", *PLUGINS]  # fmt: skip
+    run = megatron_rlhf(model, dataset, folder / "adapter", 2, flags, {"FAULTS": "adapter"})
+    assert run.code == 0, run.output[-4000:]
+    assert len(run.log) == 20 and all(step["sync_check/mean_diff"] < 5e-3 for step in run.log)
+    assert run.output.count("failed its check") == 0
+    found = told(run)
+    assert found["frozen weights"] == 35 and found["frozen weights that changed"] == []
+    nothing = found["adapter_bound_to_nothing, step 19"]
+    assert nothing.startswith(STOPPED) and "bound to no module (--target_modules)" in nothing
+    assert found["adapter_merged_as_zeros, step 19"].startswith(STOPPED)
+    fewer = found["one_adapter_of_a_layer_left_out, step 19"]
+    assert fewer.startswith(STOPPED) and "4 of 16 adapters were not merged into what was sent" in fewer
+    assert "--top_p 0.8" in run.output and "use --top_p 1 to sample from the policy" in run.output
