@@ -329,6 +329,20 @@ def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, in
         )
 
 
+def check_recording(dump: str | None, replay: str | None, only: bool) -> None:
+    if replay is not None and dump is not None:
+        raise ValueError(
+            f"--rollout_replay {replay} generates nothing, so there is nothing for --rollout_dump {dump} that is not "
+            "there already; leave one of them out"
+        )
+    if only and replay is not None:
+        raise ValueError("--rollout_only true generates and --rollout_replay does not; leave one of them out")
+    if only and dump is None:
+        raise ValueError(
+            "--rollout_only true generates completions that nothing keeps; add --rollout_dump with a folder"
+        )
+
+
 def check_iterations(num_iterations: int) -> None:
     if num_iterations < 1:
         raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")

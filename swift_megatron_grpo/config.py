@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -169,6 +170,15 @@ class CompletionLogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordingConfig:
+    """Rollouts on disk."""
+
+    dump: Path | None = None  # where this run writes its own
+    replay: Path | None = None  # where it reads another's, instead of generating and grading
+    only: bool = False  # nothing is trained
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """One run."""
 
@@ -185,4 +195,5 @@ class GRPOConfig:
     log: CompletionLogConfig
     seed: int
     kl: KlConfig = KlConfig()
+    recording: RecordingConfig = RecordingConfig()
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

@@ -14,6 +14,7 @@ from swift_megatron_grpo.config import (
     KlConfig,
     LossConfig,
     PackingConfig,
+    RecordingConfig,
     ReferenceConfig,
     ResidencyConfig,
     SamplingConfig,
@@ -69,6 +70,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             target=args.kl_target,
             horizon=args.kl_horizon,
         ),
+        recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
         top_entropy_quantile=args.top_entropy_quantile,
     )
 

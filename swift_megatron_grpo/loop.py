@@ -11,6 +11,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +25,8 @@ from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalis
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.training.engine import MegatronEngine, Output
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
@@ -45,7 +49,7 @@ class Parts:
 
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
-    generation: GenerationEngine
+    generation: GenerationEngine | None  # None: completions are replayed
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None
@@ -53,6 +57,8 @@ class Parts:
     export_weights: Callable[[], NamedWeights]  # the trained ones, under the checkpoint's names; all ranks together
     coordinator: Coordinator
     log: CompletionLog
+    dump: RolloutDump | None
+    replay: RolloutReplay | None  # in place of generation and rewards
 
 
 class GRPOLoop:
@@ -88,6 +94,15 @@ class GRPOLoop:
             self.beta.observe(metrics["kl"], len(samples))
         return metrics | timer.seconds()
 
+    def roll_out(self) -> dict[str, float]:
+        """A rollout, graded and dumped; nothing is trained."""
+        timer = PhaseTimer()
+        metrics: dict[str, float] = {}
+        graded = self._completions(metrics, timer)
+        graded = compare(graded, self.config.grading.num_generations, self.config.grading)
+        self.parts.log.append(self._weights_version, graded)
+        return metrics | self._reward_metrics(graded, self.config.grading.num_generations) | timer.seconds()
+
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
         """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
         timer = PhaseTimer()
@@ -99,10 +114,7 @@ class GRPOLoop:
         """Fills the queue of batches with the samples of one generation."""
         batch, grading = self.config.batch, self.config.grading
         metrics: dict[str, float] = {}
-        prompts = self.parts.prompts.take(batch.rollout_prompts)
-        graded = self._generate_and_grade(prompts, grading.num_generations, timer)
-        if grading.max_resample_times:
-            graded = self._replace_uniform_groups(graded, metrics, timer)
+        graded = self._completions(metrics, timer)
         if self.config.kl.in_reward:
             graded = self._penalise(graded, metrics, timer)
         graded = compare(graded, grading.num_generations, grading)
@@ -128,6 +140,28 @@ class GRPOLoop:
         self._steps_to_skip = 0  # steps that a resumed run has done
         return metrics | self._reward_metrics(graded, grading.num_generations)
 
+    def _completions(self, metrics: dict[str, float], timer: PhaseTimer) -> list[Graded]:
+        """Of the next prompts, with their total rewards."""
+        prompts = self.parts.prompts.take(self.config.batch.rollout_prompts)
+        graded = self._draw(prompts, 0, timer)
+        return (
+            self._replace_uniform_groups(graded, metrics, timer) if self.config.grading.max_resample_times else graded
+        )
+
+    def _draw(self, prompts: Sequence[Prompt], draw: int, timer: PhaseTimer) -> list[Graded]:
+        """Generated and graded, and dumped if asked for; or as another run has dumped them."""
+        parts, num_generations = self.parts, self.config.grading.num_generations
+        rollout = parts.prompts.taken // self.config.batch.rollout_prompts - 1
+        if parts.replay is not None:
+            with timer("replay"):
+                return grade(*parts.replay.take(rollout, draw, prompts, num_generations), self.config.grading)
+        graded = self._generate_and_grade(prompts, num_generations, timer)
+        if parts.dump is not None:
+            write = partial(parts.dump.write, rollout, draw, graded)
+            with timer("dump"):
+                parts.coordinator.all_gather_or_raise(write, "--rollout_dump")
+        return graded
+
     def _replace_uniform_groups(
         self, graded: list[Graded], metrics: dict[str, float], timer: PhaseTimer
     ) -> list[Graded]:
@@ -136,9 +170,10 @@ class GRPOLoop:
         rollouts = self.parts.prompts.taken // per_rollout
         self.parts.spare_prompts.taken = rollouts * grading.max_resample_times * per_rollout
 
+        draws = count(1)  # the first one is in `graded`
+
         def draw(groups: int) -> list[Graded]:
-            prompts = self.parts.spare_prompts.take(groups)
-            return self._generate_and_grade(prompts, grading.num_generations, timer)
+            return self._draw(self.parts.spare_prompts.take(groups), next(draws), timer)
 
         found = resample(graded, grading.num_generations, grading.max_resample_times, draw)
         if found.uniform:
@@ -188,6 +223,7 @@ class GRPOLoop:
     def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
         """The newest weights to the engine, then one completion for each request, on every rank."""
         engine, residency = self.parts.generation, self.parts.residency
+        assert engine is not None
         with timer("phase_switch"):
             residency.make_room(engine.memory_to_wake)
             engine.wake_weights()
