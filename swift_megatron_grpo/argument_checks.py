@@ -343,6 +343,20 @@ def check_recording(dump: str | None, replay: str | None, only: bool) -> None:
         )
 
 
+def check_deadlines(reward_timeout: float | None, phase_timeout: float) -> None:
+    if phase_timeout < 0:
+        raise ValueError(f"phase_timeout must not be negative, got {phase_timeout:g}; use --phase_timeout 0 for none")
+    if reward_timeout is None:
+        return
+    if reward_timeout <= 0:
+        raise ValueError(f"reward_timeout must be > 0, got {reward_timeout:g}; leave --reward_timeout out for none")
+    if 0 < phase_timeout <= reward_timeout:
+        raise ValueError(
+            f"reward_timeout ({reward_timeout:g}) is not below phase_timeout ({phase_timeout:g}), which ends the run "
+            f"before; use --phase_timeout {2 * reward_timeout:g}, or 0 for no limit"
+        )
+
+
 def check_iterations(num_iterations: int) -> None:
     if num_iterations < 1:
         raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")

@@ -142,7 +142,7 @@ USED_HERE = _flags(
     vllm_mm_processor_cache_gb vllm_engine_kwargs sleep_level offload_optimizer offload_model
     offload_grad
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
-    rollout_dump rollout_replay rollout_only
+    reward_timeout phase_timeout rollout_dump rollout_replay rollout_only
     log_completions wandb_log_unique_prompts report_to output_dir
     """
 )

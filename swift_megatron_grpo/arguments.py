@@ -154,6 +154,21 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one reward function may take for a rank's share of a rollout. One that takes longer "
+            "ends the run with an error that names it. Default: none, --phase_timeout ends the run."
+        },
+    )
+    phase_timeout: float = field(
+        default=3600.0,
+        metadata={
+            "help": "Seconds that one phase of a step (generation, grading, training, ...) or what lies between two "
+            "phases (checkpoints, callbacks) may take on any rank. Past it every rank writes its Python stacks and "
+            "unfinished collectives to stuck-<time>.txt in --output_dir, and the run ends. 0: no limit. Default: 3600."
+        },
+    )
     rollout_dump: str | None = field(
         default=None,
         metadata={
@@ -213,6 +228,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
                 self._check_recording,
+                lambda: checks.check_deadlines(self.reward_timeout, self.phase_timeout),
                 checks.check_vllm_installed,
             ]
         )

@@ -179,6 +179,14 @@ class RecordingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadlineConfig:
+    """In seconds."""
+
+    phase: float = 3600.0  # of a phase of the loop, or between two; 0: none
+    reward: float | None = None  # of one reward function; None: as the phase
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """One run."""
 
@@ -196,4 +204,5 @@ class GRPOConfig:
     seed: int
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

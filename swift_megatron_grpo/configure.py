@@ -8,6 +8,7 @@ from swift_megatron_grpo.config import (
     CompletionLogConfig,
     CorrectionConfig,
     DataConfig,
+    DeadlineConfig,
     FipoConfig,
     GradingConfig,
     GRPOConfig,
@@ -70,6 +71,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             target=args.kl_target,
             horizon=args.kl_horizon,
         ),
+        deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
         recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
         top_entropy_quantile=args.top_entropy_quantile,
     )

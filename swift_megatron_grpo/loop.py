@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -20,6 +21,7 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Share
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
@@ -59,6 +61,7 @@ class Parts:
     log: CompletionLog
     dump: RolloutDump | None
     replay: RolloutReplay | None  # in place of generation and rewards
+    watchdog: Watchdog
 
 
 class GRPOLoop:
@@ -74,7 +77,7 @@ class GRPOLoop:
 
     def step(self) -> dict[str, float]:
         """One optimizer step; a rollout first, when the last one is used up."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(self.parts.watchdog.phase)
         metrics: dict[str, float] = {}
         if not self._batches:
             metrics |= self._roll_out(timer)
@@ -96,7 +99,7 @@ class GRPOLoop:
 
     def roll_out(self) -> dict[str, float]:
         """A rollout, graded and dumped; nothing is trained."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(self.parts.watchdog.phase)
         metrics: dict[str, float] = {}
         graded = self._completions(metrics, timer)
         graded = compare(graded, self.config.grading.num_generations, self.config.grading)
@@ -105,7 +108,7 @@ class GRPOLoop:
 
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
         """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(self.parts.watchdog.phase)
         graded = self._generate_and_grade(prompts, num_generations, timer)
         graded = compare(graded, num_generations, self.config.grading)
         return self._reward_metrics(graded, num_generations) | timer.seconds()
@@ -255,9 +258,18 @@ class GRPOLoop:
         share = Share(coordinator.rank, coordinator.world_size, speaks=True)
         mine = [rollout for group in share.pick(groups) for rollout in group]
         parts = coordinator.all_gather_or_raise(
-            lambda: score(mine, self.parts.rewards, self._trainer_state) if mine else [], "grading"
+            lambda: score(mine, self.parts.rewards, self._trainer_state, self._reward_limit) if mine else [], "grading"
         )
         return [row for part in parts for row in part]
+
+    @contextmanager
+    def _reward_limit(self, what: str) -> Iterator[float | None]:
+        seconds = self.config.deadlines.reward
+        if seconds is None:
+            yield None
+        else:
+            with self.parts.watchdog.limit(what, seconds, "--reward_timeout"):
+                yield seconds
 
     def _reward_metrics(self, graded: list[Graded], num_generations: int) -> dict[str, float]:
         grading = self.config.grading

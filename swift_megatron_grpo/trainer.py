@@ -4,10 +4,12 @@ models, optimizer, schedule, checkpoints and callbacks are its parent's."""
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
@@ -132,11 +135,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if recording.dump is None
             else RolloutDump(recording.dump, args.recording_settings(), rollouts_done, is_master()),
             replay=None if recording.replay is None else RolloutReplay(recording.replay),
+            watchdog=self._start_watchdog(coordinator),
         )
         loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
         if loop.beta.adapts and self.state.iteration > 0:
             loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
+
+    def _start_watchdog(self, coordinator: Coordinator) -> Watchdog:
+        name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # of this run only
+        report = Path(self.args.output_dir).absolute() / name
+        return Watchdog(report, coordinator.rank, coordinator.world_size, self.settings.deadlines.phase)
 
     def _start_vllm(self, residency: Residency) -> GenerationEngine:
         residency.make_room(memory_to_start(self.settings.vllm))
@@ -243,6 +252,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         assert self.loop is not None
         if self.loop.parts.generation is not None:
             self.loop.parts.generation.shutdown()
+        self.loop.parts.watchdog.close()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")

@@ -75,8 +75,8 @@ def test_a_resumed_run_goes_on_dumping(inputs: tuple[Path, Path, Path]) -> None:
     end = megatron_rlhf(model, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
     whole = megatron_rlhf(model, dataset, folder / "whole", 1,
                           [*flags, "--rollout_replay", str(rollouts), "--train_iters", "4"])  # fmt: skip
-    # A resumed run on the CPU platform begins with Adam's moments at 0, so after its first update the weights differ. Up
-    # to there, and in what was generated and graded, the two halves are one run.
+    # A resumed run on the CPU platform begins with Adam's moments at 0, so after its first update the weights differ.
+    # Up to there, and in what was generated and graded, the two halves are one run.
     halves = [*numbers(begin)[:2], *numbers(end)]
     assert numbers(whole)[:3] == halves[:3]
     assert [step["reward"] for step in numbers(whole)] == [step["reward"] for step in halves]
