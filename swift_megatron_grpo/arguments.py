@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from swift.megatron.arguments import MegatronRLHFArguments
 from swift.rewards import orms
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import get_dist_setting, import_external_file
 
 from swift_megatron_grpo import __version__
@@ -25,6 +26,7 @@ from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
 from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.recording import folder as recording
 
 _LAYOUT_FLAGS = (
@@ -227,6 +229,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
+                self._check_turns,
                 self._check_recording,
                 lambda: checks.check_deadlines(self.reward_timeout, self.phase_timeout),
                 checks.check_vllm_installed,
@@ -248,6 +251,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_modality,
                 self._check_algorithm,
                 self._check_rewards,
+                self._check_turns,
                 self._check_recording,
             ]
         )
@@ -348,8 +352,15 @@ class GRPOArguments(MegatronRLHFArguments):
         algorithm.check_algorithm(algorithm.flags_of(vars(self)))
 
     def _check_rewards(self) -> None:
-        checks.check_reward_functions(self.reward_funcs, orms)
-        checks.check_reward_weights(self.reward_weights, len(self.reward_funcs))
+        if self.reward_funcs or not self.grades_by_environment:
+            checks.check_reward_functions(self.reward_funcs, orms)
+        checks.check_reward_weights(self.reward_weights, len(self.reward_names))
+
+    def _check_turns(self) -> None:
+        led_by_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
+        checks.check_multi_turn(
+            self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, led_by_run, envs
+        )
 
     def _check_recording(self) -> None:
         checks.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
@@ -455,7 +466,13 @@ class GRPOArguments(MegatronRLHFArguments):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        return tuple(map(_reward_name, self.reward_funcs))
+        names = tuple(map(_reward_name, self.reward_funcs))
+        return (*names, gym_reward.__name__) if self.grades_by_environment else names
+
+    @property
+    def grades_by_environment(self) -> bool:
+        """The environment's total reward counts beside those of reward functions, as in ms-swift."""
+        return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
 
     def reference_layout(self) -> LayoutConfig | None:
         """Of the frozen reference copy, where it is not the one of training."""

@@ -52,6 +52,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MultiTurnConfig:
+    """Completions of several turns, led by one of ms-swift's schedulers."""
+
+    scheduler: str  # key of swift.rollout.multi_turns
+    max_turns: int | None
+    gym_env: str | None  # key of swift.rollout.envs, for rows that name none
+
+
+@dataclass(frozen=True, slots=True)
 class GradingConfig:
     num_generations: int
     reward_names: tuple[str, ...]  # as ms-swift names the functions
@@ -205,4 +214,5 @@ class GRPOConfig:
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
+    turns: MultiTurnConfig | None = None  # None: one turn
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

@@ -283,10 +283,10 @@ def _to_sample(graded: Graded, group: int, overlong_filter: bool) -> Sample:
     trained = valid and not too_long
     return Sample(
         tokens=rollout.prompt_ids + rollout.completion_ids,
-        completion_mask=[False] * len(rollout.prompt_ids) + [trained] * len(rollout.completion_ids),
+        completion_mask=[False] * len(rollout.prompt_ids) + [trained and mine for mine in rollout.sampled_mask],
         advantage=graded.advantage,
         group=group,
         truncated=rollout.truncated,
         rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
-        left_out=len(rollout.completion_ids) if too_long else 0,
+        left_out=rollout.length if too_long else 0,
     )

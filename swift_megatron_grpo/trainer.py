@@ -27,7 +27,8 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.generation.local_turns import ConversingVllm
+from swift_megatron_grpo.grading import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
@@ -53,6 +54,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for line in args.start_up_lines():
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
+        if args.grades_by_environment:
+            functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
@@ -150,7 +153,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _start_vllm(self, residency: Residency) -> GenerationEngine:
         residency.make_room(memory_to_start(self.settings.vllm))
         residency.for_generation()
-        generation = LocalVllm(self.settings.vllm, self.template)
+        vllm, turns = self.settings.vllm, self.settings.turns
+        generation = LocalVllm(vllm, self.template) if turns is None else ConversingVllm(vllm, turns, self.template)
         generation.sleep()
         residency.restore()
         return generation

@@ -64,7 +64,7 @@ class LocalVllm:
 
     def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
         requests = [_request(prompt) for prompt in prompts]
-        answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
+        answers = self._engine.infer(requests, request_config(sampling), use_tqdm=False)
         return [
             _rollout(prompt, answer.response, self.weights_version)
             for prompt, answer in zip(prompts, answers, strict=True)
@@ -175,7 +175,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     return engine
 
 
-def _request_config(sampling: SamplingConfig) -> RequestConfig:
+def request_config(sampling: SamplingConfig) -> RequestConfig:
     return RequestConfig(
         max_tokens=sampling.max_completion_length,
         temperature=sampling.temperature,

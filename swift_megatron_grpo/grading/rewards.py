@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Protocol
 
 from swift_megatron_grpo.deadlines.interrupt import TimeIsUp, interrupted_after
@@ -83,6 +84,11 @@ def reward_columns(rollouts: Sequence[Rollout]) -> Columns:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def gym_reward(completions: list[str], rollout_infos: list[dict[str, Any]], **columns: Any) -> list[float | None]:
+    """With --use_gym_env: what the environment gave. None where it has ended without a word of it."""
+    return [infos.get("total_reward") for infos in rollout_infos]
+
+
 def describe(rollout: Rollout) -> str:
     """Which completion, for an error message."""
     shown = rollout.text if len(rollout.text) <= 200 else rollout.text[:200] + " ..."
@@ -92,6 +98,8 @@ def describe(rollout: Rollout) -> str:
 def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
     row = {name: value if name in _MEDIA else deepcopy(value) for name, value in rollout.prompt.row.items()}
     messages = row.pop("messages")
+    if rollout.messages is not None:
+        messages = deepcopy(rollout.messages)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     dataset = {
@@ -103,8 +111,8 @@ def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
         "request_id": request_id,
         "finish_reason": rollout.finish_reason,
         "is_truncated": rollout.truncated,
-        "rollout_infos": {},
-        "response_token_ids": list(rollout.completion_ids),
+        "rollout_infos": deepcopy(rollout.infos),
+        "response_token_ids": list(compress(rollout.completion_ids, rollout.sampled_mask)),
         **dataset,
     }
 

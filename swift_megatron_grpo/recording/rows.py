@@ -30,6 +30,9 @@ def to_line(graded: Graded) -> str:
         "text": rollout.text,
         "finish_reason": rollout.finish_reason,
         "weights_version": rollout.weights_version,
+        "sampled": rollout.sampled,
+        "conversation": rollout.messages,
+        "infos": rollout.infos,
         "rewards": graded.rewards,
     }
     return json.dumps(row, default=_plain) + "\n"
@@ -48,6 +51,9 @@ def from_line(line: str, prompt: Prompt) -> tuple[Rollout, Rewards]:
             text=row["text"],
             finish_reason=row["finish_reason"],
             weights_version=row["weights_version"],
+            sampled=row["sampled"],
+            messages=row["conversation"],
+            infos=row["infos"],
         )
         return rollout, row["rewards"]
     except KeyError as field:
