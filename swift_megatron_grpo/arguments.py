@@ -21,6 +21,7 @@ from swift.utils import get_dist_setting, import_external_file
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo import algorithm_checks as algorithm
 from swift_megatron_grpo import argument_checks as checks
+from swift_megatron_grpo import rollout_checks as rollouts
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
@@ -231,7 +232,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_rewards,
                 self._check_turns,
                 self._check_recording,
-                lambda: checks.check_deadlines(self.reward_timeout, self.phase_timeout),
+                lambda: rollouts.check_deadlines(self.reward_timeout, self.phase_timeout),
                 checks.check_vllm_installed,
             ]
         )
@@ -358,12 +359,12 @@ class GRPOArguments(MegatronRLHFArguments):
 
     def _check_turns(self) -> None:
         led_by_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
-        checks.check_multi_turn(
+        rollouts.check_multi_turn(
             self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, led_by_run, envs
         )
 
     def _check_recording(self) -> None:
-        checks.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
+        rollouts.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
         dump, replay = self.recording_folders()
         if dump is not None:
             recording.check_dump(dump, self.recording_settings(), self.resumes)
@@ -448,8 +449,8 @@ class GRPOArguments(MegatronRLHFArguments):
         """The folder holds every rollout that this run will ask for."""
         replay = self.recording_folders()[1]
         if replay is not None:
-            rollouts = -(-self.train_iters // self.steps_per_rollout)
-            recording.check_reach(replay, rollouts_done, rollouts - rollouts_done, self.steps_per_rollout)
+            wanted = -(-self.train_iters // self.steps_per_rollout)
+            recording.check_reach(replay, rollouts_done, wanted - rollouts_done, self.steps_per_rollout)
 
     def batch_plan(self) -> BatchPlan:
         return resolve(

@@ -78,7 +78,10 @@ def converse(
     invoke_async_hook(scheduler.on_trajectory_start(requests))
     first = next_turn(requests)
     outputs = run_multi_turn(requests, first, ended, next_turn, request_config=None, max_turns=max_turns)
-    return [_finish(output, turns[request.uuid], scheduler) for request, output in zip(requests, outputs, strict=True)]
+    return [
+        _finish(output, turns[request.uuid], scheduler, cut=request.uuid in ended.uuids)
+        for request, output in zip(requests, outputs, strict=True)
+    ]
 
 
 class _EndsWithoutRoom:
@@ -113,14 +116,24 @@ def _no_answer(request: RolloutInferRequest) -> RolloutOutput:
     return RolloutOutput(response=ChatCompletionResponse(model="", choices=[choice], usage=usage, id=request.uuid))
 
 
-def _finish(output: RolloutOutput, turns: Sequence[Turn], scheduler: MultiTurnScheduler) -> Finished:
+def _finish(output: RolloutOutput, turns: Sequence[Turn], scheduler: MultiTurnScheduler, cut: bool) -> Finished:
     said = [
         Message(list(ids), [bool(value) for value in mask])
         for ids, mask in zip(output.response_token_ids, output.response_loss_mask, strict=False)
     ]
-    messages = [{**message, "content": _as_text(message["content"], scheduler)} for message in output.messages or []]
-    choice = output.response.choices[0]
-    return Finished(join(turns, said), messages, output.rollout_infos, choice.finish_reason)
+    messages = output.messages or []
+    messages = [
+        {**message, "content": _as_text(message["content"], scheduler)}
+        for message in (_answered(messages) if cut else messages)
+    ]
+    infos = {**output.rollout_infos, "num_turns": len(turns)}
+    return Finished(join(turns, said), messages, infos, output.response.choices[0].finish_reason)
+
+
+def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without the question that there was no room to answer, and the nothing that followed it."""
+    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and message["content"]]
+    return messages[: answers[-1] + 1] if answers else messages
 
 
 def _as_text(content: Any, scheduler: MultiTurnScheduler) -> Any:

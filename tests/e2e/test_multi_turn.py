@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY, Finished, make_dataset, make_model
+from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset, make_model
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -59,7 +60,34 @@ def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
         assert len(row["conversation"]) == 6 and len(words) > 0
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
+    check_by_hand(first, model, dumped)
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path) -> None:
+    """What it cut off is gone, what it put in is not trained, and the conversation ends where there is no room left."""
+    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    flags = ["--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100", "--multi_turn_scheduler", "hints",
+             "--max_turns", "50", "--external_plugins", str(REWARDS), str(HERE / "hints.py"), "--reward_funcs",
+             "letters", "--use_gym_env", "false", "--gym_env", "math_env"]  # fmt: skip
+    run = run_template(model, dataset, tmp_path / "run", flags)
+    assert run.code == 0, run.output[-4000:]
+    first, second = run.log
+    assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
+    assert first["num_turns"] > 3 and "num_turns/lost" not in first
+    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # of the last answer there was room for
+    dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
+    rows = [json.loads(line) for line in dumped.read_text().splitlines()]
+    for row in rows:
+        # Of the first turn four tokens are trained: five were kept, and the first was taken out of the loss.
+        hint = b" wait, "
+        assert row["sampled"][: 4 + len(hint)] == [True] * 4 + [False] * len(hint)
+        assert row["finish_reason"] == "length" and len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
+    check_by_hand(first, model, dumped)
+
+
+def check_by_hand(step: dict[str, Any], model: Path, dumped: Path) -> None:
     command = [sys.executable, str(HERE / "hf_conversations.py"), str(model), str(dumped), "4"]
     by_hand = json.loads(subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    assert by_hand["logprob_difference"] < 1e-4
-    assert first["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-4)
+    assert by_hand["logprob_difference"] < 1e-4 and by_hand["grad_norm"] > 0.01
+    assert step["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-4)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.argument_checks import check_deadlines
 from swift_megatron_grpo.deadlines.collectives import in_words
 from swift_megatron_grpo.deadlines.interrupt import TimeIsUp, interrupted_after
 
@@ -106,13 +105,3 @@ def test_collectives_in_words() -> None:
         "  gloo:b of [[3]] in group 1 TENSOR, 2.0 s ago",
         "the last finished: gloo:a of [[3]] in group 1 TENSOR, 2.0 s ago",
     ]
-
-
-def test_flags_that_contradict() -> None:
-    check_deadlines(None, 0)
-    check_deadlines(60, 3600)
-    check_deadlines(60, 0)
-    for flags, advice in (((-1.0, 60.0), "leave --reward_timeout out"), ((60.0, 60.0), "use --phase_timeout 120"),
-                          ((None, -1.0), "use --phase_timeout 0")):  # fmt: skip
-        with pytest.raises(ValueError, match=advice):
-            check_deadlines(*flags)

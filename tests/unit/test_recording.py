@@ -11,7 +11,6 @@ from pathlib import Path
 import pandas
 import pytest
 
-from swift_megatron_grpo.argument_checks import check_recording
 from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.folder import Settings, check_dump, check_reach, check_replay, rollouts_in
 from swift_megatron_grpo.recording.replay import ReplayError, RolloutReplay
@@ -149,11 +148,3 @@ def test_two_runs_do_not_share_a_folder(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="use --num_generations 2 or dump to another folder"):
         check_dump(folder, replace(SETTINGS, num_generations=4), resumes=True)
     assert rollouts_in(tmp_path / "new") == []
-
-
-def test_flags_that_contradict() -> None:
-    check_recording("dump", None, only=True)
-    check_recording(None, "dump", only=False)
-    for flags in (("a", "b", False), (None, "b", True), (None, None, True)):
-        with pytest.raises(ValueError, match=r"leave one of them out|add --rollout_dump"):
-            check_recording(*flags)
