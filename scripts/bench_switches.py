@@ -58,6 +58,7 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
 
     from swift_megatron_grpo.autoload import hook_platform
     from swift_megatron_grpo.plugin import register
+    from swift_megatron_grpo.training.loss import make_loss
 
     hook_platform()
     register()
@@ -70,7 +71,7 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
 
     def train() -> None:
         loop.parts.residency.for_training()
-        loop.parts.training.train_step(samples, loop._loss)
+        loop.parts.training.train_step(samples, make_loss(loop.config.loss))
         loop._weights_version += 1
 
     parts = Parts()
@@ -85,7 +86,7 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
         gc.collect()
     seen: dict[str, Any] = {
         "milliseconds": parts.medians(),
-        "tensors": sum(1 for _ in loop.parts.export_weights()),
+        "tensors": sum(1 for _ in loop.parts.sync.export()),
         "tracked objects": len(gc.get_objects()),
         "GiB": {
             "vLLM to wake": loop.parts.generation.memory_to_wake / 2**30,
@@ -117,12 +118,12 @@ def switch(loop: Any, part: Any) -> None:
         residency.for_weight_sync()
     if isinstance(part, Parts):
         with part("export alone, not part of a switch"):
-            weights = list(loop.parts.export_weights())
+            weights = list(loop.parts.sync.export())
         with part("load what was exported, not part of a switch"):
             engine.load_weights(iter(weights), loop._weights_version)
         del weights
     with part("sync: export and load"):
-        engine.load_weights(loop.parts.export_weights(), loop._weights_version)
+        engine.load_weights(loop.parts.sync.export(), loop._weights_version)
     with part("policy leaves"):
         residency.for_generation()
     with part("wake cache"):

@@ -20,7 +20,6 @@ class Refusal:
 
 
 _TEACHER = "distillation from a teacher is not there yet"
-_TURNS = "rollouts of several turns and environments are not there yet"
 _SERVER = "generation behind a server is not there yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not there yet"
@@ -50,10 +49,9 @@ NOT_YET: Mapping[str, Refusal] = {
     "vllm_server_pass_dataset": Refusal((False,), _SERVER),
     "async_generate": Refusal((False,), "generation and training take turns", stock=False),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
-    "multi_turn_scheduler": Refusal((None,), _TURNS),
-    "max_turns": Refusal((None,), _TURNS),
-    "use_gym_env": Refusal((None, False), _TURNS),
-    "gym_env": Refusal((None,), _TURNS),
+    "completion_length_limit_scope": Refusal(
+        ("per_round",), "each turn may take --max_completion_length tokens, and all of them --vllm_max_model_len"
+    ),
     "offload_bridge": Refusal((False,), "weights go to vLLM from GPU to GPU"),
     "move_model_batches": Refusal((None,), "weights go to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
@@ -143,6 +141,8 @@ USED_HERE = _flags(
     vllm_mm_processor_cache_gb vllm_engine_kwargs sync_check sleep_level offload_optimizer offload_model
     offload_grad
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
+    multi_turn_scheduler max_turns use_gym_env gym_env
+    reward_timeout phase_timeout rollout_dump rollout_replay rollout_only
     log_completions wandb_log_unique_prompts report_to output_dir
     """
 )
@@ -206,7 +206,7 @@ NO_EFFECT = _flags(
     vit_gradient_checkpointing_kwargs vit_attn_impl padding_side sequence_parallel_size lazy_tokenize
 
     teacher_tag_key teacher_kl_coef
-    _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha completion_length_limit_scope
+    _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha
     shuffle_buffer_size packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
     optimizer_offload_fraction fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load

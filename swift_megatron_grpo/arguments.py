@@ -15,16 +15,20 @@ from typing import Any, Literal
 import torch
 from swift.megatron.arguments import MegatronRLHFArguments
 from swift.rewards import orms
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import get_dist_setting, import_external_file
 
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo import algorithm_checks as algorithm
 from swift_megatron_grpo import argument_checks as checks
+from swift_megatron_grpo import rollout_checks as rollouts
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
 from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig, SyncCheckMode
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+from swift_megatron_grpo.grading import gym_reward
+from swift_megatron_grpo.recording import folder as recording
 
 _LAYOUT_FLAGS = (
     "tensor_model_parallel_size",
@@ -171,6 +175,43 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    reward_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Seconds that one reward function may take for a rank's share of a rollout. One that takes longer "
+            "ends the run with an error that names it. Default: none, --phase_timeout ends the run."
+        },
+    )
+    phase_timeout: float = field(
+        default=3600.0,
+        metadata={
+            "help": "Seconds that one phase of a step (generation, grading, training, ...) or what lies between two "
+            "phases (checkpoints, callbacks) may take on any rank. Past it every rank writes its Python stacks and "
+            "unfinished collectives to stuck-<time>.txt in --output_dir, and the run ends. 0: no limit. Default: 3600."
+        },
+    )
+    rollout_dump: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for every rollout of this run: completions token by token, with their rewards, as lines of "
+            "JSON. docs/rollouts.md has the format. Default: none, rollouts are not kept."
+        },
+    )
+    rollout_replay: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder that --rollout_dump of another run has written: this run trains on those completions and "
+            "rewards, starts no vLLM and asks no reward function. Default: none."
+        },
+    )
+    rollout_only: bool = field(
+        default=False,
+        metadata={
+            "help": "Generate, grade and dump (--rollout_dump) the rollouts of this run with the weights as they are, "
+            "and train nothing. Default: false."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
@@ -207,6 +248,9 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
+                self._check_turns,
+                self._check_recording,
+                lambda: rollouts.check_deadlines(self.reward_timeout, self.phase_timeout),
                 checks.check_vllm_installed,
             ]
         )
@@ -226,6 +270,8 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_modality,
                 self._check_algorithm,
                 self._check_rewards,
+                self._check_turns,
+                self._check_recording,
             ]
         )
 
@@ -252,13 +298,13 @@ class GRPOArguments(MegatronRLHFArguments):
                 checks.check_model_path(getattr(self, flag), flag, bare_ids=self.use_hf)
 
     def _check_layout(self) -> None:
-        folder = Path(self.model_dir if "model_dir" in vars(self) else self.model or "").expanduser()
-        if not (folder / "config.json").is_file():
+        checkpoint = Path(self.model_dir if "model_dir" in vars(self) else self.model or "").expanduser()
+        if not (checkpoint / "config.json").is_file():
             return  # on a hub: again when ms-swift has fetched it
-        checks.check_layout(self._parallelism(), checks.read_model_shape(folder))
+        checks.check_layout(self._parallelism(), checks.read_model_shape(checkpoint))
         if self.reference_layout() is not None:
             with checks.said_of("the reference copy (--ref_...)"):
-                checks.check_layout(self.of_reference()._parallelism(), checks.read_model_shape(folder))
+                checks.check_layout(self.of_reference()._parallelism(), checks.read_model_shape(checkpoint))
 
     def _check_interleaving(self) -> None:
         micro_batches = None if self.max_tokens_per_micro_batch is not None else self.batch_plan().gradient_accumulation
@@ -327,8 +373,28 @@ class GRPOArguments(MegatronRLHFArguments):
         algorithm.check_algorithm(algorithm.flags_of(vars(self)))
 
     def _check_rewards(self) -> None:
-        checks.check_reward_functions(self.reward_funcs, orms)
-        checks.check_reward_weights(self.reward_weights, len(self.reward_funcs))
+        if self.reward_funcs or not self.grades_by_environment:
+            checks.check_reward_functions(self.reward_funcs, orms)
+        checks.check_reward_weights(self.reward_weights, len(self.reward_names))
+
+    def _check_turns(self) -> None:
+        led_by_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
+        rollouts.check_multi_turn(
+            self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, led_by_run, envs
+        )
+
+    def _check_recording(self) -> None:
+        rollouts.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
+        dump, replay = self.recording_folders()
+        if dump is not None:
+            recording.check_dump(dump, self.recording_settings(), self.resumes)
+        if replay is not None:
+            recording.check_replay(replay, self.recording_settings())
+
+    @property
+    def resumes(self) -> bool:
+        """As ms-swift decides whether a checkpoint says at which iteration training goes on."""
+        return not self.finetune
 
     @property
     def has_adapter(self) -> bool:
@@ -361,6 +427,11 @@ class GRPOArguments(MegatronRLHFArguments):
         for dataset in (train_dataset, val_dataset):
             if dataset is not None:
                 check_rows(dataset)
+        if self.rollout_replay is not None and val_dataset is not None:
+            raise ValueError(
+                "--rollout_replay starts no vLLM, which would complete the prompts of --val_dataset or "
+                "--split_dataset_ratio; leave these two out"
+            )
         super().init_iters(train_dataset, val_dataset)
         if self.num_train_epochs is not None:
             self.train_iters *= self.num_iterations
@@ -372,8 +443,34 @@ class GRPOArguments(MegatronRLHFArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which goes through the dataset as often as it takes"
             )
+        if not self.resumes:
+            self.check_replay_reach(rollouts_done=0)
 
     # ---- what the rest of the package asks
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that one rollout feeds."""
+        return self.batch_plan().steps_per_generation * self.num_iterations
+
+    def recording_folders(self) -> tuple[Path | None, Path | None]:
+        """--rollout_dump and --rollout_replay."""
+        dump, replay = (
+            None if typed is None else Path(typed).expanduser().absolute()
+            for typed in (self.rollout_dump, self.rollout_replay)
+        )
+        return dump, replay
+
+    def recording_settings(self) -> recording.Settings:
+        plan = self.batch_plan()
+        return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
+
+    def check_replay_reach(self, rollouts_done: int) -> None:
+        """The folder holds every rollout that this run will ask for."""
+        replay = self.recording_folders()[1]
+        if replay is not None:
+            wanted = -(-self.train_iters // self.steps_per_rollout)
+            recording.check_reach(replay, rollouts_done, wanted - rollouts_done, self.steps_per_rollout)
 
     def batch_plan(self) -> BatchPlan:
         return resolve(
@@ -390,7 +487,13 @@ class GRPOArguments(MegatronRLHFArguments):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        return tuple(map(_reward_name, self.reward_funcs))
+        names = tuple(map(_reward_name, self.reward_funcs))
+        return (*names, gym_reward.__name__) if self.grades_by_environment else names
+
+    @property
+    def grades_by_environment(self) -> bool:
+        """The environment's total reward counts beside those of reward functions, as in ms-swift."""
+        return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
 
     def reference_layout(self) -> LayoutConfig | None:
         """Of the frozen reference copy, where it is not the one of training."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,15 @@ class SyncCheckConfig:
     mode: SyncCheckMode
     dtype: torch.dtype  # of the engine's weights
     has_adapter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurnConfig:
+    """Completions of several turns, led by one of ms-swift's schedulers."""
+
+    scheduler: str  # key of swift.rollout.multi_turns
+    max_turns: int | None
+    gym_env: str | None  # key of swift.rollout.envs, for rows that name none
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +189,23 @@ class CompletionLogConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordingConfig:
+    """Rollouts on disk."""
+
+    dump: Path | None = None  # where this run writes its own
+    replay: Path | None = None  # where it reads another's, instead of generating and grading
+    only: bool = False  # nothing is trained
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineConfig:
+    """In seconds."""
+
+    phase: float = 3600.0  # of a phase of the loop, or between two; 0: none
+    reward: float | None = None  # of one reward function; None: as the phase
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """One run."""
 
@@ -196,4 +223,7 @@ class GRPOConfig:
     log: CompletionLogConfig
     seed: int
     kl: KlConfig = KlConfig()
+    recording: RecordingConfig = RecordingConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+    turns: MultiTurnConfig | None = None  # None: one turn
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

@@ -8,12 +8,15 @@ from swift_megatron_grpo.config import (
     CompletionLogConfig,
     CorrectionConfig,
     DataConfig,
+    DeadlineConfig,
     FipoConfig,
     GradingConfig,
     GRPOConfig,
     KlConfig,
     LossConfig,
+    MultiTurnConfig,
     PackingConfig,
+    RecordingConfig,
     ReferenceConfig,
     ResidencyConfig,
     SamplingConfig,
@@ -26,7 +29,8 @@ from swift_megatron_grpo.config import (
 def configure(args: GRPOArguments) -> GRPOConfig:
     """For the stages. After ms-swift has finished parsing."""
     plan = args.batch_plan()
-    weights = args.reward_weights or [1.0] * len(args.reward_funcs)
+    weights = args.reward_weights or [1.0] * len(args.reward_names)
+    turns = args.multi_turn_scheduler
     frozen_copy = None if args.beta == 0 or args.has_adapter else args.ref_model or args.model
     return GRPOConfig(
         batch=plan,
@@ -71,6 +75,9 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             target=args.kl_target,
             horizon=args.kl_horizon,
         ),
+        deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
+        turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
+        recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
         top_entropy_quantile=args.top_entropy_quantile,
     )
 

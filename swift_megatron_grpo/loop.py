@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,12 +21,15 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.first_rollout import FirstRollout
 from swift_megatron_grpo.generation.engine import GenerationEngine, Share
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.sync import WeightSync
 from swift_megatron_grpo.training.engine import MegatronEngine, Output
@@ -31,7 +37,6 @@ from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, 
 from swift_megatron_grpo.training.reference import Reference
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
-from swift_megatron_grpo.weights.export import WeightExport
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -48,16 +53,18 @@ class Parts:
 
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
-    generation: GenerationEngine
+    generation: GenerationEngine | None  # None: completions are replayed
     rewards: RewardFunctions
     training: MegatronEngine
     reference: Reference | None
     residency: Residency
-    export_weights: WeightExport  # the trained ones, under the checkpoint's names; all ranks together
-    sync: WeightSync
+    sync: WeightSync | None  # None: no engine
     first_rollout: FirstRollout
     coordinator: Coordinator
     log: CompletionLog
+    dump: RolloutDump | None
+    replay: RolloutReplay | None  # in place of generation and rewards
+    watchdog: Watchdog
 
 
 class GRPOLoop:
@@ -74,7 +81,7 @@ class GRPOLoop:
 
     def step(self) -> dict[str, float]:
         """One optimizer step; a rollout first, when the last one is used up."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(self.parts.watchdog.phase)
         metrics: dict[str, float] = {}
         if not self._batches:
             metrics |= self._roll_out(timer)
@@ -94,9 +101,18 @@ class GRPOLoop:
             self.beta.observe(metrics["kl"], len(samples))
         return metrics | timer.seconds()
 
+    def roll_out(self) -> dict[str, float]:
+        """A rollout, graded and dumped; nothing is trained."""
+        timer = PhaseTimer(self.parts.watchdog.phase)
+        metrics: dict[str, float] = {}
+        graded = self._completions(metrics, timer)
+        graded = compare(graded, self.config.grading.num_generations, self.config.grading)
+        self.parts.log.append(self._weights_version, graded)
+        return metrics | self._reward_metrics(graded, self.config.grading.num_generations) | timer.seconds()
+
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
         """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
-        timer = PhaseTimer()
+        timer = PhaseTimer(self.parts.watchdog.phase)
         metrics: dict[str, float] = {}
         graded = self._generate_and_grade(prompts, num_generations, metrics, timer)
         graded = compare(graded, num_generations, self.config.grading)
@@ -106,10 +122,7 @@ class GRPOLoop:
         """Fills the queue of batches with the samples of one generation."""
         batch, grading = self.config.batch, self.config.grading
         metrics: dict[str, float] = {}
-        prompts = self.parts.prompts.take(batch.rollout_prompts)
-        graded = self._generate_and_grade(prompts, grading.num_generations, metrics, timer)
-        if grading.max_resample_times:
-            graded = self._replace_uniform_groups(graded, metrics, timer)
+        graded = self._completions(metrics, timer)
         if self.config.kl.in_reward:
             graded = self._penalise(graded, metrics, timer)
         graded = compare(graded, grading.num_generations, grading)
@@ -136,6 +149,28 @@ class GRPOLoop:
         self._steps_to_skip = 0  # steps that a resumed run has done
         return metrics | self._reward_metrics(graded, grading.num_generations)
 
+    def _completions(self, metrics: dict[str, float], timer: PhaseTimer) -> list[Graded]:
+        """Of the next prompts, with their total rewards."""
+        prompts = self.parts.prompts.take(self.config.batch.rollout_prompts)
+        graded = self._draw(prompts, 0, metrics, timer)
+        if self.config.grading.max_resample_times:
+            graded = self._replace_uniform_groups(graded, metrics, timer)
+        return graded
+
+    def _draw(self, prompts: Sequence[Prompt], draw: int, metrics: dict[str, float], timer: PhaseTimer) -> list[Graded]:
+        """Generated and graded, and dumped if asked for; or as another run has dumped them."""
+        parts, num_generations = self.parts, self.config.grading.num_generations
+        rollout = parts.prompts.taken // self.config.batch.rollout_prompts - 1
+        if parts.replay is not None:
+            with timer("replay"):
+                return grade(*parts.replay.take(rollout, draw, prompts, num_generations), self.config.grading)
+        graded = self._generate_and_grade(prompts, num_generations, metrics, timer)
+        if parts.dump is not None:
+            write = partial(parts.dump.write, rollout, draw, graded)
+            with timer("dump"):
+                parts.coordinator.all_gather_or_raise(write, "--rollout_dump")
+        return graded
+
     def _replace_uniform_groups(
         self, graded: list[Graded], metrics: dict[str, float], timer: PhaseTimer
     ) -> list[Graded]:
@@ -144,9 +179,10 @@ class GRPOLoop:
         rollouts = self.parts.prompts.taken // per_rollout
         self.parts.spare_prompts.taken = rollouts * grading.max_resample_times * per_rollout
 
+        draws = count(1)  # the first one is in `graded`
+
         def draw(groups: int) -> list[Graded]:
-            prompts = self.parts.spare_prompts.take(groups)
-            return self._generate_and_grade(prompts, grading.num_generations, metrics, timer)
+            return self._draw(self.parts.spare_prompts.take(groups), next(draws), metrics, timer)
 
         found = resample(graded, grading.num_generations, grading.max_resample_times, draw)
         if found.uniform:
@@ -190,6 +226,7 @@ class GRPOLoop:
         self, prompts: Sequence[Prompt], num_generations: int, metrics: dict[str, float], timer: PhaseTimer
     ) -> list[Graded]:
         requests = [prompt for prompt in prompts for _ in range(num_generations)]
+        assert self.parts.sync is not None
         metrics |= self.parts.sync(self._weights_version, timer)
         rollouts = self._generate(requests, timer)
         with timer("grading"):
@@ -199,6 +236,7 @@ class GRPOLoop:
     def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
         """One completion for each request, on every rank. The engine is awake; then it sleeps."""
         engine = self.parts.generation
+        assert engine is not None
         with timer("generation"):
             mine = engine.share.pick(requests)
             answers = self.parts.coordinator.all_gather_or_raise(
@@ -213,7 +251,7 @@ class GRPOLoop:
 
     def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
         """Once in a run."""
-        rounding = self.parts.sync.rounding
+        rounding = None if self.parts.sync is None else self.parts.sync.rounding
         if rounding is not None and not self._compared_with_engine:
             with timer("sync_check"):
                 self.parts.first_rollout.check(samples, rounding)
@@ -238,9 +276,18 @@ class GRPOLoop:
         share = Share(coordinator.rank, coordinator.world_size, speaks=True)
         mine = [rollout for group in share.pick(groups) for rollout in group]
         parts = coordinator.all_gather_or_raise(
-            lambda: score(mine, self.parts.rewards, self._trainer_state) if mine else [], "grading"
+            lambda: score(mine, self.parts.rewards, self._trainer_state, self._reward_limit) if mine else [], "grading"
         )
         return [row for part in parts for row in part]
+
+    @contextmanager
+    def _reward_limit(self, what: str) -> Iterator[float | None]:
+        seconds = self.config.deadlines.reward
+        if seconds is None:
+            yield None
+        else:
+            with self.parts.watchdog.limit(what, seconds, "--reward_timeout"):
+                yield seconds
 
     def _reward_metrics(self, graded: list[Graded], num_generations: int) -> dict[str, float]:
         grading = self.config.grading
@@ -254,10 +301,10 @@ def _to_sample(graded: Graded, group: int, overlong_filter: bool) -> Sample:
     trained = valid and not too_long
     return Sample(
         tokens=rollout.prompt_ids + rollout.completion_ids,
-        completion_mask=[False] * len(rollout.prompt_ids) + [trained] * len(rollout.completion_ids),
+        completion_mask=[False] * len(rollout.prompt_ids) + [trained and mine for mine in rollout.sampled_mask],
         advantage=graded.advantage,
         group=group,
         truncated=rollout.truncated,
         rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
-        left_out=len(rollout.completion_ids) if too_long else 0,
+        left_out=rollout.length if too_long else 0,
     )

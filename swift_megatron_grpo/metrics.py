@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 
 class PhaseTimer:
     """`with timer("generation"): ...` adds up; a phase may come several times."""
 
-    def __init__(self) -> None:
+    def __init__(self, around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+        self._around = around  # each phase: what watches over it
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self._around(phase):
+                yield
         finally:
             self._seconds[phase] += time.perf_counter() - start
 

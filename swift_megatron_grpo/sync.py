@@ -87,7 +87,7 @@ class WeightSync:
         self._config = config
         self._engine = engine
         self._residency = residency
-        self._export = export
+        self.export = export
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
@@ -108,7 +108,7 @@ class WeightSync:
             return {}
         if self._config.mode == "off":
             self._wake_weights(timer)
-            self._load(self._export(), version, timer, accounted=False)
+            self._load(self.export(), version, timer, accounted=False)
             self._wake_cache(timer)
             return {}
         first = self._attempt(version, timer, full=self._config.mode == "full" or self._forms is None)
@@ -132,7 +132,7 @@ class WeightSync:
     def _attempt(self, version: int, timer: PhaseTimer, full: bool) -> _Attempt:
         manifest = Manifest(self._config.dtype if full else None)
         self._wake_weights(timer)
-        self._load(manifest.watch(self._export()), version, timer, accounted=full)
+        self._load(manifest.watch(self.export()), version, timer, accounted=full)
         with timer("sync_check"):
             expected = self.canary.logprobs()  # now, while the policy is on the GPU
         self._wake_cache(timer)
@@ -173,7 +173,7 @@ class WeightSync:
 
     def _faults_of_export(self, manifest: Manifest) -> list[Problem]:
         problems = changed_forms(self._forms, manifest.forms) if self._forms is not None else []
-        adapted, merged = self._export.adapted, self._export.take_merged()
+        adapted, merged = self.export.adapted, self.export.take_merged()
         if merged != adapted:
             lost = f"{adapted - merged} of {adapted} adapters were not merged into what was sent"
             problems.append(Problem(f"rank {self._coordinator.rank}", lost))

@@ -4,9 +4,11 @@ models, optimizer, schedule, checkpoints and callbacks are its parent's."""
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,11 +23,16 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.first_rollout import FirstRollout
+from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.generation.local_turns import ConversingVllm
+from swift_megatron_grpo.grading import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.expert_marks import mark_experts
@@ -48,6 +55,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         for line in args.start_up_lines():
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
+        if args.grades_by_environment:
+            functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
@@ -107,11 +116,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         residency = Residency(
             settings.residency, self.wrapped_models, self.frozen_models, self.optimizer, tell=logger.info
         )
-        residency.make_room(memory_to_start(settings.vllm))
-        residency.for_generation()
-        generation = LocalVllm(settings.vllm, self.template)
-        generation.sleep()
-        residency.restore()
+        args.check_replay_reach(rollouts_done)
+        recording = settings.recording
+        generation = None if recording.replay is not None else self._start_vllm(residency)
         training = self.build_engine()
         coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         export, canary = WeightExport(self.bridge, self.unwrapped_models), self._canary(coordinator)
@@ -124,18 +131,38 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             training=training,
             reference=self._reference(training, coordinator),
             residency=residency,
-            export_weights=export,
-            sync=WeightSync(settings.sync_check, generation, residency, export, canary, coordinator, logger),
+            sync=None
+            if generation is None
+            else WeightSync(settings.sync_check, generation, residency, export, canary, coordinator, logger),
             first_rollout=FirstRollout(training.passes, canary.passes, coordinator, settings.sampling),
             coordinator=coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
+            dump=None
+            if recording.dump is None
+            else RolloutDump(recording.dump, args.recording_settings(), rollouts_done, is_master()),
+            replay=None if recording.replay is None else RolloutReplay(recording.replay),
+            watchdog=self._start_watchdog(coordinator),
         )
         loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
         if loop.beta.adapts and self.state.iteration > 0:
             loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
+
+    def _start_watchdog(self, coordinator: Coordinator) -> Watchdog:
+        name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # of this run only
+        report = Path(self.args.output_dir).absolute() / name
+        return Watchdog(report, coordinator.rank, coordinator.world_size, self.settings.deadlines.phase)
+
+    def _start_vllm(self, residency: Residency) -> GenerationEngine:
+        residency.make_room(memory_to_start(self.settings.vllm))
+        residency.for_generation()
+        vllm, turns = self.settings.vllm, self.settings.turns
+        generation = LocalVllm(vllm, self.template) if turns is None else ConversingVllm(vllm, turns, self.template)
+        generation.sleep()
+        residency.restore()
+        return generation
 
     def save_checkpoint(self) -> None:
         super().save_checkpoint()
@@ -188,6 +215,28 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         size = settings.infer_micro_batch_size or settings.micro_batch_size
         return replace(settings, micro_batch_size=1, infer_micro_batch_size=size)
 
+    def train(self, train_dataset: Any, val_dataset: Any) -> None:
+        if self.settings.recording.only:
+            self._roll_out_only(train_dataset)
+        else:
+            super().train(train_dataset, val_dataset)
+
+    def _roll_out_only(self, train_dataset: Any) -> None:
+        """As many rollouts as training would take. Callbacks count iterations; no checkpoint, nothing has changed."""
+        self.setup_training(train_dataset, None)
+        assert self.loop is not None
+        while self.state.iteration < self.args.train_iters:
+            metrics = self.loop.roll_out()
+            logged: dict[str, Any] = {}
+            self._aggregated_metrics([_tensors(metrics)], logged)
+            for _ in range(self.args.steps_per_rollout):
+                self.call_event("on_step_begin")
+                self.state.iteration += 1
+                self.call_event("on_step_end")
+            self.state.should_log = self.state.should_eval = self.state.should_save = False
+            self.on_log(logs=logged)
+        self.finalize_training()
+
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
         metrics = self.loop.step()
@@ -216,7 +265,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def finalize_training(self) -> None:
         super().finalize_training()
         assert self.loop is not None
-        self.loop.parts.generation.shutdown()
+        if self.loop.parts.generation is not None:
+            self.loop.parts.generation.shutdown()
+        self.loop.parts.watchdog.close()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")

@@ -24,15 +24,28 @@ class Rollout:
 
     prompt: Prompt
     prompt_ids: list[int]  # [p] what the engine saw
-    completion_ids: list[int]  # [c] what it sampled
-    logprobs: list[float] | None  # [c] under the engine's weights, at the sampling temperature
-    text: str
+    completion_ids: list[int]  # [c] what it sampled; in several turns also what tools and environments said between
+    logprobs: list[float] | None  # of the sampled tokens, under the engine's weights, at the sampling temperature
+    text: str  # of several turns the last one
     finish_reason: str  # "stop" or "length"
     weights_version: int  # which weights generated it
+    sampled: list[bool] | None = None  # [c] which tokens are the policy's; None: all
+    messages: list[dict[str, Any]] | None = None  # of several turns, from the beginning to the last answer
+    infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        """[c]"""
+        return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
+
+    @property
+    def length(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.sampled_mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from swift_megatron_grpo.grading.filters import Resampled, resample
 from swift_megatron_grpo.grading.results import BadReward, compare, finish, grade, penalise, reward_metrics
-from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, score
+from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, gym_reward, score
 
 __all__ = [
     "BadReward",
@@ -12,6 +12,7 @@ __all__ = [
     "compare",
     "finish",
     "grade",
+    "gym_reward",
     "penalise",
     "resample",
     "reward_metrics",

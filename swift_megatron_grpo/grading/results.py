@@ -97,7 +97,7 @@ def reward_metrics(
     ]
     spreads = [standard_deviation(group) for group in groups]
     rewards = [reward for group in groups for reward in group]
-    lengths = [len(each.rollout.completion_ids) for each in graded]
+    lengths = [each.rollout.length for each in graded]
     metrics = {
         "reward": mean([mean(group) for group in groups if group]),
         "reward_std": standard_deviation(rewards) if scale == "batch" else mean(spreads),
@@ -111,6 +111,12 @@ def reward_metrics(
         said = [value for value in (each.rewards[i] for each in graded) if value is not None and usable(value)]
         if said:  # a function that applies to none of these completions has no mean
             metrics |= {f"rewards/{name}/mean": mean(said), f"rewards/{name}/std": standard_deviation(said)}
+    turns = [each.rollout.infos["num_turns"] for each in graded if "num_turns" in each.rollout.infos]
+    if turns:
+        metrics["num_turns"] = mean(turns)
+    lost = [each.rollout.infos.get("lost_turns", 0) for each in graded]
+    if any(lost):
+        metrics["num_turns/lost"] = mean(lost)
     if len(rewards) < len(graded):
         metrics["rewards/dropped"] = float(len(graded) - len(rewards))
     return metrics

@@ -12,10 +12,13 @@ import inspect
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
+from typing import Any, Protocol
 
+from swift_megatron_grpo.deadlines.interrupt import TimeIsUp, interrupted_after
 from swift_megatron_grpo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -28,11 +31,22 @@ _NOT_FOR_REWARDS = frozenset(  # columns that ms-swift keeps to itself
     ("add_eos", "response_loss_mask", "rollout_logprobs", "routed_experts", "is_truncated", "rewards", "advantages")
     + ("teacher_prompt", "teacher_images", "teacher_messages")
 )
+_LATE = object()
 _SEARCH_SECONDS = 10.0  # a function that failed is asked again, to find the completion it fails on, for no longer
 
 
 class RewardError(RuntimeError):
     """A reward function broke its contract. The message names the function and the completion."""
+
+
+class Limit(Protocol):
+    """Around one reward function. Yields its seconds, None for no limit; raises TimeIsUp when they are over."""
+
+    def __call__(self, what: str) -> AbstractContextManager[float | None]: ...
+
+
+def no_limit(what: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +62,12 @@ class RewardFunctions:
             )
 
 
-def score(rollouts: Sequence[Rollout], rewards: RewardFunctions, trainer_state: Any) -> Scores:
+def score(rollouts: Sequence[Rollout], rewards: RewardFunctions, trainer_state: Any, limit: Limit = no_limit) -> Scores:
     """What every function says of every completion. NaN and infinity are passed on: `finish` decides what they mean."""
     if not rollouts:
         return []
     batch = _Batch(rollouts, reward_columns(rollouts), trainer_state)
-    answers = _ask_all(rewards, batch)
+    answers = _ask_all(rewards, batch, limit)
     by_function = [_numbers(name, answer, rollouts) for name, answer in zip(rewards.names, answers, strict=True)]
     return [list(row) for row in zip(*by_function, strict=True)]
 
@@ -70,6 +84,11 @@ def reward_columns(rollouts: Sequence[Rollout]) -> Columns:
     return {name: [row.get(name) for row in rows] for name in names}
 
 
+def gym_reward(completions: list[str], rollout_infos: list[dict[str, Any]], **columns: Any) -> list[float | None]:
+    """With --use_gym_env: what the environment gave. None where it has ended without a word of it."""
+    return [infos.get("total_reward") for infos in rollout_infos]
+
+
 def describe(rollout: Rollout) -> str:
     """Which completion, for an error message."""
     shown = rollout.text if len(rollout.text) <= 200 else rollout.text[:200] + " ..."
@@ -79,6 +98,8 @@ def describe(rollout: Rollout) -> str:
 def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
     row = {name: value if name in _MEDIA else deepcopy(value) for name, value in rollout.prompt.row.items()}
     messages = row.pop("messages")
+    if rollout.messages is not None:
+        messages = deepcopy(rollout.messages)
     if messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     dataset = {
@@ -90,8 +111,8 @@ def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
         "request_id": request_id,
         "finish_reason": rollout.finish_reason,
         "is_truncated": rollout.truncated,
-        "rollout_infos": {},
-        "response_token_ids": list(rollout.completion_ids),
+        "rollout_infos": deepcopy(rollout.infos),
+        "response_token_ids": list(compress(rollout.completion_ids, rollout.sampled_mask)),
         **dataset,
     }
 
@@ -108,20 +129,31 @@ class _Batch:
         return function(completions, **{"trainer_state": self.trainer_state, **columns})
 
 
-def _ask_all(rewards: RewardFunctions, batch: _Batch) -> list[Any]:
+def _ask_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any]:
     """The functions one after the other; those that are coroutines at the end and together."""
     answers: list[Any] = [None] * len(rewards.functions)
     for i, function in enumerate(rewards.functions):
         if not _is_async(function):
             start = time.monotonic()
             try:
-                answers[i] = batch.ask(function)
+                with limit(f"reward function {rewards.names[i]}"):
+                    answers[i] = batch.ask(function)
+            except TimeIsUp:
+                raise _too_slow([rewards.names[i]], batch, time.monotonic() - start) from None
             except Exception as error:
                 raise _failure(rewards.names[i], function, batch, error, time.monotonic() - start) from error
     together = [i for i, function in enumerate(rewards.functions) if _is_async(function)]
     if together:
         start = time.monotonic()
-        results = asyncio.run(_ask_together([rewards.functions[i] for i in together], batch))
+        names = [rewards.names[i] for i in together]
+        try:
+            with limit(f"reward function {' or '.join(names)}") as seconds:
+                results = asyncio.run(_ask_together([rewards.functions[i] for i in together], batch, seconds))
+        except TimeIsUp:  # in code that does not await
+            raise _too_slow(names, batch, time.monotonic() - start) from None
+        late = [name for name, result in zip(names, results, strict=True) if result is _LATE]
+        if late:
+            raise _too_slow(late, batch, time.monotonic() - start)
         for i, result in zip(together, results, strict=True):
             if isinstance(result, BaseException):
                 raise _failure(
@@ -131,9 +163,22 @@ def _ask_all(rewards: RewardFunctions, batch: _Batch) -> list[Any]:
     return answers
 
 
-async def _ask_together(functions: Sequence[RewardFunction], batch: _Batch) -> list[Any]:
-    answers = [_ask_async(function, batch, slice(None)) for function in functions]
+async def _ask_together(functions: Sequence[RewardFunction], batch: _Batch, seconds: float | None) -> list[Any]:
+    """Of each its answer, the exception that it raised, or _LATE."""
+    # A moment before the limit around all of them, which could not tell which one it is.
+    early = None if seconds is None else 0.9 * seconds
+    answers = [_ask_in_time(function, batch, early) for function in functions]
     return await asyncio.gather(*answers, return_exceptions=True)
+
+
+async def _ask_in_time(function: RewardFunction, batch: _Batch, seconds: float | None) -> Any:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await _ask_async(function, batch, slice(None))
+    except TimeoutError:
+        if limit.expired():
+            return _LATE
+        raise
 
 
 async def _ask_async(function: RewardFunction, batch: _Batch, rows: slice) -> Any:
@@ -152,8 +197,23 @@ def _failure(name: str, function: RewardFunction, batch: _Batch, error: BaseExce
     return RewardError(f"{said} ({describe(batch.rollouts[row])})")
 
 
+def _too_slow(names: Sequence[str], batch: _Batch, seconds: float) -> RewardError:
+    return RewardError(
+        f"reward function {' or '.join(names)} has not answered for {seconds:.1f} s (--reward_timeout), on "
+        f"{len(batch.rollouts)} completions, the first: {describe(batch.rollouts[0])}"
+    )
+
+
 def _failing_row(function: RewardFunction, batch: _Batch) -> int | None:
     """A completion that the function fails on when it is alone, found by halves; None if only several together fail."""
+    try:
+        with interrupted_after(2 * _SEARCH_SECONDS):
+            return _search_row(function, batch)
+    except TimeIsUp:
+        return None
+
+
+def _search_row(function: RewardFunction, batch: _Batch) -> int | None:
     first, last = 0, len(batch.rollouts)
     deadline = time.monotonic() + _SEARCH_SECONDS
     while last - first > 1:

@@ -167,7 +167,7 @@ step = GRPOLoop.step
 
 def step_with_faults(self: GRPOLoop) -> dict[str, float]:
     done = self._weights_version
-    models = self.parts.export_weights._models
+    models = self.parts.sync.export._models
     frozen = {name: each for model in models for name, each in model.named_parameters() if not each.requires_grad}
     base.update({name: each.detach().clone() for name, each in frozen.items() if name not in base})
     for fault in SCENARIOS[scenario].get(done, []):

@@ -12,6 +12,7 @@ import torch
 from scripts.check_layouts import fixed_samples
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.residency import Residency
+from swift_megatron_grpo.weights.export import export_weights
 
 
 def main(out: str, flags: list[str], cycles: int) -> None:
@@ -29,7 +30,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         residency.make_room(engine.memory_to_wake)
         engine.wake_weights()
         residency.for_weight_sync()
-        engine.load_weights(loop.parts.export_weights(), 0)
+        engine.load_weights(export_weights(trainer.bridge, trainer.unwrapped_models), 0)
         residency.for_generation()
         levels["before the cache"] = memory()
         engine.wake_cache()

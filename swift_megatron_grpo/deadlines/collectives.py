@@ -1,0 +1,49 @@
+"""What torch's flight recorder knows of this rank's collectives, in words."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch._C import _distributed_c10d
+
+# Of NCCL, in CUDA builds, and of the other backends.
+_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_SHOWN = 20
+
+
+def describe_collectives() -> str:
+    entries = [entry for name in _RECORDERS if hasattr(_distributed_c10d, name) for entry in _entries(name)]
+    return in_words(entries, time.time_ns())
+
+
+def in_words(entries: Sequence[dict[str, Any]], now: int) -> str:
+    """Those that have not finished, and the last one that has."""
+    if not entries:
+        return "collectives: none is recorded"
+    entries = sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
+    waiting = [entry for entry in entries if not _finished(entry)]
+    lines = [f"collectives, not finished: {len(waiting)}"]
+    lines += [f"  {_line(entry, now)}" for entry in waiting[-_SHOWN:]]
+    finished = [entry for entry in entries if _finished(entry)]
+    if finished:
+        lines.append(f"the last finished: {_line(finished[-1], now)}")
+    return "\n".join(lines)
+
+
+def _entries(recorder: str) -> list[dict[str, Any]]:
+    trace = json.loads(getattr(_distributed_c10d, recorder)())
+    entries: list[dict[str, Any]] = trace.get("entries", [])
+    return entries
+
+
+def _finished(entry: dict[str, Any]) -> bool:
+    return bool(entry["retired"]) or entry["state"] == "completed"
+
+
+def _line(entry: dict[str, Any], now: int) -> str:
+    group = " ".join(entry["process_group"])
+    ago = (now - int(entry["time_created_ns"])) / 1e9
+    return f"{entry['profiling_name']} of {entry['input_sizes']} in group {group}, {ago:.1f} s ago"

@@ -1,0 +1,25 @@
+"""torch's flight recorder is on by itself and says what deadlines/collectives.py reads of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys
+import torch.distributed as dist
+from swift_megatron_grpo.deadlines.collectives import describe_collectives
+
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+dist.barrier()
+print(describe_collectives())
+dist.destroy_process_group()
+"""
+
+
+def test_a_collective_is_recorded(tmp_path: Path) -> None:
+    """In a process of its own: the recorder is the process's."""
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert "gloo:barrier of [] in group 0 default_pg" in done.stdout

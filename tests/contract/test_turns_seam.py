@@ -1,0 +1,40 @@
+"""What generation/multi_turn.py and local_turns.py lean on in ms-swift's schedulers."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
+from swift.rl_core.data import OnPolicySample
+from swift.rollout import MultiTurnScheduler, envs, multi_turns, run_multi_turn
+
+
+def test_the_loop_asks_for_one_turn_of_all_that_go_on() -> None:
+    parameters = list(inspect.signature(run_multi_turn).parameters)
+    assert parameters[:6] == [
+        "requests", "first_turn_outputs", "scheduler", "rollout_fn", "request_config", "max_turns",
+    ]  # fmt: skip
+    source = inspect.getsource(inspect.getmodule(run_multi_turn))
+    assert "tr.get('done', scheduler.check_finished(" in source  # a turn's end may overrule the scheduler
+    assert "step_result.get('response_token_ids')" in source
+
+
+def test_schedulers_and_environments() -> None:
+    for name in ("on_trajectory_start", "on_turn_end", "run", "step", "check_finished"):
+        assert callable(getattr(MultiTurnScheduler, name))
+    assert inspect.iscoroutinefunction(MultiTurnScheduler.on_turn_end)
+    assert {"max_turns", "infer_engine"} <= set(inspect.signature(MultiTurnScheduler.__init__).parameters)
+    assert "gym_scheduler" in multi_turns and "math_env" in envs
+    by_run = {name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run}
+    assert by_run == {"thinking_tips_scheduler"}
+
+
+def test_requests_and_outputs() -> None:
+    assert "include_extra" in inspect.signature(OnPolicySample.to_infer_request).parameters
+    assert {"uuid", "data_dict", "messages"} <= {each.name for each in fields(RolloutInferRequest)}
+    assert {"index", "message", "finish_reason", "logprobs", "token_ids"} <= {
+        each.name for each in fields(ChatCompletionResponseChoice)
+    }
+    wanted = {"response", "messages", "response_token_ids", "response_loss_mask", "rollout_infos"}
+    assert wanted <= set(RolloutOutput.model_fields)

@@ -1,0 +1,36 @@
+"""Plain transformers on dumped conversations: the gradient norm of the first step and the log-probs. No megatron.
+
+python hf_conversations.py MODEL ROLLOUT.jsonl NUM_GENERATIONS        loss_type grpo, advantages as ms-swift's
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+
+def main(folder: str, rollout: str, num_generations: int) -> None:
+    rows = [json.loads(line) for line in Path(rollout).read_text().splitlines()]
+    rewards = torch.tensor([sum(row["rewards"]) for row in rows], dtype=torch.float64).view(-1, num_generations)
+    spread = rewards.std(dim=1, keepdim=True) + 1e-4
+    advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten().tolist()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    difference = 0.0
+    for row, advantage in zip(rows, advantages, strict=True):
+        tokens = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        logits = model(tokens).logits[0, len(row["prompt_ids"]) - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
+        sampled = logprobs[torch.tensor(row["sampled"])]
+        difference = max(difference, (sampled.detach() - torch.tensor(row["logprobs"])).abs().max().item())
+        loss = -(torch.exp(sampled - sampled.detach()) * advantage).mean() / len(rows)
+        loss.backward()
+    squares = sum(weight.grad.double().square().sum().item() for weight in model.parameters())
+    print(json.dumps({"grad_norm": squares**0.5, "logprob_difference": difference}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

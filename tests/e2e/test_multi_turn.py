@@ -1,0 +1,93 @@
+"""Conversations with an environment: its words are read and not trained, its rewards are the reward."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset, make_model
+
+pytestmark = pytest.mark.e2e
+HERE = Path(__file__).parent
+TEMPLATE = REPOSITORY / "templates" / "multi_turn.sh"
+SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float32", "--fp16", "false",
+         "--check_model", "false", "--add_version", "false", "--ddp_backend", "gloo", "--recompute_granularity", "none",
+         "--attention_backend", "auto", "--dataset_num_proc", "1", "--load_from_cache_file", "false",
+         "--dataloader_num_workers", "0", "--vllm_enforce_eager", "true", "--vllm_gpu_memory_utilization", "0.3",
+         "--sleep_level", "0", "--offload_model", "false", "--offload_optimizer", "false", "--no_save_optim", "true",
+         "--no_save_rng", "true", "--save_steps", "100",
+         "--num_generations", "4", "--global_batch_size", "8", "--lr", "1e-3", "--max_length", "128",
+         "--max_completion_length", "12", "--vllm_max_model_len", "256",
+         "--max_tokens_per_micro_batch", "256"]  # fmt: skip
+
+
+def run_template(model: Path, dataset: Path, folder: Path, flags: list[str]) -> Finished:
+    environment = {**os.environ, "MODEL": str(model), "DATASET": str(dataset), "OUTPUT": str(folder),
+                   "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", "MASTER_PORT": "25931",
+                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
+    done = subprocess.run([str(TEMPLATE), *SMALL, *flags], env=environment, text=True, timeout=400,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    folder.with_suffix(".txt").write_text(done.stdout)
+    return Finished(done.returncode, done.stdout, folder)
+
+
+def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
+    """One engine over both ranks, and an environment that throws dice: the ranks must not throw different ones."""
+    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(HERE / "turns_reward.py")]
+    flags = ["--vllm_tensor_parallel_size", "2", "--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100",
+             "--external_plugins", *plugins, "--reward_funcs", "turns"]  # fmt: skip
+    run = run_template(model, dataset, tmp_path / "run", flags)
+    assert run.code == 0, run.output[-4000:]
+    first, second = run.log
+    # What vLLM said of each sampled token in its turn is what the trainer says of it in the whole conversation.
+    assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
+    assert first["num_turns"] == 3 and first["rewards/gym_reward/mean"] > 0 and first["rewards/Turns/mean"] == 3
+
+    dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
+    rows = [json.loads(line) for line in dumped.read_text().splitlines()]
+    for row in rows:
+        assert len(row["sampled"]) == len(row["completion_ids"]) and sum(row["sampled"]) == len(row["logprobs"]) <= 36
+        words = bytes(
+            ids for ids, mine in zip(row["completion_ids"], row["sampled"], strict=True) if not mine and ids < 256
+        )
+        assert len(row["conversation"]) == 6 and len(words) > 0
+        assert row["rewards"] == [3, row["infos"]["total_reward"]]
+
+    check_by_hand(first, model, dumped)
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path) -> None:
+    """What it cut off is gone, what it put in is not trained, and the conversation ends where there is no room left."""
+    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    flags = ["--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100", "--multi_turn_scheduler", "hints",
+             "--max_turns", "50", "--external_plugins", str(REWARDS), str(HERE / "hints.py"), "--reward_funcs",
+             "letters", "--use_gym_env", "false", "--gym_env", "math_env"]  # fmt: skip
+    run = run_template(model, dataset, tmp_path / "run", flags)
+    assert run.code == 0, run.output[-4000:]
+    first, second = run.log
+    assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
+    assert first["num_turns"] > 3 and "num_turns/lost" not in first
+    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # of the last answer there was room for
+    dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
+    rows = [json.loads(line) for line in dumped.read_text().splitlines()]
+    for row in rows:
+        # Of the first turn four tokens are trained: five were kept, and the first was taken out of the loss.
+        hint = b" wait, "
+        assert row["sampled"][: 4 + len(hint)] == [True] * 4 + [False] * len(hint)
+        assert row["finish_reason"] == "length" and len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
+    check_by_hand(first, model, dumped)
+
+
+def check_by_hand(step: dict[str, Any], model: Path, dumped: Path) -> None:
+    command = [sys.executable, str(HERE / "hf_conversations.py"), str(model), str(dumped), "4"]
+    by_hand = json.loads(subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
+    assert by_hand["logprob_difference"] < 1e-4 and by_hand["grad_norm"] > 0.01
+    assert step["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-4)

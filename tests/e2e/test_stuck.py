@@ -1,0 +1,69 @@
+"""A run that gets stuck ends, on all ranks, soon and with a reason."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+
+pytestmark = pytest.mark.e2e
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    folder = tmp_path_factory.mktemp("stuck")
+    return folder, make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+
+
+def run(
+    inputs: tuple[Path, Path, Path], name: str, flags: list[str], environment: dict[str, str] | None = None
+) -> Finished:
+    folder, model, dataset = inputs
+    plugins = ["--external_plugins", str(REWARDS), str(HERE / "canned_completions.py"), str(HERE / "stuck.py")]
+    return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=240)
+
+
+def sections(run: Finished) -> dict[str, str]:
+    """The report, by rank."""
+    assert run.code != 0, run.output[-4000:]
+    (report,) = run.folder.glob("stuck-*.txt")
+    assert str(report) in run.output
+    found = re.split("^==== rank ", report.read_text(), flags=re.MULTILINE)[1:]
+    assert len(found) == 2
+    return {section[0]: section for section in found}
+
+
+@pytest.mark.parametrize(("function", "name"), [("sleeps", "Sleeps"), ("awaits", "Awaits")])
+def test_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
+    began = time.monotonic()
+    done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
+    assert done.code != 0 and time.monotonic() - began < 120
+    said = (
+        rf"RewardError: reward function {name} has not answered for [23]\.\d s \(--reward_timeout\), on 4 completions"
+    )
+    assert re.search(said, done.output), done.output[-3000:]
+    assert f"RankFailure: grading failed on rank 1: RewardError: reward function {name}" in done.output
+    assert not list(done.folder.glob("stuck-*.txt"))  # an error like any other
+
+
+def test_a_stuck_reward_function_meets_the_watchdog(inputs: tuple[Path, Path, Path]) -> None:
+    done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "15"])
+    ranks = sections(done)
+    assert "phase grading is not done after 15 s (--phase_timeout 15)" in done.output
+    assert "stuck.py" in ranks["1"] and "in __call__" in ranks["1"]
+    assert "phase grading: since" in ranks["0"] and "in all_gather_object" in ranks["0"]
+    assert re.search(r"not finished: [12]\n  gloo:all_?gather", ranks["0"]), ranks["0"]
+
+
+def test_one_rank_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
+    done = run(inputs, "train", ["--phase_timeout", "15"], {"STUCK": "train"})
+    ranks = sections(done)
+    assert "phase train is not done after 15 s" in done.output
+    assert "get_stuck" in ranks["1"] and "phase train: since" in ranks["0"]
+    assert "in sum_over_ranks" in ranks["0"]
+    assert re.search(r"not finished: 1\n  gloo:all_?reduce", ranks["0"]), ranks["0"]
