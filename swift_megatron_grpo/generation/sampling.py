@@ -1,7 +1,7 @@
 """Completions from a vLLM engine in this process: ms-swift encodes the prompts, vLLM is asked for what is read.
 
 ms-swift's `infer` makes vLLM turn every token into text as it comes and report every request at every step, and then
-turns each token into text once more beside its log-prob. On an H200 that was a third of the time of generation.
+turns each token into text once more beside its log-prob. On an H200 that was a quarter of the time of generation.
 """
 
 from __future__ import annotations
