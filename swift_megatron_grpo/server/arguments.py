@@ -1,0 +1,33 @@
+"""The flags of `swift rollout`: ms-swift's, with the defaults that a server of weights and completions should have."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from swift.arguments import RolloutArguments
+
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class GRPORolloutArguments(RolloutArguments):
+    host: str = LOOPBACK  # ms-swift's default is every interface
+    api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
+
+    def _set_default_engine_type(self) -> None:
+        if self.vllm_use_async_engine is False:
+            raise ValueError(
+                "--vllm_use_async_engine false: requests come one by one and are batched as they come, which is the "
+                "asynchronous engine's way; leave it out, or set SWIFT_MEGATRON_GRPO=off for ms-swift's own server"
+            )
+        self.vllm_use_async_engine = True
+        super()._set_default_engine_type()
+
+    def _check_device_count(self) -> None:
+        """On a machine without accelerators vLLM's workers share the processor, and ms-swift counts no device."""
+        if torch.accelerator.current_accelerator(check_available=True) is not None:
+            super()._check_device_count()

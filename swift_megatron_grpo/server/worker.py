@@ -1,0 +1,111 @@
+"""The process that holds the engine. ms-swift's own loop runs in it and serves ms-swift's routes; beside it, ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.pipelines.infer import rollout
+
+from swift_megatron_grpo.server import pipe
+from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.wire import NO_WEIGHTS, Completion
+
+WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
+
+
+def main(
+    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+) -> None:
+    asyncio.run(_main(args, data_parallel_rank, master_port, stock, ours))
+
+
+async def _main(
+    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+) -> None:
+    async def serve(engine: GRPOVllmEngine) -> None:
+        await pipe.serve(ours, EngineCommands(engine).commands)
+
+    serving: list[asyncio.Task[None]] = []
+    _on_engine(lambda engine: serving.append(asyncio.create_task(serve(engine))))
+    try:
+        await rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
+    except EOFError:
+        pass  # the web server is gone, and with it the reason to live
+    finally:
+        for task in serving:
+            task.cancel()
+
+
+def _on_engine(tell: Callable[[GRPOVllmEngine], object]) -> None:
+    """ms-swift's loop builds the engine; have it build one whose workers receive our weights, and tell of it."""
+
+    class Engine(GRPOVllmEngine):
+        def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
+            engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+            super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+            tell(self)
+
+    rollout.GRPOVllmEngine = Engine
+
+
+class EngineCommands:
+    """What the web server may ask of the engine."""
+
+    def __init__(self, engine: GRPOVllmEngine) -> None:
+        self._engine = engine
+        self._generating: set[asyncio.Task[Any]] = set()
+        self.commands: dict[str, pipe.Command] = {
+            "describe": self.describe,
+            "generate": self.generate,
+            "join": self.join,
+            "receive": self.receive,
+        }
+
+    async def describe(self) -> dict[str, Any]:
+        config = self._engine.engine.vllm_config
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "model": config.model_config.hf_config.to_dict(),
+        }
+
+    async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        task = asyncio.ensure_future(
+            self._engine.infer_async(RolloutInferRequest(**request), RequestConfig(**sampling))
+        )
+        self._generating.add(task)
+        try:
+            response = await task
+        finally:
+            self._generating.discard(task)
+        choice = response.choices[0]
+        logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
+        return Completion(
+            prompt_ids=list(response.prompt_token_ids),
+            completion_ids=list(choice.token_ids),
+            logprobs=logprobs,
+            text=choice.message.content,
+            finish_reason=choice.finish_reason,
+            weights_version=NO_WEIGHTS,  # the web server knows
+        ).to_json()
+
+    async def join(self, rendezvous: dict[str, Any]) -> None:
+        await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
+
+    async def receive(self) -> dict[str, Any]:
+        """What is still being generated is for a trainer that no longer waits for it."""
+        left_over = list(self._generating)
+        for task in left_over:
+            task.cancel()
+        await asyncio.gather(*left_over, return_exceptions=True)
+        engine = self._engine.engine
+        reports = await engine.collective_rpc("grpo_receive")
+        # What older weights computed must not answer for newer ones.
+        await engine.reset_prefix_cache()
+        await engine.reset_encoder_cache()
+        return {"workers": reports}
