@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,18 +28,23 @@ def main(
 async def _main(
     args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
 ) -> None:
-    async def serve(engine: GRPOVllmEngine) -> None:
-        await pipe.serve(ours, EngineCommands(engine).commands)
+    """Until one of the two loops ends: the web server is gone or wants us gone, or the engine has failed."""
+    built: asyncio.Future[GRPOVllmEngine] = asyncio.get_running_loop().create_future()
 
-    serving: list[asyncio.Task[None]] = []
-    _on_engine(lambda engine: serving.append(asyncio.create_task(serve(engine))))
-    try:
-        await rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
-    except EOFError:
-        pass  # the web server is gone, and with it the reason to live
-    finally:
-        for task in serving:
-            task.cancel()
+    async def serve() -> None:
+        commands = EngineCommands(await built)
+        await asyncio.wait(
+            [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failed.wait())],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+
+    _on_engine(built.set_result)
+    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
+    loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
+    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+    if built.done():
+        built.result().engine.shutdown()
+    os._exit(0)  # a thread still waits for commands, and would be waited for
 
 
 def _on_engine(tell: Callable[[GRPOVllmEngine], object]) -> None:
@@ -59,6 +65,7 @@ class EngineCommands:
     def __init__(self, engine: GRPOVllmEngine) -> None:
         self._engine = engine
         self._generating: set[asyncio.Task[Any]] = set()
+        self.failed = asyncio.Event()  # vLLM does not recover from an error in its core
         self.commands: dict[str, pipe.Command] = {
             "describe": self.describe,
             "generate": self.generate,
@@ -83,6 +90,8 @@ class EngineCommands:
             response = await task
         finally:
             self._generating.discard(task)
+            if self._engine.engine.errored:
+                self.failed.set()
         choice = response.choices[0]
         logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
         return Completion(

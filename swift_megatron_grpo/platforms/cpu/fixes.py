@@ -163,6 +163,26 @@ def keep_weights_that_can_be_reloaded(utils: Any) -> None:
     utils.dispatch_cpu_unquantized_gemm = multiply_unpacked
 
 
+def rewind_generators(gpu_model_runner: Any) -> None:
+    """A request with a seed whose prompt was read in part has drawn a number too many, and vLLM sets the generator back
+    by an offset, which a CPU's has not. It has answered nothing yet: back is where it began."""
+    runner = gpu_model_runner.GPUModelRunner
+    bookkeep = runner._bookkeeping_sync
+
+    @functools.wraps(bookkeep)
+    def rewind_and_bookkeep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        in_part = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        set_back = {index: generators.pop(index) for index in in_part if index in generators}
+        for generator in set_back.values():
+            generator.manual_seed(generator.initial_seed())
+        kept = bookkeep(self, *args, **kwargs)
+        generators.update(set_back)
+        return kept
+
+    runner._bookkeeping_sync = rewind_and_bookkeep
+
+
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     original = vars(owner)[method]
 
@@ -186,4 +206,5 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
     "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
     "vllm.model_executor.layers.utils": keep_weights_that_can_be_reloaded,
+    "vllm.v1.worker.gpu_model_runner": rewind_generators,
 }
