@@ -6,6 +6,7 @@ What can be known to fail is found here, before a process group exists, a model 
 from __future__ import annotations
 
 import inspect
+import os
 from contextlib import suppress
 from copy import copy
 from dataclasses import astuple, dataclass, field, fields
@@ -20,11 +21,13 @@ from swift.utils import get_dist_setting, import_external_file
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo import algorithm_checks as algorithm
 from swift_megatron_grpo import argument_checks as checks
+from swift_megatron_grpo import server_flags as servers
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
 from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
 
 _LAYOUT_FLAGS = (
     "tensor_model_parallel_size",
@@ -153,9 +156,34 @@ class GRPOArguments(MegatronRLHFArguments):
         },
     )
 
+    vllm_server_api_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "The --api_key of the rollout servers. The environment variable SWIFT_ROLLOUT_API_KEY says the "
+            "same, to both ends, and shows up in no list of processes. It is not written to args.json. Default: none."
+        },
+    )
+    vllm_request_timeout: float = field(
+        default=3600.0,
+        metadata={
+            "help": "Seconds within which a rollout server must complete one request, or load new weights; then the "
+            "request goes to another one. Longer than the longest completion takes, waiting included. Default: 3600."
+        },
+    )
+    seed_completions: bool = field(
+        default=False,
+        metadata={
+            "help": "Sample every completion with a seed of its own, which follows from --seed: then completions "
+            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. "
+            "vLLM draws seeded completions one by one, some 10 microseconds each per token on a GPU. Default: false."
+        },
+    )
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
+        if self.vllm_server_api_key is not None:  # not for args.json, and not for the log
+            os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
         self._check_what_is_typed()
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift would, for its own estimators, and refuse ours
@@ -186,9 +214,10 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_iterations(self.num_iterations),
                 self._check_algorithm,
                 self._check_micro_batches,
-                lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
+                self._check_lengths,
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
+                self._check_servers,
                 checks.check_vllm_installed,
             ]
         )
@@ -208,6 +237,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_modality,
                 self._check_algorithm,
                 self._check_rewards,
+                self._check_servers,
             ]
         )
 
@@ -274,7 +304,7 @@ class GRPOArguments(MegatronRLHFArguments):
             context_parallel_size=self.context_parallel_size,
             expert_model_parallel_size=self.expert_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            vllm_tensor_parallel_size=self.vllm_tensor_parallel_size,
+            vllm_tensor_parallel_size=1 if self.uses_servers else self.vllm_tensor_parallel_size,
             virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
             microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
             sequence_parallel=self.sequence_parallel,
@@ -298,6 +328,17 @@ class GRPOArguments(MegatronRLHFArguments):
                 "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
             )
 
+    def _check_lengths(self) -> None:
+        """A server says itself how long its sequences may be."""
+        engine = None if self.uses_servers else self.vllm_max_model_len
+        checks.check_lengths(self.max_length, self.max_completion_length, engine)
+
+    def _check_servers(self) -> None:
+        servers.check_mode(self.vllm_mode, vars(self))
+        if self.uses_servers:
+            servers.check_timeouts(self.vllm_server_timeout, self.vllm_request_timeout)
+            servers.group_ports(self.vllm_server_group_port, len(self.server_urls()))
+
     def _check_micro_batches(self) -> None:
         checks.check_micro_batches(
             self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
@@ -309,6 +350,13 @@ class GRPOArguments(MegatronRLHFArguments):
     def _check_rewards(self) -> None:
         checks.check_reward_functions(self.reward_funcs, orms)
         checks.check_reward_weights(self.reward_weights, len(self.reward_funcs))
+
+    @property
+    def uses_servers(self) -> bool:
+        return self.vllm_mode == "server"
+
+    def server_urls(self) -> tuple[str, ...]:
+        return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
 
     @property
     def has_adapter(self) -> bool:
@@ -403,6 +451,8 @@ class GRPOArguments(MegatronRLHFArguments):
             f"CP {plan.context_parallel}, EP {self.expert_model_parallel_size}, DP {plan.data_parallel}, "
             f"world {plan.world_size}; vLLM TP {self.vllm_tensor_parallel_size}"
         )
+        if self.uses_servers:
+            layout = layout.rpartition(";")[0] + f"; vLLM at {', '.join(self.server_urls())}"
         own = self.reference_layout()
         if own is not None:
             data = plan.world_size // (own.tensor * own.pipeline * own.context)
@@ -412,12 +462,13 @@ class GRPOArguments(MegatronRLHFArguments):
             *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),
             *plan.notes,
             *self._offload_notes(),
+            *servers.notes(self.vllm_mode, vars(self)),
             *algorithm.notes(algorithm.flags_of(vars(self))),
         ]
 
     def _offload_notes(self) -> list[str]:
         flags = [f"--{flag}" for flag in ("offload_model", "offload_optimizer", "offload_grad") if getattr(self, flag)]
-        if not flags or self.sleep_level:
+        if not flags or self.sleep_level or self.uses_servers:
             return []
         return [
             f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "

@@ -138,7 +138,8 @@ def _hand_over(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> No
     """This process becomes `python -m module args`, for what is being imported by now and can no longer be hooked.
 
     `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
-    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does not.
+    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does
+    not.
     """
     sys.stdout.flush()
     sys.stderr.flush()

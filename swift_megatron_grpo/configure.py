@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.batching import BatchPlan
 from swift_megatron_grpo.config import (
@@ -18,8 +20,13 @@ from swift_megatron_grpo.config import (
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
+    ServerConfig,
     VllmConfig,
 )
+from swift_megatron_grpo.server_flags import group_ports, read_model_identity
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
+
+_BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 
 def configure(args: GRPOArguments) -> GRPOConfig:
@@ -38,8 +45,10 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             repetition_penalty=args.repetition_penalty,
             max_completion_length=args.max_completion_length,
             stop_words=tuple(args.stop_words),
+            seed=args.seed if args.seed_completions else None,
         ),
         vllm=_vllm(args, plan),
+        server=_server(args) if args.uses_servers else None,
         grading=GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,
@@ -119,4 +128,18 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
+    )
+
+
+def _server(args: GRPOArguments) -> ServerConfig:
+    urls = args.server_urls()
+    return ServerConfig(
+        urls=urls,
+        group_ports=group_ports(args.vllm_server_group_port, len(urls)),
+        timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_request_timeout,
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
+        needed_length=(args.max_length or 1) + args.max_completion_length,
+        model=read_model_identity(args.model_dir),
     )

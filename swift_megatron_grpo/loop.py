@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Share
+from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Request, Share, requests_for
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
@@ -179,38 +179,52 @@ class GRPOLoop:
         return self.parts.coordinator.gather_samples(values, self.parts.training.parallel)
 
     def _generate_and_grade(self, prompts: Sequence[Prompt], num_generations: int, timer: PhaseTimer) -> list[Graded]:
-        requests = [prompt for prompt in prompts for _ in range(num_generations)]
-        rollouts = self._generate(requests, timer)
-        with timer("grading"):
-            rewards = self._score(rollouts, num_generations)
-            return grade(rollouts, rewards, self.config.grading)
+        requests = requests_for(prompts, num_generations, self.config.sampling.seed, self._weights_version)
+        rollouts: dict[int, Rollout] = {}
+        rewards: dict[int, list[float | None]] = {}
+        for groups in self._generate(requests, num_generations, timer):
+            with timer("grading"):
+                rewards |= zip(groups, self._score(list(groups.values()), num_generations), strict=True)
+            rollouts |= groups
+        order = range(len(requests))
+        return grade([rollouts[i] for i in order], [rewards[i] for i in order], self.config.grading)
 
-    def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
-        """The newest weights to the engine, then one completion for each request, on every rank."""
+    def _generate(self, requests: Sequence[Request], unit: int, timer: PhaseTimer) -> Iterator[dict[int, Rollout]]:
+        """The newest weights to the engine, then one completion for each request, on every rank: whole groups, as they
+        are complete. The engine sleeps when the last ones are told."""
         engine, residency = self.parts.generation, self.parts.residency
         with timer("phase_switch"):
             residency.make_room(engine.memory_to_wake)
             engine.wake_weights()
-        if engine.weights_version != self._weights_version:
-            with timer("weight_sync"):
-                residency.for_weight_sync()
-                engine.load_weights(self.parts.export_weights(), self._weights_version)
+        self._sync_weights(timer)
         with timer("phase_switch"):
             residency.for_generation()
             engine.wake_cache()
-        with timer("generation"):
-            mine = engine.share.pick(requests)
-            answers = self.parts.coordinator.all_gather_or_raise(
-                lambda: self._answers(engine, mine), "generating completions"
-            )
-        with timer("phase_switch"):
-            engine.sleep()
-            residency.for_inference()  # the policy comes back while rewards are computed
-        return [rollout for part in answers for rollout in part]
+        generation = engine.generate(engine.share.pick(requests), unit, self.config.sampling)
+        missing = len(requests)
+        while missing:
+            with timer("generation"):
+                told = self.parts.coordinator.all_gather_or_raise(generation.next, "generating completions")
+            if any(news.lacks_weights for news in told):  # a server was started anew
+                self._sync_weights(timer)
+            finished = {index: rollout for news in told for index, rollout in news.finished.items()}
+            missing -= len(finished)
+            if not missing:
+                with timer("phase_switch"):
+                    engine.sleep()
+                    residency.for_inference()  # the policy comes back while rewards are computed
+            if finished:
+                yield finished
 
-    def _answers(self, engine: GenerationEngine, mine: list[Prompt]) -> list[Rollout]:
-        rollouts = engine.generate(mine, self.config.sampling)
-        return rollouts if engine.share.speaks else []
+    def _sync_weights(self, timer: PhaseTimer) -> None:
+        """Exporting takes all ranks, so all of them learn that an engine lacks the newest weights."""
+        engine, version = self.parts.generation, self._weights_version
+        with timer("weight_sync"):
+            while any(
+                self.parts.coordinator.all_gather_or_raise(lambda: engine.lacks(version), "reaching the engines")
+            ):
+                self.parts.residency.for_weight_sync()
+                engine.load_weights(self.parts.export_weights(), version)
 
     def _score(self, rollouts: list[Rollout], num_generations: int) -> list[list[float | None]]:
         """Every rank grades some groups, whole ones, and tells the others."""

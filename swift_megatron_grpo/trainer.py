@@ -22,7 +22,9 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
+from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
@@ -35,6 +37,7 @@ from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.weights.export import export_weights, merged_on_read
+from swift_megatron_grpo.weights.remote import BucketTransport
 
 logger = get_logger()
 
@@ -48,10 +51,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
+        self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        self.remote = self._reach_servers()
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
         self.val_prompts: PromptSource | None = None
         super().__init__(args, template)
+
+    def _reach_servers(self) -> RemoteVllm | None:
+        """They are asked before the model loads."""
+        config = self.settings.server
+        if config is None:
+            return None
+        transport = BucketTransport(torch.device(torch.cuda.current_device()), config.bucket_bytes)
+        remote = RemoteVllm(config, transport, self.coordinator.rank)
+        self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
+        return remote
 
     # ---- what the parent asks while it builds
 
@@ -106,13 +121,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         residency = Residency(
             settings.residency, self.wrapped_models, self.frozen_models, self.optimizer, tell=logger.info
         )
-        residency.make_room(memory_to_start(settings.vllm))
-        residency.for_generation()
-        generation = LocalVllm(settings.vllm, self.template)
-        generation.sleep()
-        residency.restore()
+        generation: GenerationEngine = self.remote or self._start_vllm(residency)
         training = self.build_engine()
-        coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
@@ -120,10 +130,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             generation=generation,
             rewards=self.rewards,
             training=training,
-            reference=self._reference(training, coordinator),
+            reference=self._reference(training, self.coordinator),
             residency=residency,
             export_weights=partial(export_weights, self.bridge, self.unwrapped_models),
-            coordinator=coordinator,
+            coordinator=self.coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
@@ -132,6 +142,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if loop.beta.adapts and self.state.iteration > 0:
             loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
+
+    def _start_vllm(self, residency: Residency) -> LocalVllm:
+        residency.make_room(memory_to_start(self.settings.vllm))
+        residency.for_generation()
+        engine = LocalVllm(self.settings.vllm, self.template)
+        engine.sleep()
+        residency.restore()
+        return engine
 
     def save_checkpoint(self) -> None:
         super().save_checkpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 import torch
@@ -29,9 +30,32 @@ class Share:
         return list(requests[begin:end])
 
 
-class GenerationEngine(Protocol):
-    weights_version: int  # of the weights it runs; -1: none that the trainer has sent
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion that is wanted."""
 
+    index: int  # its place among all requests of this generation
+    prompt: Prompt
+    seed: int | None  # None: the engine's own generator samples it
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a generation has to tell since it was asked last."""
+
+    finished: dict[int, Rollout]  # by index of the request, in whole units
+    lacks_weights: bool  # an engine has come back and waits for the newest ones
+
+
+class Generation(Protocol):
+    """Requests that are being answered."""
+
+    def next(self) -> News:
+        """Waits for news. Called again until all requests are finished."""
+        ...
+
+
+class GenerationEngine(Protocol):
     @property
     def share(self) -> Share: ...
 
@@ -40,8 +64,12 @@ class GenerationEngine(Protocol):
         """Bytes of this rank's GPU that it will take when it wakes up; 0 if it is awake, or on other GPUs."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """One completion for each entry, in order. Repeat a prompt to sample it several times."""
+    def lacks(self, version: int) -> bool:
+        """Whether it, or a part of it, runs other weights than these."""
+        ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        """One completion for each request. Completions are told `unit` neighbours at a time, which is a group."""
         ...
 
     def wake_weights(self) -> None:
@@ -55,3 +83,16 @@ class GenerationEngine(Protocol):
     def sleep(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def requests_for(prompts: Sequence[Prompt], each: int, seed: int | None, version: int) -> list[Request]:
+    """`each` completions of every prompt. Seeds are consecutive, and others with every version of the weights."""
+    places = [prompt for prompt in prompts for _ in range(each)]
+    if seed is None:
+        return [Request(index, prompt, None) for index, prompt in enumerate(places)]
+    first = _first_seed(seed, version, prompts[0].prompt_id)
+    return [Request(index, prompt, first + index) for index, prompt in enumerate(places)]
+
+
+def _first_seed(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

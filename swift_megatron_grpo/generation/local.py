@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 
 import torch
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.rl_core.data import OnPolicySample
+from swift.infer_engine import GRPOVllmEngine
 from swift.rlhf_trainers.utils import (
     finish_vllm_weight_reload,
     patch_vllm_moe_model_weight_loader,
@@ -16,12 +16,13 @@ from swift.rlhf_trainers.utils import (
     vllm_sleep,
 )
 from swift.template import Template
-from swift.utils import get_logger, remove_response
+from swift.utils import get_logger
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News, Request, Share
+from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
@@ -62,13 +63,21 @@ class LocalVllm:
         pool: int = CuMemAllocator.get_instance().get_current_usage()
         return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        requests = [_request(prompt) for prompt in prompts]
-        answers = self._engine.infer(requests, _request_config(sampling), use_tqdm=False)
-        return [
-            _rollout(prompt, answer.response, self.weights_version)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        ]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return _LocalGeneration(self, requests, sampling)
+
+    def complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
+        # ms-swift counts up from one seed
+        config = request_config(sampling, requests[0].seed if requests else None)
+        asked = [infer_request(request.prompt) for request in requests]
+        answers = self._engine.infer(asked, config, use_tqdm=False)
+        return {
+            request.index: _rollout(request.prompt, answer.response, self.weights_version)
+            for request, answer in zip(requests, answers, strict=True)
+        }
 
     def wake_weights(self) -> None:
         if self._asleep:
@@ -116,6 +125,19 @@ class LocalVllm:
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
+
+
+@dataclass(frozen=True)
+class _LocalGeneration:
+    """All at once, when asked."""
+
+    engine: LocalVllm
+    requests: Sequence[Request]
+    sampling: SamplingConfig
+
+    def next(self) -> News:
+        finished = self.engine.complete(self.requests, self.sampling)
+        return News(finished if self.engine.share.speaks else {}, lacks_weights=False)
 
 
 @contextmanager
@@ -173,25 +195,6 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     )
     set_expandable_segments(True)
     return engine
-
-
-def _request_config(sampling: SamplingConfig) -> RequestConfig:
-    return RequestConfig(
-        max_tokens=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop_words),
-        return_details=True,
-        logprobs=True,
-    )
-
-
-def _request(prompt: Prompt) -> object:
-    sample = OnPolicySample.from_row(prompt.row)  # a copy
-    remove_response(sample.messages)
-    return sample.to_infer_request()
 
 
 def _rollout(prompt: Prompt, response: object, version: int) -> Rollout:

@@ -15,6 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass
 class GRPORolloutArguments(RolloutArguments):
+    vllm_use_async_engine: bool | None = None
     host: str = LOOPBACK  # ms-swift's default is every interface
     api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
 

@@ -1,4 +1,4 @@
-"""`swift rollout` with routes for this package's trainer. All of ms-swift's own stay as they are, and so does its guard.
+"""`swift rollout` with routes for this package's trainer. ms-swift's own stay as they are, and so does its guard.
 
 One request is one completion; vLLM batches what is there. Weights have a version: from the moment new ones begin to
 arrive until the last has, nothing is generated, and a transfer that breaks off leaves the server without weights.

@@ -14,6 +14,7 @@ from swift.pipelines.infer import rollout
 
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.server_flags import model_identity
 from swift_megatron_grpo.wire import NO_WEIGHTS, Completion
 
 WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
@@ -78,7 +79,7 @@ class EngineCommands:
         return {
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
-            "model": config.model_config.hf_config.to_dict(),
+            "model": model_identity(config.model_config.hf_config.to_dict()),
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:

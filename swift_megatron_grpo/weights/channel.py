@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 _TRAINER = 0
 
@@ -46,10 +46,10 @@ class Channel:
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         self.device = device
         timeout = timedelta(seconds=rendezvous.timeout)
-        store = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
-        store = PrefixStore(rendezvous.session, store)
+        meeting = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
+        store = PrefixStore(rendezvous.session, meeting)
         make = _nccl_group if device.type == "cuda" else _gloo_group
-        self._group = make(store, rank, rendezvous, timeout)
+        self._group: Any = make(store, rank, rendezvous, timeout)
 
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """Returns when every worker has it. `payload`: bytes, on this device."""
@@ -81,8 +81,8 @@ class Channel:
         return tensor
 
 
-def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> ProcessGroup:
-    options = ProcessGroupGloo._Options()
+def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     if "GLOO_SOCKET_IFNAME" in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
@@ -92,7 +92,7 @@ def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timede
     return ProcessGroupGloo(store, rank, rendezvous.size, options)
 
 
-def _nccl_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> ProcessGroup:
+def _nccl_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
