@@ -7,10 +7,11 @@ takes nothing with it: what it was answering is asked again elsewhere, or of its
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+
+from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.background import Background
@@ -22,7 +23,7 @@ from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.wire import Completion
 
-logger = logging.getLogger(__name__)
+logger = get_logger()
 
 _TRIES = 2  # of a request that a server refuses which is well
 _CONFLICT = 409  # it has other weights

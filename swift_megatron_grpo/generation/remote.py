@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
+
+from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.asking import RemoteGeneration
@@ -18,7 +19,7 @@ from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News
 from swift_megatron_grpo.generation.servers import Line, NoServer, Server, Servers, problems_of, refusal
 from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL
 
-logger = logging.getLogger(__name__)
+logger = get_logger()
 
 _TRIES = 2  # of what a server that is well refuses, before the run stops
 

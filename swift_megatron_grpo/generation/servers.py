@@ -7,7 +7,6 @@ answers again; if it was started anew in the meantime it has to be sent the weig
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -15,12 +14,13 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
+from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
 from swift_megatron_grpo.wire import NO_WEIGHTS, ServerStatus
 
-logger = logging.getLogger(__name__)
+logger = get_logger()
 
 _EVERY = 1.0  # seconds between two looks at a server
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
