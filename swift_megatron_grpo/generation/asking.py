@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 
 from swift.utils import get_logger
@@ -90,10 +91,9 @@ class RemoteGeneration:
 
     async def _wait(self) -> None:
         """For an answer, or a server that comes or goes. All of them out is found by looking at the clock."""
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout=1)
-        except TimeoutError:
-            self._servers.refuse_to_wait_for_ever()
+        self._servers.refuse_to_wait_for_ever()
         self._changed.clear()
         self._moved.set()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +21,15 @@ class GRPORolloutArguments(RolloutArguments):
     host: str = LOOPBACK  # ms-swift's default is every interface
     api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
 
+    def __post_init__(self) -> None:
+        """ms-swift takes the next port when this one is busy, and it counts a port as busy for a minute after a server
+        on it was killed. A trainer waits for the server where it was."""
+        port = self.port
+        super().__post_init__()
+        self.port = port
+        if _somebody_listens(self.host, port):
+            raise ValueError(f"--port {port}: another process listens on it; use another one, or end that process")
+
     def _set_default_engine_type(self) -> None:
         if self.vllm_use_async_engine is False:
             raise ValueError(
@@ -32,3 +43,13 @@ class GRPORolloutArguments(RolloutArguments):
         """On a machine without accelerators vLLM's workers share the processor, and ms-swift counts no device."""
         if torch.accelerator.current_accelerator(check_available=True) is not None:
             super()._check_device_count()
+
+
+def _somebody_listens(host: str, port: int) -> bool:
+    """A listener may take a port that connections of before still hold, and uvicorn does."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False

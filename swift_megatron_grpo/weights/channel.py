@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 _TRAINER = 0
+# Groups that were closed in the middle of a transfer. gloo's cannot be interrupted, and taking one down waits for it.
+_abandoned: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,26 @@ class Channel:
         return header, payload
 
     def close(self) -> None:
-        """The other end's pending calls raise. From any thread, also while another one sends."""
-        self._group.abort()
+        """The other end's pending calls raise, and so do those of other threads here."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        group = self._group
+        if group is None:
+            raise ConnectionError("the channel is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = _TRAINER, 0
-        self._group.broadcast([tensor], options).wait()
+        work = group.broadcast([tensor], options)
+        delay = 1e-5
+        while not work.is_completed():
+            if self._group is None:
+                _abandoned.append((group, work))
+                raise ConnectionError("the channel was closed")
+            time.sleep(delay)
+            delay = min(2 * delay, 2e-3)
+        work.wait()  # raises what went wrong
         return tensor
 
 
