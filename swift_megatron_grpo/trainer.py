@@ -22,6 +22,7 @@ from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.generation.remote import RemoteVllm
@@ -198,9 +199,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
-        metrics = self.loop.step()
+        try:
+            metrics = self.loop.step()
+        except SharedFailure:
+            self._save_before_stopping()
+            raise
         grad_norm = reduce_max_stat_across_model_parallel_group(metrics.pop("grad_norm"))
         return [_tensors(metrics)], grad_norm, True
+
+    def _save_before_stopping(self) -> None:
+        """The last complete step, unless it was saved already."""
+        assert self.loop is not None
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.iteration}")
+        if self.state.iteration > 0 and self.state.last_model_checkpoint != folder:
+            self.loop.parts.residency.restore()
+            self.save_checkpoint()
+            logger.info(f"the run stops; what it has learned so far is in {folder}")
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None

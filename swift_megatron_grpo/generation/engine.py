@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol, TypeVar
@@ -53,6 +53,16 @@ class Generation(Protocol):
     def next(self) -> News:
         """Waits for news. Called again until all requests are finished."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Of an engine that answers all requests together: it does so when asked for news."""
+
+    answer: Callable[[], dict[int, Rollout]]  # by index of the request
+
+    def next(self) -> News:
+        return News(self.answer(), lacks_weights=False)
 
 
 class GenerationEngine(Protocol):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 
 import torch
 from swift.infer_engine import GRPOVllmEngine
@@ -21,7 +20,7 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News, Request, Share
+from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -67,13 +66,15 @@ class LocalVllm:
         return self.weights_version != version
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        return _LocalGeneration(self, requests, sampling)
+        return AtOnce(lambda: self._complete(requests, sampling))
 
-    def complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
+    def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
         # ms-swift counts up from one seed
         config = request_config(sampling, requests[0].seed if requests else None)
         asked = [infer_request(request.prompt) for request in requests]
         answers = self._engine.infer(asked, config, use_tqdm=False)
+        if not self.share.speaks:
+            return {}
         return {
             request.index: _rollout(request.prompt, answer.response, self.weights_version)
             for request, answer in zip(requests, answers, strict=True)
@@ -125,19 +126,6 @@ class LocalVllm:
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
-
-
-@dataclass(frozen=True)
-class _LocalGeneration:
-    """All at once, when asked."""
-
-    engine: LocalVllm
-    requests: Sequence[Request]
-    sampling: SamplingConfig
-
-    def next(self) -> News:
-        finished = self.engine.complete(self.requests, self.sampling)
-        return News(finished if self.engine.share.speaks else {}, lacks_weights=False)
 
 
 @contextmanager

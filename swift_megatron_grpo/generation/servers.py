@@ -17,6 +17,7 @@ import aiohttp
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
 from swift_megatron_grpo.wire import NO_WEIGHTS, ServerStatus
 
@@ -26,7 +27,7 @@ _EVERY = 1.0  # seconds between two looks at a server
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
-class NoServer(RuntimeError):
+class NoServer(SharedFailure):
     """No rollout server is left, and none has come back in time."""
 
 
@@ -131,7 +132,7 @@ class Servers:
             stories = "; ".join(f"{server.url}: {server.why_out}" for server in self.all)
             raise NoServer(
                 f"no rollout server has answered for {waited:.0f} s (--vllm_server_timeout {self.config.timeout:.0f}): "
-                f"{stories}. Start `swift rollout` again, and this run with --mcore_model and --finetune false"
+                f"{stories}. Start `swift rollout` again, then resume this run from its last checkpoint"
             )
 
     async def tell_change(self) -> None:

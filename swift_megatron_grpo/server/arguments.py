@@ -19,6 +19,7 @@ LOOPBACK = "127.0.0.1"
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
     host: str = LOOPBACK  # ms-swift's default is every interface
+    port: int = 8000
     api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
 
     def __post_init__(self) -> None:

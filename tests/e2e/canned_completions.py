@@ -10,7 +10,7 @@ import torch
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -25,8 +25,12 @@ class CannedCompletions:
         self.share = Share(index=rank, of=world_size, speaks=True)
         self._random = random.Random(rank)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        return [self._complete(prompt, sampling.max_completion_length) for prompt in prompts]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        longest = sampling.max_completion_length
+        return AtOnce(lambda: {request.index: self._complete(request.prompt, longest) for request in requests})
 
     def _complete(self, prompt: Prompt, longest: int) -> Rollout:
         tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]

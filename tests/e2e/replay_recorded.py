@@ -10,8 +10,8 @@ from typing import Any
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.types import Rollout
 
 
 class RecordedCompletions:
@@ -24,12 +24,18 @@ class RecordedCompletions:
         self.weights_version = -1
         self._rollouts = iter(json.loads(Path(os.environ["RECORD"]).read_text())["rollouts"])
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(lambda: self._recorded(requests))
+
+    def _recorded(self, requests: Sequence[Request]) -> dict[int, Rollout]:
         rows = next(self._rollouts)
-        return [
-            Rollout(prompt=prompt, logprobs=None, weights_version=self.weights_version, **row)
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
+        return {
+            request.index: Rollout(request.prompt, logprobs=None, weights_version=self.weights_version, **row)
+            for request, row in zip(requests, rows, strict=True)
+        }
 
     def load_weights(self, weights: NamedWeights, version: int) -> None:
         assert sum(1 for _ in weights) > 0

@@ -18,7 +18,7 @@ from benchmark.job import Job
 from benchmark.workload import row_of
 from swift_megatron_grpo import loop
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.local import LocalVllm
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
@@ -71,13 +71,19 @@ class Canned:
         self._template.max_length = None
         self._canned = canned
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        rows = [row_of(prompt.row["messages"][-1]["content"]) for prompt in prompts]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(lambda: self._made_up(requests) if self.share.speaks else {})
+
+    def _made_up(self, requests: Sequence[Request]) -> dict[int, Rollout]:
+        rows = [row_of(request.prompt.row["messages"][-1]["content"]) for request in requests]
         encoded: dict[int, list[int]] = {}
-        rollouts = []
-        for row, prompt, (token_ids, text) in zip(rows, prompts, self._canned.of(rows), strict=True):
-            prompt_ids = encoded.get(row) or encoded.setdefault(row, self._encode(prompt))
-            rollouts.append(Rollout(prompt, prompt_ids, token_ids, None, text, "stop", self.weights_version))
+        rollouts = {}
+        for row, request, (token_ids, text) in zip(rows, requests, self._canned.of(rows), strict=True):
+            ids = encoded.get(row) or encoded.setdefault(row, self._encode(request.prompt))
+            rollouts[request.index] = Rollout(request.prompt, ids, token_ids, None, text, "stop", self.weights_version)
         return rollouts
 
     def _encode(self, prompt: Prompt) -> list[int]:
