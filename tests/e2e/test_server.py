@@ -73,8 +73,8 @@ def test_doors(servers: list[RolloutServer]) -> None:
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
-    for method, route in (("GET", Routes.STATUS), ("POST", Routes.GENERATE), ("POST", Routes.JOIN),
-                          ("POST", Routes.RECEIVE), ("POST", "/infer/"), ("POST", "/update_flattened_params/")):  # fmt: skip
+    posts = [Routes.GENERATE, Routes.JOIN, Routes.RECEIVE, "/infer/", "/update_flattened_params/"]
+    for method, route in [("GET", Routes.STATUS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 server.ask(method, route, {}, key)
