@@ -119,10 +119,10 @@ def switch(loop: Any, part: Any) -> None:
         with part("export alone, not part of a switch"):
             weights = list(loop.parts.export_weights())
         with part("load what was exported, not part of a switch"):
-            engine.load_weights(iter(weights), loop._weights_version)
+            engine.load_weights(iter(weights), loop._weights_version, loop.parts.adapter)
         del weights
     with part("sync: export and load"):
-        engine.load_weights(loop.parts.export_weights(), loop._weights_version)
+        engine.load_weights(loop.parts.export_weights(), loop._weights_version, loop.parts.adapter)
     with part("policy leaves"):
         residency.for_generation()
     with part("wake cache"):

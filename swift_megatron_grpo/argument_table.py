@@ -39,7 +39,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained"),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
-    "vllm_enable_lora": Refusal((False,), "adapters are merged into the weights that vLLM gets"),
     "vllm_server_pass_dataset": Refusal((False,), _TURNS),
     "async_generate": Refusal((False,), "generation and training take turns", stock=False),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
@@ -135,7 +134,7 @@ USED_HERE = _flags(
     vllm_mm_processor_cache_gb vllm_engine_kwargs sleep_level offload_optimizer offload_model
     offload_grad
     vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
-    vllm_server_api_key vllm_request_timeout seed_completions
+    vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     log_completions wandb_log_unique_prompts report_to output_dir
     """

@@ -218,6 +218,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
                 self._check_servers,
+                self._check_adapter_sync,
                 checks.check_vllm_installed,
             ]
         )
@@ -238,6 +239,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_algorithm,
                 self._check_rewards,
                 self._check_servers,
+                self._check_adapter_sync,
             ]
         )
 
@@ -332,6 +334,12 @@ class GRPOArguments(MegatronRLHFArguments):
         """A server says itself how long its sequences may be."""
         engine = None if self.uses_servers else self.vllm_max_model_len
         checks.check_lengths(self.max_length, self.max_completion_length, engine)
+
+    def _check_adapter_sync(self) -> None:
+        sleep_level = 0 if self.uses_servers else self.sleep_level
+        checks.check_adapter_sync(
+            self.vllm_enable_lora, self.has_adapter, self.lora_rank, sleep_level, self.mcore_model
+        )
 
     def _check_servers(self) -> None:
         servers.check_mode(self.vllm_mode, vars(self))

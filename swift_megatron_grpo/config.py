@@ -49,6 +49,7 @@ class VllmConfig:
     engine_kwargs: dict[str, Any]
     sleep_level: int
     seed: int
+    lora_rank: int | None = None  # room for an adapter beside the checkpoint; None: adapters are merged into weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from swift_megatron_grpo.argument_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.batching import BatchPlan
 from swift_megatron_grpo.config import (
@@ -128,7 +129,15 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
+        lora_rank=_room_for_adapter(args),
     )
+
+
+def _room_for_adapter(args: GRPOArguments) -> int | None:
+    """The next of the ranks that vLLM makes room for."""
+    if not args.vllm_enable_lora:
+        return None
+    return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
 
 
 def _server(args: GRPOArguments) -> ServerConfig:
@@ -142,4 +151,5 @@ def _server(args: GRPOArguments) -> ServerConfig:
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.max_completion_length,
         model=read_model_identity(args.model_dir),
+        lora_rank=args.lora_rank if args.vllm_enable_lora else None,
     )

@@ -18,7 +18,14 @@ import numpy as np
 from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights, Request, Share, requests_for
+from swift_megatron_grpo.generation.engine import (
+    AdapterConfig,
+    GenerationEngine,
+    NamedWeights,
+    Request,
+    Share,
+    requests_for,
+)
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
@@ -51,6 +58,7 @@ class Parts:
     reference: Reference | None
     residency: Residency
     export_weights: Callable[[], NamedWeights]  # the trained ones, under the checkpoint's names; all ranks together
+    adapter: AdapterConfig | None  # of those, if they are an adapter that the engine runs beside the checkpoint
     coordinator: Coordinator
     log: CompletionLog
 
@@ -224,7 +232,7 @@ class GRPOLoop:
                 self.parts.coordinator.all_gather_or_raise(lambda: engine.lacks(version), "reaching the engines")
             ):
                 self.parts.residency.for_weight_sync()
-                engine.load_weights(self.parts.export_weights(), version)
+                engine.load_weights(self.parts.export_weights(), version, self.parts.adapter)
 
     def _score(self, rollouts: list[Rollout], num_generations: int) -> list[list[float | None]]:
         """Every rank grades some groups, whole ones, and tells the others."""

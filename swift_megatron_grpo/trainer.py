@@ -37,7 +37,7 @@ from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy,
 from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
-from swift_megatron_grpo.weights.export import export_weights, merged_on_read
+from swift_megatron_grpo.weights.export import adapter_config, export_adapter, export_weights, merged_on_read
 from swift_megatron_grpo.weights.remote import BucketTransport
 
 logger = get_logger()
@@ -133,7 +133,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             training=training,
             reference=self._reference(training, self.coordinator),
             residency=residency,
-            export_weights=partial(export_weights, self.bridge, self.unwrapped_models),
+            export_weights=partial(
+                export_adapter if args.vllm_enable_lora else export_weights, self.bridge, self.unwrapped_models
+            ),
+            adapter=adapter_config(self.unwrapped_models[0]) if args.vllm_enable_lora else None,
             coordinator=self.coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()

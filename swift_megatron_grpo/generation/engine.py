@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
+AdapterConfig = dict[str, Any]  # of peft
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -86,7 +87,9 @@ class GenerationEngine(Protocol):
         """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
         ...
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None: ...
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
+        """All weights; or, with its configuration, those of a LoRA adapter on the checkpoint that the engine has."""
+        ...
 
     def wake_cache(self) -> None: ...
 

@@ -20,9 +20,10 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.vllm_adapter import load_adapter
 
 logger = get_logger()
 
@@ -85,13 +86,16 @@ class LocalVllm:
             set_expandable_segments(False)
             self._wake("weights")
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
-        model = self._engine.inner_model
-        patch_vllm_moe_model_weight_loader(model)
-        model.load_weights(weights)
-        finish_vllm_weight_reload(
-            model, self._engine.engine.model_config, torch.device(torch.cuda.current_device()), strict=True
-        )
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
+        if adapter is None:
+            model = self._engine.inner_model
+            patch_vllm_moe_model_weight_loader(model)
+            model.load_weights(weights)
+            finish_vllm_weight_reload(
+                model, self._engine.engine.model_config, torch.device(torch.cuda.current_device()), strict=True
+            )
+        else:
+            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, dict(weights))
         # What older weights computed must not answer for newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
@@ -169,6 +173,8 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
         max_num_seqs=config.max_num_seqs,
         enforce_eager=config.enforce_eager,
         limit_mm_per_prompt=config.limit_mm_per_prompt,
+        enable_lora=config.lora_rank is not None,
+        max_lora_rank=config.lora_rank or 16,
         enable_sleep_mode=sleep_mode,
         max_model_len=config.max_model_len,
         seed=seed,

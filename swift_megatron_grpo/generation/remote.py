@@ -15,7 +15,7 @@ from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.asking import RemoteGeneration
 from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure
-from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News, Request, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, Generation, NamedWeights, News, Request, Share
 from swift_megatron_grpo.generation.servers import Line, NoServer, Server, Servers, problems_of, refusal
 from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL
 
@@ -29,7 +29,9 @@ class Transport(Protocol):
 
     def join(self, rendezvous: dict[str, Any]) -> Line: ...
 
-    def send(self, weights: NamedWeights, lines: Sequence[Any]) -> list[Exception | None]:
+    def send(
+        self, weights: NamedWeights, lines: Sequence[Any], adapter: AdapterConfig | None
+    ) -> list[Exception | None]:
         """To all lines at once. Goes through all of `weights`, whatever happens: other ranks export with this one."""
         ...
 
@@ -78,15 +80,15 @@ class RemoteVllm:
         self._background.run(self._servers.some())
         return bool(self._servers.without_weights(version))
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
         """To every server that is there and has others. One that fails is without weights, which `lacks` tells."""
         if self._background is None:
-            self._transport.send(weights, [])
+            self._transport.send(weights, [], adapter)
             return
         began = time.monotonic()
         self._version = version
-        receiving = self._begin(self._servers.without_weights(version), version)
-        failures = self._transport.send(weights, [server.line for server, _ in receiving])
+        receiving = self._begin(self._servers.without_weights(version), version, adapter)
+        failures = self._transport.send(weights, [server.line for server, _ in receiving], adapter)
         self._failed_syncs.extend(
             f"{server.url}: {problem}"
             for (server, reply), failure in zip(receiving, failures, strict=True)
@@ -97,7 +99,9 @@ class RemoteVllm:
         self._background.run(self._servers.tell_change())
         logger.info(f"weights {version} sent to {len(receiving)} servers in {time.monotonic() - began:.2f} s")
 
-    def _begin(self, servers: Sequence[Server], version: int) -> list[tuple[Server, Future[dict[str, Any]]]]:
+    def _begin(
+        self, servers: Sequence[Server], version: int, adapter: AdapterConfig | None
+    ) -> list[tuple[Server, Future[dict[str, Any]]]]:
         """Those that are ready to receive, each with its answer to come."""
         assert self._background is not None
         receiving = []
@@ -109,7 +113,7 @@ class RemoteVllm:
             except (ServerFailure, RuntimeError) as failure:  # torch's rendezvous raises RuntimeErrors
                 self._background.run(self._lose(server, f"it could not be joined: {failure}"))
                 continue
-            asked = {"version": version}
+            asked = {"version": version, "lora": adapter is not None}
             reply = self._background.start(server.client.receive(asked, timeout=self._config.request_timeout))
             reply.add_done_callback(partial(_close_if_failed, line))
             receiving.append((server, reply))

@@ -47,6 +47,7 @@ class JoinRequest(BaseModel):
 
 class ReceiveRequest(BaseModel):
     version: int
+    lora: bool  # an adapter on the checkpoint, not the model's weights
 
 
 class GRPORolloutDeploy(SwiftRolloutDeploy):
@@ -146,7 +147,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             raise HTTPException(409, f"no trainer has joined; POST {Routes.JOIN} first")
         self.weights_version = NO_WEIGHTS
         await self.joining
-        report: dict[str, Any] = await self._ask_engine("receive")
+        report: dict[str, Any] = await self._ask_engine("receive", lora=asked.lora)
         self.weights_version = asked.version
         return report
 

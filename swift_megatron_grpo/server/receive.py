@@ -14,6 +14,7 @@ from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
+from swift_megatron_grpo.vllm_adapter import load_adapter
 from swift_megatron_grpo.weights.buckets import unpack
 from swift_megatron_grpo.weights.channel import Channel, Rendezvous
 
@@ -41,24 +42,32 @@ class WeightReceiver(WeightSyncWorkerExtension):
             self.grpo_channel.close()
             self.grpo_channel = None
 
-    def grpo_receive(self) -> dict[str, Any]:
+    def grpo_receive(self, lora: bool) -> dict[str, Any]:
+        """All weights of the model, or with `lora` those of an adapter on the checkpoint that the model is."""
         try:
-            return self._grpo_receive()
+            return self._grpo_receive(lora)
         except BaseException:
             self.grpo_leave()  # so that the trainer, which is sending, notices
             raise
 
-    def _grpo_receive(self) -> dict[str, Any]:
+    def _grpo_receive(self, lora: bool) -> dict[str, Any]:
         assert self.grpo_channel is not None, "no trainer has joined this server"
         began, tensors, received = time.monotonic(), 0, 0
         model = self.model_runner.model
         patch_vllm_moe_model_weight_loader(model)
+        of_adapter: dict[str, torch.Tensor] = {}
         while True:
             header, data = self.grpo_channel.receive()
             if header.get("end"):
                 break
             weights = unpack(header, data)
-            model.load_weights(weights)
+            if lora:
+                of_adapter.update(weights)
+            else:
+                model.load_weights(weights)
             tensors, received = tensors + len(weights), received + data.numel()
-        finish_vllm_weight_reload(model, self.model_runner.model_config, self.device, strict=True)
+        if lora:
+            load_adapter(self, header["adapter"], of_adapter)
+        else:
+            finish_vllm_weight_reload(model, self.model_runner.model_config, self.device, strict=True)
         return {"tensors": tensors, "bytes": received, "seconds": time.monotonic() - began}

@@ -107,14 +107,14 @@ class EngineCommands:
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
 
-    async def receive(self) -> dict[str, Any]:
+    async def receive(self, lora: bool) -> dict[str, Any]:
         """What is still being generated is for a trainer that no longer waits for it."""
         left_over = list(self._generating)
         for task in left_over:
             task.cancel()
         await asyncio.gather(*left_over, return_exceptions=True)
         engine = self._engine.engine
-        reports = await engine.collective_rpc("grpo_receive")
+        reports = await engine.collective_rpc("grpo_receive", args=(lora,))
         # What older weights computed must not answer for newer ones.
         await engine.reset_prefix_cache()
         await engine.reset_encoder_cache()

@@ -23,6 +23,30 @@ def export_weights(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tu
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
+def export_adapter(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter alone, under peft's names. All ranks together."""
+    exported = False
+    for name, tensor in bridge.export_weights(list(models), peft_format=True, adapter_name=ADAPTER):
+        exported = True
+        yield name, tensor
+    if not exported:
+        raise RuntimeError("the adapter has no weight that can be exported; look at --target_modules")
+
+
+def adapter_config(model: GPTModel) -> dict[str, Any]:
+    """What of peft's configuration an engine needs to run the adapter, as JSON has it."""
+    config = model.peft_config[ADAPTER]
+    targets = config.target_modules
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+        "use_rslora": config.use_rslora,
+        "bias": config.bias,
+        "modules_to_save": config.modules_to_save and list(config.modules_to_save),
+    }
+
+
 @contextmanager
 def merged_on_read(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[None]:
     """While open, whatever the bridge exports has the adapters merged in. One layer is merged at a time."""

@@ -17,7 +17,6 @@ from swift_megatron_grpo.weights.buckets import Bucket, buckets
 from swift_megatron_grpo.weights.channel import Channel, Rendezvous
 
 _IN_FLIGHT = 1  # buckets that wait for one that travels
-_END = {"end": True}
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,12 @@ class BucketTransport:
     def join(self, rendezvous: dict[str, Any]) -> Line:
         return Line(Channel(Rendezvous(**rendezvous), rank=0, device=self.device))
 
-    def send(self, weights: Iterable[tuple[str, torch.Tensor]], lines: Sequence[Line]) -> list[Exception | None]:
+    def send(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        lines: Sequence[Line],
+        adapter: dict[str, Any] | None = None,
+    ) -> list[Exception | None]:
         """What went wrong on each line. Goes through all weights in any case: other ranks export with this one."""
         if not lines:
             for _ in weights:
@@ -41,7 +45,7 @@ class BucketTransport:
                 torch.cuda.current_stream(self.device).synchronize()  # the lines' threads have streams of their own
             for line in lines:
                 line.put(bucket)
-        return [line.finish() for line in lines]
+        return [line.finish({"end": True, "adapter": adapter}) for line in lines]
 
 
 class Line:
@@ -49,7 +53,7 @@ class Line:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._buckets: Queue[Bucket | None] = Queue(_IN_FLIGHT)
+        self._buckets: Queue[Bucket | dict[str, Any]] = Queue(_IN_FLIGHT)
         self._failure: Exception | None = None
         self._thread: Thread | None = None
 
@@ -58,12 +62,12 @@ class Line:
         self._thread = Thread(target=self._send, name="weights", daemon=True)
         self._thread.start()
 
-    def put(self, bucket: Bucket | None) -> None:
+    def put(self, bucket: Bucket) -> None:
         self._buckets.put(bucket)
 
-    def finish(self) -> Exception | None:
+    def finish(self, end: dict[str, Any]) -> Exception | None:
         assert self._thread is not None
-        self.put(None)
+        self._buckets.put(end)
         self._thread.join()
         return self._failure
 
@@ -76,14 +80,14 @@ class Line:
         if self._channel.device.type == "cuda":
             torch.cuda.set_device(self._channel.device)
         while True:
-            bucket = self._buckets.get()
+            next_one = self._buckets.get()
             if self._failure is None:
                 try:
-                    if bucket is None:
-                        self._channel.send(_END)
+                    if isinstance(next_one, Bucket):
+                        self._channel.send(next_one.header, next_one.data)
                     else:
-                        self._channel.send(bucket.header, bucket.data)
+                        self._channel.send(next_one)
                 except Exception as error:
                     self._failure = error
-            if bucket is None:
+            if not isinstance(next_one, Bucket):
                 return

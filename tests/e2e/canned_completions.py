@@ -10,7 +10,7 @@ import torch
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -40,7 +40,7 @@ class CannedCompletions:
         reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
         return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 

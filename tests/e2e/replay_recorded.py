@@ -10,7 +10,7 @@ from typing import Any
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.types import Rollout
 
 
@@ -37,7 +37,7 @@ class RecordedCompletions:
             for request, row in zip(requests, rows, strict=True)
         }
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 

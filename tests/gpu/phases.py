@@ -28,7 +28,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         residency.make_room(engine.memory_to_wake)
         engine.wake_weights()
         residency.for_weight_sync()
-        engine.load_weights(loop.parts.export_weights(), 0)
+        engine.load_weights(loop.parts.export_weights(), 0, loop.parts.adapter)
         residency.for_generation()
         levels["before the cache"] = memory()
         engine.wake_cache()

@@ -18,7 +18,7 @@ from benchmark.job import Job
 from benchmark.workload import row_of
 from swift_megatron_grpo import loop
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.local import LocalVllm
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
@@ -94,7 +94,7 @@ class Canned:
         encoded = encode_sample(sample, self._template)
         return [token for token, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label == -100]
 
-    def load_weights(self, weights: NamedWeights, version: int) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None) -> None:
         self.weights_version = version
 
     def wake_weights(self) -> None: ...
