@@ -303,8 +303,8 @@ def check_adapter_sync(enabled: bool, has_adapter: bool, rank: int, sleep_level:
         )
     if mcore_model is not None:
         raise ValueError(
-            f"--vllm_enable_lora true: vLLM runs the adapter on --model, and the trainer on --mcore_model {mcore_model}; "
-            "use --vllm_enable_lora false, which sends merged weights"
+            "--vllm_enable_lora true: vLLM runs the adapter on --model, and the trainer on --mcore_model "
+            f"{mcore_model}; use --vllm_enable_lora false, which sends merged weights"
         )
     if sleep_level == 2:
         raise ValueError(

@@ -8,11 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from swift.rlhf_trainers.utils import VLLM_LORA_INT_ID, VLLM_LORA_NAME, VLLM_LORA_PATH, TensorLoRARequest
+from swift.rlhf_trainers.utils import (
+    VLLM_LORA_INT_ID,
+    VLLM_LORA_NAME,
+    VLLM_LORA_PATH,
+    TensorLoRARequest,
+    patch_vllm_load_adapter,
+)
 
 
 def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int:
     """In the place of the one before, by the worker that holds the model. Returns how many modules it changes."""
+    patch_vllm_load_adapter()  # makes vLLM take the tensors; once is enough, more do nothing
     request = TensorLoRARequest(
         lora_name=VLLM_LORA_NAME,
         lora_int_id=VLLM_LORA_INT_ID,

@@ -95,7 +95,9 @@ class LocalVllm:
                 model, self._engine.engine.model_config, torch.device(torch.cuda.current_device()), strict=True
             )
         else:
-            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, dict(weights))
+            # copies: vLLM scales them in place, and without a GPU they are the trainer's own
+            tensors = {name: tensor.detach().clone() for name, tensor in weights}
+            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
         # What older weights computed must not answer for newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()

@@ -130,6 +130,33 @@ def test_a_killed_server_takes_nothing_with_it(
     servers[0].wait()
 
 
+ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]
+
+
+def test_the_adapter_alone_to_a_server_and_to_colocate(folder: Path, dense: Path, dataset: Path) -> None:
+    """Both engines run the adapter that was trained, beside the checkpoint, and nobody changes it."""
+    server = RolloutServer(dense, folder / "with adapter.txt", ["--vllm_enable_lora", "true"]).start()
+    try:
+        local = train(dense, dataset, folder / "local adapter", ADAPTER)
+        server.wait()
+        remote = train(dense, dataset, folder / "remote adapter", [*ADAPTER, *server_flags(server)])
+    finally:
+        server.stop()
+    for step, (there, here) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    for run in (local, remote):
+        assert all(step["rollout/k3_kl"] < 1e-7 for step in run.log)
+        assert len({step["reward"] for step in run.log}) == 3
+
+
+def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+    fault = str(Path(__file__).with_name("misnamed_adapter.py"))
+    run = train(dense, dataset, folder / "misnamed", [*ADAPTER, "--external_plugins", str(REWARDS), fault])
+    assert run.code != 0
+    assert "modules of the adapter are none of vLLM's, which would leave them out: " in run.output
+    assert "feed_forward" in run.output and "Use --vllm_enable_lora false" in run.output
+
+
 @pytest.mark.slow
 def test_the_only_server_is_started_again(
     folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
