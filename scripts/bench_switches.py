@@ -109,7 +109,7 @@ def no_part() -> Iterator[None]:
 
 def switch(loop: Any, part: Any) -> None:
     """What WeightSync, without its checks, and GRPOLoop._generate do around generation."""
-    engine, residency = loop.parts.generation, loop.parts.residency
+    engine, residency, adapter = loop.parts.generation, loop.parts.residency, loop.parts.sync.export.adapter
     with part("make room"):
         residency.make_room(engine.memory_to_wake)
     with part("wake weights"):
@@ -120,10 +120,10 @@ def switch(loop: Any, part: Any) -> None:
         with part("export alone, not part of a switch"):
             weights = list(loop.parts.sync.export())
         with part("load what was exported, not part of a switch"):
-            engine.load_weights(iter(weights), loop._weights_version)
+            engine.load_weights(iter(weights), loop._weights_version, adapter, accounted=False)
         del weights
     with part("sync: export and load"):
-        engine.load_weights(loop.parts.sync.export(), loop._weights_version)
+        engine.load_weights(loop.parts.sync.export(), loop._weights_version, adapter, accounted=False)
     with part("policy leaves"):
         residency.for_generation()
     with part("wake cache"):

@@ -287,6 +287,38 @@ def check_plugin_files(paths: Sequence[str]) -> None:
 
 # ---- generation, training
 
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+
+def check_adapter_sync(
+    enabled: bool, has_adapter: bool, rank: int, sleep_level: int, mcore_model: str | None, sync_check: str
+) -> None:
+    """--vllm_enable_lora: vLLM has the checkpoint and gets the adapter only."""
+    if not enabled:
+        return
+    if not has_adapter:
+        raise ValueError("--vllm_enable_lora true is for --tuner_type lora, and there is no adapter; leave it out")
+    if rank > VLLM_LORA_RANKS[-1]:
+        raise ValueError(
+            f"--vllm_enable_lora true: vLLM takes adapters up to rank {VLLM_LORA_RANKS[-1]}, and --lora_rank is "
+            f"{rank}; use --vllm_enable_lora false, which merges the adapter"
+        )
+    if mcore_model is not None:
+        raise ValueError(
+            "--vllm_enable_lora true: vLLM runs the adapter on --model, and the trainer on --mcore_model "
+            f"{mcore_model}; use --vllm_enable_lora false, which sends merged weights"
+        )
+    if sleep_level == 2:
+        raise ValueError(
+            "--sleep_level 2 discards vLLM's weights, and with --vllm_enable_lora true only the adapter is sent again; "
+            "use --sleep_level 1, or --vllm_enable_lora false"
+        )
+    if sync_check == "full":
+        raise ValueError(
+            "--sync_check full compares the tensors of a model, and with --vllm_enable_lora true vLLM scales and fuses "
+            "those of the adapter; use --sync_check canary, or --vllm_enable_lora false"
+        )
+
 
 def check_lengths(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> None:
     if max_completion_length < 1:

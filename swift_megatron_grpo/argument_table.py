@@ -20,7 +20,6 @@ class Refusal:
 
 
 _TEACHER = "distillation from a teacher is not there yet"
-_SERVER = "generation behind a server is not there yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not there yet"
 _OVERLAP = "this overlap is not there yet"
@@ -39,14 +38,7 @@ NOT_YET: Mapping[str, Refusal] = {
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained"),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
-    "vllm_mode": Refusal((None, "colocate"), _SERVER),
-    "vllm_enable_lora": Refusal((False,), "adapters are merged into the weights that vLLM gets"),
-    "vllm_server_base_url": Refusal((None,), _SERVER),
-    "vllm_server_host": Refusal((None,), _SERVER),
-    "vllm_server_port": Refusal(([8000],), _SERVER),
-    "vllm_server_timeout": Refusal((240.0,), _SERVER),
-    "vllm_server_group_port": Refusal((None,), _SERVER),
-    "vllm_server_pass_dataset": Refusal((False,), _SERVER),
+    "vllm_server_pass_dataset": Refusal((False,), "servers lead no conversations"),
     "async_generate": Refusal((False,), "generation and training take turns", stock=False),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
     "completion_length_limit_scope": Refusal(
@@ -140,6 +132,8 @@ USED_HERE = _flags(
     vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
     vllm_mm_processor_cache_gb vllm_engine_kwargs sync_check sleep_level offload_optimizer offload_model
     offload_grad
+    vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
+    vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     multi_turn_scheduler max_turns use_gym_env gym_env
     reward_timeout phase_timeout rollout_dump rollout_replay rollout_only

@@ -6,6 +6,7 @@ What can be known to fail is found here, before a process group exists, a model 
 from __future__ import annotations
 
 import inspect
+import os
 from contextlib import suppress
 from copy import copy
 from dataclasses import astuple, dataclass, field, fields
@@ -22,6 +23,7 @@ from swift_megatron_grpo import __version__
 from swift_megatron_grpo import algorithm_checks as algorithm
 from swift_megatron_grpo import argument_checks as checks
 from swift_megatron_grpo import rollout_checks as rollouts
+from swift_megatron_grpo import server_flags as servers
 from swift_megatron_grpo.argument_table import refusals
 from swift_megatron_grpo.autoload import VARIABLE
 from swift_megatron_grpo.batching import BatchPlan, format_table, resolve
@@ -29,6 +31,7 @@ from swift_megatron_grpo.config import Estimator, KlEstimator, LayoutConfig, Syn
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
 
 _LAYOUT_FLAGS = (
     "tensor_model_parallel_size",
@@ -163,7 +166,8 @@ class GRPOArguments(MegatronRLHFArguments):
             "that were sent are those of the sync before, and the log-probs of a fixed text agree between trainer and "
             "vLLM as far as rounding goes; the first sync of a run is checked in full. full: a checksum of every "
             "tensor as well. A sync that fails is repeated once, then the run stops and names the tensors that differ. "
-            "off: nothing is checked. Default: canary."
+            "off: nothing is checked. With --vllm_enable_lora true nothing is checked in full: vLLM must "
+            "have a module for each of the adapter's, and the log-probs must agree. Default: canary."
         },
     )
     offload_grad: bool = field(
@@ -211,10 +215,34 @@ class GRPOArguments(MegatronRLHFArguments):
             "and train nothing. Default: false."
         },
     )
+    vllm_server_api_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "The --api_key of the rollout servers. The environment variable SWIFT_ROLLOUT_API_KEY says the "
+            "same, to both ends, and shows up in no list of processes. It is not written to args.json. Default: none."
+        },
+    )
+    vllm_request_timeout: float = field(
+        default=3600.0,
+        metadata={
+            "help": "Seconds within which a rollout server must complete one request, or load new weights; then the "
+            "request goes to another one. Longer than the longest completion takes, waiting included. Default: 3600."
+        },
+    )
+    seed_completions: bool = field(
+        default=False,
+        metadata={
+            "help": "Sample every completion with a seed of its own, which follows from --seed: then completions "
+            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. "
+            "vLLM draws seeded completions one by one, some 10 microseconds each per token on a GPU. Default: false."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
+        if self.vllm_server_api_key is not None:  # not for args.json, and not for the log
+            os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
         self._check_what_is_typed()
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift would, for its own estimators, and refuse ours
@@ -245,12 +273,14 @@ class GRPOArguments(MegatronRLHFArguments):
                 lambda: checks.check_iterations(self.num_iterations),
                 self._check_algorithm,
                 self._check_micro_batches,
-                lambda: checks.check_lengths(self.max_length, self.max_completion_length, self.vllm_max_model_len),
+                self._check_lengths,
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
                 self._check_turns,
                 self._check_recording,
                 lambda: rollouts.check_deadlines(self.reward_timeout, self.phase_timeout),
+                self._check_servers,
+                self._check_adapter_sync,
                 checks.check_vllm_installed,
             ]
         )
@@ -272,6 +302,8 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_rewards,
                 self._check_turns,
                 self._check_recording,
+                self._check_servers,
+                self._check_adapter_sync,
             ]
         )
 
@@ -340,7 +372,7 @@ class GRPOArguments(MegatronRLHFArguments):
             context_parallel_size=self.context_parallel_size,
             expert_model_parallel_size=self.expert_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            vllm_tensor_parallel_size=self.vllm_tensor_parallel_size,
+            vllm_tensor_parallel_size=1 if self.uses_servers else self.vllm_tensor_parallel_size,
             virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
             microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
             sequence_parallel=self.sequence_parallel,
@@ -364,6 +396,24 @@ class GRPOArguments(MegatronRLHFArguments):
                 "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
             )
 
+    def _check_lengths(self) -> None:
+        """A server says itself how long its sequences may be."""
+        engine = None if self.uses_servers else self.vllm_max_model_len
+        checks.check_lengths(self.max_length, self.max_completion_length, engine)
+
+    def _check_adapter_sync(self) -> None:
+        sleep_level = 0 if self.uses_servers else self.sleep_level
+        checks.check_adapter_sync(
+            self.vllm_enable_lora, self.has_adapter, self.lora_rank, sleep_level, self.mcore_model, self.sync_check
+        )
+
+    def _check_servers(self) -> None:
+        servers.check_mode(self.vllm_mode, vars(self))
+        if self.uses_servers:
+            servers.check_timeouts(self.vllm_server_timeout, self.vllm_request_timeout)
+            servers.group_ports(self.vllm_server_group_port, len(self.server_urls()))
+            servers.check_combinations(self.multi_turn_scheduler, self.rollout_replay)
+
     def _check_micro_batches(self) -> None:
         checks.check_micro_batches(
             self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
@@ -382,6 +432,7 @@ class GRPOArguments(MegatronRLHFArguments):
         rollouts.check_multi_turn(
             self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, led_by_run, envs
         )
+        rollouts.check_seeds(self.seed_completions, self.multi_turn_scheduler)
 
     def _check_recording(self) -> None:
         rollouts.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
@@ -395,6 +446,13 @@ class GRPOArguments(MegatronRLHFArguments):
     def resumes(self) -> bool:
         """As ms-swift decides whether a checkpoint says at which iteration training goes on."""
         return not self.finetune
+
+    @property
+    def uses_servers(self) -> bool:
+        return self.vllm_mode == "server"
+
+    def server_urls(self) -> tuple[str, ...]:
+        return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
 
     @property
     def has_adapter(self) -> bool:
@@ -526,6 +584,8 @@ class GRPOArguments(MegatronRLHFArguments):
             f"CP {plan.context_parallel}, EP {self.expert_model_parallel_size}, DP {plan.data_parallel}, "
             f"world {plan.world_size}; vLLM TP {self.vllm_tensor_parallel_size}"
         )
+        if self.uses_servers:
+            layout = layout.rpartition(";")[0] + f"; vLLM at {', '.join(self.server_urls())}"
         own = self.reference_layout()
         if own is not None:
             data = plan.world_size // (own.tensor * own.pipeline * own.context)
@@ -535,12 +595,13 @@ class GRPOArguments(MegatronRLHFArguments):
             *format_table(plan, self.max_tokens_per_micro_batch).splitlines(),
             *plan.notes,
             *self._offload_notes(),
+            *servers.notes(self.vllm_mode, vars(self)),
             *algorithm.notes(algorithm.flags_of(vars(self))),
         ]
 
     def _offload_notes(self) -> list[str]:
         flags = [f"--{flag}" for flag in ("offload_model", "offload_optimizer", "offload_grad") if getattr(self, flag)]
-        if not flags or self.sleep_level:
+        if not flags or self.sleep_level or self.uses_servers:
             return []
         return [
             f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "

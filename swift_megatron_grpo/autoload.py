@@ -2,7 +2,8 @@
 
 The entry point is in the group `torch.backends`: torch calls it at the end of its own import. So this module decides
 from the command line what the process is, in well under a millisecond, and only for a rank of `megatron rlhf
---rlhf_type grpo` puts hooks on modules that are imported later. SWIFT_MEGATRON_GRPO=off turns all of it off.
+--rlhf_type grpo` puts hooks on modules that are imported later; `swift rollout` becomes this package's server.
+SWIFT_MEGATRON_GRPO=off turns all of it off.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ MODES = {
     "platform": "only the CPU platform, under ms-swift's own trainer",
 }
 RANK = "rank"  # a rank, or the only process, of `megatron rlhf --rlhf_type grpo`
+ROLLOUT = "rollout"  # the server that `swift rollout` starts
 SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`
 
 _RANK_SCRIPT = os.path.join("swift", "cli", "_megatron", "rlhf.py")
 _RANK_MODULE = "swift.cli._megatron.rlhf"
+_ROLLOUT_SCRIPT = os.path.join("swift", "cli", "rollout.py")
+_ROLLOUT_MODULE = "swift.cli.rollout"
+_SERVER_MODULE = "swift_megatron_grpo.server"
+_SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
 
 
@@ -44,7 +50,11 @@ def _arm(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str, st
     if mode == "off":
         return
     if process == SWIFT_MEGATRON:
-        _hand_over(argv, orig_argv)
+        _hand_over(_MEGATRON_MODULE, argv[2:], orig_argv)
+    if process == ROLLOUT:
+        if mode == "on":
+            _hand_over(_SERVER_MODULE, argv[1:], orig_argv)
+        return
     hook_platform()
     if mode == "on":
         from swift_megatron_grpo.plugin import register
@@ -71,7 +81,7 @@ def _activate_platform() -> None:
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
-    """RANK, SWIFT_MEGATRON, or None for a process that is none of this package's business.
+    """RANK, ROLLOUT, SWIFT_MEGATRON, or None for a process that is none of this package's business.
 
     `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
     parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
@@ -79,9 +89,11 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
     _, option, program = _program(orig_argv)
     if not argv or option == "-c":  # an embedded interpreter; a child of multiprocessing
         return None
-    script = _RANK_SCRIPT if argv[0] == "-m" and program == _RANK_MODULE else argv[0]
+    script = _SCRIPTS.get(program, argv[0]) if argv[0] == "-m" else argv[0]
     if script.endswith(_RANK_SCRIPT):
         return RANK if asks_for_grpo(argv[1:]) and not _asks_for_ray(argv[1:]) else None
+    if script.endswith(_ROLLOUT_SCRIPT):
+        return ROLLOUT
     if os.path.basename(script) == "swift" and argv[1:2] == ["megatron"]:
         return SWIFT_MEGATRON
     return None
@@ -122,12 +134,14 @@ def _program(orig_argv: Sequence[str]) -> tuple[int, str, str]:
     return index, "", "".join(orig_argv[index : index + 1])
 
 
-def _hand_over(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """`swift megatron X` becomes `megatron X`: ms-swift's `swift` has no such command, and by now it is being imported.
+def _hand_over(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """This process becomes `python -m module args`, for what is being imported by now and can no longer be hooked.
 
-    -P keeps the current folder out of sys.path, where `-m` would put it and a console script does not.
+    `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
+    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does
+    not.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     options = orig_argv[1 : _program(orig_argv)[0]]
-    os.execv(sys.executable, [sys.executable, *options, "-P", "-m", _MEGATRON_MODULE, *argv[2:]])
+    os.execv(sys.executable, [sys.executable, *options, "-P", "-m", module, *args])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ class SamplingConfig:
     repetition_penalty: float
     max_completion_length: int
     stop_words: tuple[str, ...]
+    seed: int | None = None  # every completion is sampled with a seed of its own, from this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,22 @@ class VllmConfig:
     engine_kwargs: dict[str, Any]
     sleep_level: int
     seed: int
+    lora_rank: int | None = None  # room for an adapter beside the checkpoint; None: adapters are merged into weights
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """vLLM behind one or more `swift rollout` processes."""
+
+    urls: tuple[str, ...]
+    group_ports: tuple[int, ...]  # one per server, for the group that weights travel in; 0: any free one
+    timeout: float  # seconds until a server that does not answer counts as gone
+    request_timeout: float  # seconds for one completion, and for one transfer of weights
+    api_key: str | None = field(repr=False)
+    bucket_bytes: int
+    needed_length: int  # prompt and completion
+    model: dict[str, Any]  # of config.json: what must be the same there
+    lora_rank: int | None = None  # None: adapters are merged into what is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +232,7 @@ class GRPOConfig:
     sampling: SamplingConfig
     vllm: VllmConfig
     sync_check: SyncCheckConfig
+    server: ServerConfig | None  # None: vLLM runs in the training processes
     grading: GradingConfig
     packing: PackingConfig
     loss: LossConfig

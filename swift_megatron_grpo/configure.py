@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+
+from swift_megatron_grpo.argument_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.batching import BatchPlan
 from swift_megatron_grpo.config import (
@@ -21,9 +24,14 @@ from swift_megatron_grpo.config import (
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
+    ServerConfig,
     SyncCheckConfig,
     VllmConfig,
 )
+from swift_megatron_grpo.server_flags import group_ports, read_model_identity
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
+
+_BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 
 def configure(args: GRPOArguments) -> GRPOConfig:
@@ -43,9 +51,11 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             repetition_penalty=args.repetition_penalty,
             max_completion_length=args.max_completion_length,
             stop_words=tuple(args.stop_words),
+            seed=args.seed if args.seed_completions else None,
         ),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
+        server=_server(args) if args.uses_servers else None,
         grading=GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,
@@ -128,4 +138,27 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
+        lora_rank=_room_for_adapter(args),
+    )
+
+
+def _room_for_adapter(args: GRPOArguments) -> int | None:
+    """The next of the ranks that vLLM makes room for."""
+    if not args.vllm_enable_lora:
+        return None
+    return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
+
+
+def _server(args: GRPOArguments) -> ServerConfig:
+    urls = args.server_urls()
+    return ServerConfig(
+        urls=urls,
+        group_ports=group_ports(args.vllm_server_group_port, len(urls)),
+        timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_request_timeout,
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
+        needed_length=(args.max_length or 1) + args.max_completion_length,
+        model=read_model_identity(args.model_dir),
+        lora_rank=args.lora_rank if args.vllm_enable_lora else None,
     )

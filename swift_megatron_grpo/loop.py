@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.first_rollout import FirstRollout
-from swift_megatron_grpo.generation.engine import GenerationEngine, Share
+from swift_megatron_grpo.generation.engine import GenerationEngine, Request, Share, requests_for
 from swift_megatron_grpo.grading import RewardFunctions, compare, grade, penalise, resample, reward_metrics, score
 from swift_megatron_grpo.kl_control import Beta, divergences
 from swift_megatron_grpo.metrics import PhaseTimer
@@ -225,29 +225,39 @@ class GRPOLoop:
     def _generate_and_grade(
         self, prompts: Sequence[Prompt], num_generations: int, metrics: dict[str, float], timer: PhaseTimer
     ) -> list[Graded]:
-        requests = [prompt for prompt in prompts for _ in range(num_generations)]
+        requests = requests_for(prompts, num_generations, self.config.sampling.seed, self._weights_version)
         assert self.parts.sync is not None
         metrics |= self.parts.sync(self._weights_version, timer)
-        rollouts = self._generate(requests, timer)
-        with timer("grading"):
-            rewards = self._score(rollouts, num_generations)
-            return grade(rollouts, rewards, self.config.grading)
+        rollouts: dict[int, Rollout] = {}
+        rewards: dict[int, list[float | None]] = {}
+        for groups in self._generate(requests, num_generations, timer):
+            with timer("grading"):
+                rewards |= zip(groups, self._score(list(groups.values()), num_generations), strict=True)
+            rollouts |= groups
+        order = range(len(requests))
+        return grade([rollouts[i] for i in order], [rewards[i] for i in order], self.config.grading)
 
-    def _generate(self, requests: Sequence[Prompt], timer: PhaseTimer) -> list[Rollout]:
-        """One completion for each request, on every rank. The engine is awake; then it sleeps."""
-        engine = self.parts.generation
-        assert engine is not None
-        with timer("generation"):
-            mine = engine.share.pick(requests)
-            answers = self.parts.coordinator.all_gather_or_raise(
-                lambda: self._answers(engine, mine), "generating completions"
-            )
-        with timer("phase_switch"):
-            engine.sleep()
-            self.parts.residency.for_inference()  # the policy comes back while rewards are computed
-        rollouts = [rollout for part in answers for rollout in part]
-        self._check_versions(rollouts)
-        return rollouts
+    def _generate(self, requests: Sequence[Request], unit: int, timer: PhaseTimer) -> Iterator[dict[int, Rollout]]:
+        """One completion for each request, on every rank: whole groups, as they are complete. The engine is awake; it
+        sleeps when the last ones are told."""
+        engine, sync = self.parts.generation, self.parts.sync
+        assert engine is not None and sync is not None
+        generation = engine.generate(engine.share.pick(requests), unit, self.config.sampling)
+        missing = len(requests)
+        while missing:
+            with timer("generation"):
+                told = self.parts.coordinator.all_gather_or_raise(generation.next, "generating completions")
+            if any(news.lacks_weights for news in told):
+                sync.again(self._weights_version, timer)
+            finished = {index: rollout for news in told for index, rollout in news.finished.items()}
+            self._check_versions(finished.values())
+            missing -= len(finished)
+            if not missing:
+                with timer("phase_switch"):
+                    engine.sleep()
+                    self.parts.residency.for_inference()  # the policy comes back while rewards are computed
+            if finished:
+                yield finished
 
     def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
         """Once in a run."""
@@ -257,17 +267,13 @@ class GRPOLoop:
                 self.parts.first_rollout.check(samples, rounding)
         self._compared_with_engine = True
 
-    def _check_versions(self, rollouts: Sequence[Rollout]) -> None:
+    def _check_versions(self, rollouts: Iterable[Rollout]) -> None:
         others = {rollout.weights_version for rollout in rollouts} - {self._weights_version}
         if others:
             raise RuntimeError(
                 f"completions of weights {sorted(others)} came back where those of {self._weights_version} were asked "
                 "for: the engine has not generated with the weights of the last sync"
             )
-
-    def _answers(self, engine: GenerationEngine, mine: list[Prompt]) -> list[Rollout]:
-        rollouts = engine.generate(mine, self.config.sampling)
-        return rollouts if engine.share.speaks else []
 
     def _score(self, rollouts: list[Rollout], num_generations: int) -> list[list[float | None]]:
         """Every rank grades some groups, whole ones, and tells the others."""

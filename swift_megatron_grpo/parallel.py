@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 
+from swift_megatron_grpo.failures import RankFailure, SharedFailure
+
 T = TypeVar("T")
 
 
@@ -55,10 +57,6 @@ class Parallel:
         )
 
 
-class RankFailure(RuntimeError):
-    """Another rank failed in a step that all ranks take together."""
-
-
 class Coordinator:
     """Python objects between ranks, over gloo: a slow rollout never meets NCCL's watchdog, the GPU takes no part."""
 
@@ -85,13 +83,17 @@ class Coordinator:
         except Exception as error:
             outcome = (None, error)
         mine = outcome[1]
-        told = self.all_gather((outcome[0], None if mine is None else f"{type(mine).__name__}: {mine}"))
+        shared = str(mine) if isinstance(mine, SharedFailure) else None
+        told = self.all_gather((outcome[0], None if mine is None else f"{type(mine).__name__}: {mine}", shared))
         if mine is not None:
             raise mine
-        failures = [f"rank {rank}: {story}" for rank, (_, story) in enumerate(told) if story is not None]
+        for _, _, failure in told:
+            if failure is not None:
+                raise SharedFailure(failure)
+        failures = [f"rank {rank}: {story}" for rank, (_, story, _) in enumerate(told) if story is not None]
         if failures:
             raise RankFailure(f"{what} failed on " + "; ".join(failures))
-        return [value for value, _ in told]  # type: ignore[misc]
+        return [value for value, _, _ in told]  # type: ignore[misc]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

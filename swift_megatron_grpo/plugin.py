@@ -45,6 +45,7 @@ def _replace_trainer(trainers: ModuleType) -> None:
 def _replace_arguments(rlhf: ModuleType) -> None:
     pipeline = rlhf.MegatronRLHF
     ms_swift_parses, ms_swift_runs = pipeline._parse_args, pipeline.run
+    ms_swift_connects = pipeline._prepare_vllm_client
 
     def parse_args(self: Any, args: Any = None) -> Any:
         on_command_line = sys.argv[1:] if args is None else args
@@ -59,7 +60,12 @@ def _replace_arguments(rlhf: ModuleType) -> None:
             adopt(self.args)
         return ms_swift_runs(self)
 
+    def prepare_vllm_client(self: Any) -> Any:
+        """This package's trainer speaks to its servers itself."""
+        return None if self.args.rlhf_type == "grpo" else ms_swift_connects(self)
+
     pipeline._parse_args, pipeline.run = parse_args, run
+    pipeline._prepare_vllm_client = prepare_vllm_client
 
 
 def adopt(args: Any) -> None:

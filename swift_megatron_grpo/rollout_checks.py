@@ -49,6 +49,14 @@ def check_multi_turn(
         raise ValueError(f"max_turns must be > 0, got {max_turns}; leave --max_turns out for no limit")
 
 
+def check_seeds(seed_completions: bool, scheduler: str | None) -> None:
+    if seed_completions and scheduler is not None:
+        raise ValueError(
+            f"--seed_completions true seeds completions of one turn, and --multi_turn_scheduler {scheduler} leads "
+            "several; leave one of them out"
+        )
+
+
 def _check_known(flag: str, name: str, known: Iterable[str], registry: str) -> None:
     known = sorted(known)
     if name not in known:

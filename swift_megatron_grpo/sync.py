@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from swift_megatron_grpo.config import SyncCheckConfig
-from swift_megatron_grpo.generation.engine import GenerationEngine, NamedWeights
+from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
@@ -91,6 +91,7 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
+        self._reads_back = config.mode != "off" and export.adapter is None  # tensors; an adapter's are scaled and fused
         self._forms: dict[str, Form] | None = None  # of the last sync that was good
         self._usual: float | None = None  # the largest mean difference after a sync that was good
 
@@ -102,40 +103,66 @@ class WeightSync:
 
     def __call__(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """Leaves the engine awake, with the weights of this version."""
-        if self._engine.weights_version == version:
+        if not self._any_lacks(version):
             self._wake_weights(timer)
             self._wake_cache(timer)
             return {}
+        return self._sync(version, timer, asleep=True)
+
+    def again(self, version: int, timer: PhaseTimer) -> None:
+        """To what lacks them of an engine that is awake and generating: a server that was started anew."""
+        if self._any_lacks(version):
+            self._sync(version, timer, asleep=False)
+
+    def _sync(self, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
+        metrics: dict[str, float] = {}
         if self._config.mode == "off":
-            self._wake_weights(timer)
-            self._load(self.export(), version, timer, accounted=False)
-            self._wake_cache(timer)
-            return {}
-        first = self._attempt(version, timer, full=self._config.mode == "full" or self._forms is None)
-        return self._repeat(first, version, timer) if first.problems else self._accept(first)
+            if asleep:
+                self._wake_weights(timer)
+            self._load(version, timer, full=False)
+            if asleep:
+                self._wake_cache(timer)
+        else:
+            full = self._config.mode == "full" or self._forms is None
+            first = self._attempt(version, timer, asleep, full)
+            metrics = self._repeat(first, version, timer, asleep) if first.problems else self._accept(first)
+        self._engine.trust()
+        return metrics
 
     def _wake_weights(self, timer: PhaseTimer) -> None:
         with timer("phase_switch"):
             self._residency.make_room(self._engine.memory_to_wake)
             self._engine.wake_weights()
 
-    def _load(self, weights: NamedWeights, version: int, timer: PhaseTimer, accounted: bool) -> None:
-        with timer("weight_sync"):
-            self._residency.for_weight_sync()
-            self._engine.load_weights(weights, version, accounted)
-
     def _wake_cache(self, timer: PhaseTimer) -> None:
         with timer("phase_switch"):
             self._residency.for_generation()
             self._engine.wake_cache()
 
-    def _attempt(self, version: int, timer: PhaseTimer, full: bool) -> _Attempt:
-        manifest = Manifest(self._config.dtype if full else None)
-        self._wake_weights(timer)
-        self._load(manifest.watch(self.export()), version, timer, accounted=full)
+    def _any_lacks(self, version: int) -> bool:
+        """Exporting takes all ranks, so all of them learn that an engine lacks these weights."""
+        return any(self._coordinator.all_gather_or_raise(lambda: self._engine.lacks(version), "reaching the engines"))
+
+    def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[Manifest, bool]:
+        """Until no engine lacks them: a server may go while it receives, and another one come. Returns what was sent,
+        and whether all of it is accounted for: as asked, and always where an engine is new."""
+        manifest = Manifest(None)
+        with timer("weight_sync"):
+            while self._any_lacks(version):
+                full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
+                manifest = Manifest(self._config.dtype if full else None)
+                self._residency.for_weight_sync()
+                self._engine.load_weights(manifest.watch(self.export()), version, self.export.adapter, accounted=full)
+        return manifest, full
+
+    def _attempt(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt:
+        if asleep:
+            self._wake_weights(timer)
+        manifest, full = self._load(version, timer, full)
         with timer("sync_check"):
             expected = self.canary.logprobs()  # now, while the policy is on the GPU
-        self._wake_cache(timer)
+        if asleep:
+            self._wake_cache(timer)
         with timer("sync_check"):
             problems, unreadable = self._faults_of_export(manifest), set[str]()
             if full:
@@ -144,17 +171,19 @@ class WeightSync:
             difference, found = self._faults_of_numbers(expected)
         return _Attempt(manifest, problems + found, unreadable, difference)
 
-    def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer) -> dict[str, float]:
-        self._engine.weights_version = -1  # not those of this version, whatever it was told
-        held = self._holdings()  # of the sync that failed: what is sent once more says what it should have been
-        self._engine.sleep()
-        second = self._attempt(version, timer, full=True)
-        in_first, _ = self._faults_of_tensors(second.manifest, held)
+    def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
+        # of the sync that failed: what is sent once more says what it should have been
+        held = self._holdings() if self._reads_back else []
+        self._engine.distrust()
+        if asleep:
+            self._engine.sleep()
+        second = self._attempt(version, timer, asleep, full=True)
+        in_first, _ = self._faults_of_tensors(second.manifest, held) if second.manifest.forms else ([], set())
         story = f"The first time:\n{describe([*first.problems, *in_first])}"
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and is good now. {story}")
             return self._accept(second)
-        self._engine.weights_version = -1
+        self._engine.distrust()
         why = f"\n{_NO_TENSOR_DIFFERS}" if all(each.numbers_only for each in second.problems) else ""
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
@@ -164,17 +193,18 @@ class WeightSync:
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
         difference = attempt.difference
         if self._forms is None:
-            self._log.info(_first_check(attempt, len(self.canary.tokens)))
-        self._forms = attempt.manifest.forms
+            self._log.info(_first_check(attempt, self.export.adapter is not None, len(self.canary.tokens)))
+        self._forms = attempt.manifest.forms or self._forms
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
 
     # ---- what may be wrong. All ranks together, with the same result on each
 
     def _faults_of_export(self, manifest: Manifest) -> list[Problem]:
-        problems = changed_forms(self._forms, manifest.forms) if self._forms is not None else []
+        sent_before = self._forms if manifest.forms else None  # nothing was sent: what lacked weights has gone
+        problems = changed_forms(sent_before, manifest.forms) if sent_before is not None else []
         adapted, merged = self.export.adapted, self.export.take_merged()
-        if merged != adapted:
+        if merged != adapted and self.export.adapter is None:
             lost = f"{adapted - merged} of {adapted} adapters were not merged into what was sent"
             problems.append(Problem(f"rank {self._coordinator.rank}", lost))
         told = self._coordinator.all_gather((problems, adapted))
@@ -185,9 +215,9 @@ class WeightSync:
 
     def _holdings(self) -> list[Holding]:
         """Of the engines that this rank asks, from all their workers."""
-        mine = self._engine.holdings()
-        engines = {each.engine for each in mine}
-        return [each for told in self._coordinator.all_gather(mine) for each in told if each.engine in engines]
+        answers = self._coordinator.all_gather_or_raise(self._engine.holdings, "reading weights back")
+        engines = {each.engine for each in answers[self._coordinator.rank]}
+        return [each for told in answers for each in told if each.engine in engines]
 
     def _faults_of_tensors(self, manifest: Manifest, holdings: Iterable[Holding]) -> tuple[list[Problem], set[str]]:
         told = self._coordinator.all_gather(compare(manifest.forms, manifest.checksums(), list(holdings)))
@@ -196,7 +226,9 @@ class WeightSync:
 
     def _faults_of_numbers(self, expected: Sequence[Sequence[float]]) -> tuple[Difference, list[Problem]]:
         """Every engine against every data-parallel rank."""
-        answers = self._coordinator.all_gather(self._engine.score(self.canary.tokens))
+        answers = self._coordinator.all_gather_or_raise(
+            lambda: self._engine.score(self.canary.tokens), "asking the engines about a fixed text"
+        )
         apart = {
             engine: Difference.largest(Difference.of(told, mine) for mine in expected)
             for answer in answers
@@ -211,11 +243,12 @@ class WeightSync:
         return Difference.largest(apart.values()), problems
 
 
-def _first_check(attempt: _Attempt, tokens: int) -> str:
+def _first_check(attempt: _Attempt, adapter_alone: bool, tokens: int) -> str:
     found, difference = len(attempt.manifest.forms), attempt.difference
     repacked = f", but {len(attempt.unreadable)} that vLLM has repacked" if attempt.unreadable else ""
+    holds = "has bound the adapter's" if adapter_alone else "holds all"
+    as_sent = "" if adapter_alone else f" bit by bit as they were sent{repacked}"
     return (
-        f"first weight sync: vLLM holds all {found} tensors bit by bit as they were sent{repacked}; its log-probs of a "
-        f"fixed text of {tokens} tokens are {difference.mean:.2g} from the trainer's on average, at most "
-        f"{difference.max:.2g}"
+        f"first weight sync: vLLM {holds} {found} tensors{as_sent}; its log-probs of a fixed text of {tokens} tokens "
+        f"are {difference.mean:.2g} from the trainer's on average, at most {difference.max:.2g}"
     )

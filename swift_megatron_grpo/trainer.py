@@ -24,10 +24,12 @@ from swift_megatron_grpo.completion_log import CompletionLog
 from swift_megatron_grpo.configure import configure
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
+from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.first_rollout import FirstRollout
 from swift_megatron_grpo.generation.engine import GenerationEngine
 from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.generation.local_turns import ConversingVllm
+from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop import GRPOLoop, Parts
 from swift_megatron_grpo.parallel import Coordinator
@@ -43,6 +45,7 @@ from swift_megatron_grpo.training.residency import Residency
 from swift_megatron_grpo.training.second_layout import SecondLayout
 from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.weights.export import WeightExport, merged_on_read
+from swift_megatron_grpo.weights.remote import BucketTransport
 
 logger = get_logger()
 
@@ -58,10 +61,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
+        self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        self.remote = self._reach_servers()
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
         self.val_prompts: PromptSource | None = None
         super().__init__(args, template)
+
+    def _reach_servers(self) -> RemoteVllm | None:
+        """They are asked before the model loads."""
+        config = self.settings.server
+        if config is None:
+            return None
+        transport = BucketTransport(torch.device(torch.cuda.current_device()), config.bucket_bytes)
+        remote = RemoteVllm(config, transport, self.coordinator.rank)
+        self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
+        return remote
 
     # ---- what the parent asks while it builds
 
@@ -118,10 +133,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         )
         args.check_replay_reach(rollouts_done)
         recording = settings.recording
-        generation = None if recording.replay is not None else self._start_vllm(residency)
+        generation = None if recording.replay is not None else self.remote or self._start_vllm(residency)
         training = self.build_engine()
-        coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        export, canary = WeightExport(self.bridge, self.unwrapped_models), self._canary(coordinator)
+        export = WeightExport(self.bridge, self.unwrapped_models, adapter_alone=args.vllm_enable_lora)
+        canary = self._canary()
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         parts = Parts(
             prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
@@ -129,13 +144,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             generation=generation,
             rewards=self.rewards,
             training=training,
-            reference=self._reference(training, coordinator),
+            reference=self._reference(training, self.coordinator),
             residency=residency,
             sync=None
             if generation is None
-            else WeightSync(settings.sync_check, generation, residency, export, canary, coordinator, logger),
-            first_rollout=FirstRollout(training.passes, canary.passes, coordinator, settings.sampling),
-            coordinator=coordinator,
+            else WeightSync(settings.sync_check, generation, residency, export, canary, self.coordinator, logger),
+            first_rollout=FirstRollout(training.passes, canary.passes, self.coordinator, settings.sampling),
+            coordinator=self.coordinator,
             log=CompletionLog(
                 settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
             ),
@@ -143,17 +158,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if recording.dump is None
             else RolloutDump(recording.dump, args.recording_settings(), rollouts_done, is_master()),
             replay=None if recording.replay is None else RolloutReplay(recording.replay),
-            watchdog=self._start_watchdog(coordinator),
+            watchdog=self._start_watchdog(),
         )
         loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
         if loop.beta.adapts and self.state.iteration > 0:
             loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
 
-    def _start_watchdog(self, coordinator: Coordinator) -> Watchdog:
-        name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # of this run only
+    def _start_watchdog(self) -> Watchdog:
+        name = self.coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # of this run only
         report = Path(self.args.output_dir).absolute() / name
-        return Watchdog(report, coordinator.rank, coordinator.world_size, self.settings.deadlines.phase)
+        return Watchdog(report, self.coordinator.rank, self.coordinator.world_size, self.settings.deadlines.phase)
 
     def _start_vllm(self, residency: Residency) -> GenerationEngine:
         residency.make_room(memory_to_start(self.settings.vllm))
@@ -186,11 +201,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return self.frozen_copy
         return FrozenCopyElsewhere(self.frozen_copy, self.reference_layout, coordinator)
 
-    def _canary(self, coordinator: Coordinator) -> Canary:
+    def _canary(self) -> Canary:
         text: list[int] = self.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-        longest = min(CANARY_TOKENS, (self.settings.vllm.max_model_len or CANARY_TOKENS) - 1)  # vLLM adds one
+        server = self.settings.server
+        room = self.settings.vllm.max_model_len if server is None else server.needed_length  # no server has less
+        longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM adds one
         passes = Passes(self.wrapped_models, EngineSettings(temperature=1.0, micro_batch_size=1))
-        return Canary(text[:longest], passes, coordinator)
+        return Canary(text[:longest], passes, self.coordinator)
 
     def build_engine(self) -> MegatronEngine:
         return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, self._engine_settings())
@@ -239,9 +256,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
-        metrics = self.loop.step()
+        try:
+            metrics = self.loop.step()
+        except SharedFailure:
+            self._save_before_stopping()
+            raise
         grad_norm = reduce_max_stat_across_model_parallel_group(metrics.pop("grad_norm"))
         return [_tensors(metrics)], grad_norm, True
+
+    def _save_before_stopping(self) -> None:
+        """The last complete step, unless it was saved already."""
+        assert self.loop is not None
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.iteration}")
+        if self.state.iteration > 0 and self.state.last_model_checkpoint != folder:
+            self.loop.parts.residency.restore()
+            self.save_checkpoint()
+            logger.info(f"the run stops; what it has learned so far is in {folder}")
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None

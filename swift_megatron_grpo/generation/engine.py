@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
+AdapterConfig = dict[str, Any]  # of peft
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
@@ -30,9 +32,42 @@ class Share:
         return list(requests[begin:end])
 
 
-class GenerationEngine(Protocol):
-    weights_version: int  # of the weights it runs; -1: none that the trainer has sent
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion that is wanted."""
 
+    index: int  # its place among all requests of this generation
+    prompt: Prompt
+    seed: int | None  # None: the engine's own generator samples it
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a generation has to tell since it was asked last."""
+
+    finished: dict[int, Rollout]  # by index of the request, in whole units
+    lacks_weights: bool  # an engine has come back and waits for the newest ones
+
+
+class Generation(Protocol):
+    """Requests that are being answered."""
+
+    def next(self) -> News:
+        """Waits for news. Called again until all requests are finished."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AtOnce:
+    """Of an engine that answers all requests together: it does so when asked for news."""
+
+    answer: Callable[[], dict[int, Rollout]]  # by index of the request
+
+    def next(self) -> News:
+        return News(self.answer(), lacks_weights=False)
+
+
+class GenerationEngine(Protocol):
     @property
     def share(self) -> Share: ...
 
@@ -41,16 +76,34 @@ class GenerationEngine(Protocol):
         """Bytes of this rank's GPU that it will take when it wakes up; 0 if it is awake, or on other GPUs."""
         ...
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        """One completion for each entry, in order. Repeat a prompt to sample it several times."""
+    @property
+    def is_new(self) -> bool:
+        """Whether it, or a part of it, has accounted for no load yet."""
+        ...
+
+    def lacks(self, version: int) -> bool:
+        """Whether it, or a part of it, runs other weights than these."""
+        ...
+
+    def trust(self) -> None:
+        """The weights it was sent are the trainer's: it may generate with them."""
+        ...
+
+    def distrust(self) -> None:
+        """The weights it was sent last are not the trainer's: it lacks them."""
+        ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        """One completion for each request. Completions are told `unit` neighbours at a time, which is a group."""
         ...
 
     def wake_weights(self) -> None:
         """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
         ...
 
-    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
-        """`accounted`: holdings() will be asked what became of each."""
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+        """All weights; or, with its configuration, those of a LoRA adapter on the checkpoint that the engine has.
+        `accounted`: holdings() will be asked what became of each."""
         ...
 
     def wake_cache(self) -> None: ...
@@ -68,3 +121,16 @@ class GenerationEngine(Protocol):
     def sleep(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def requests_for(prompts: Sequence[Prompt], each: int, seed: int | None, version: int) -> list[Request]:
+    """`each` completions of every prompt. Seeds are consecutive, and others with every version of the weights."""
+    places = [prompt for prompt in prompts for _ in range(each)]
+    if seed is None:
+        return [Request(index, prompt, None) for index, prompt in enumerate(places)]
+    first = _first_seed(seed, version, prompts[0].prompt_id)
+    return [Request(index, prompt, first + index) for index, prompt in enumerate(places)]
+
+
+def _first_seed(*parts: object) -> int:
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

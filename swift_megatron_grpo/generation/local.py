@@ -22,11 +22,13 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
-from swift_megatron_grpo.generation.inventory import Inventory
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.sampling import sample
 from swift_megatron_grpo.holdings import Holding
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.inventory import Inventory
+from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.vllm_adapter import load_adapter
+from swift_megatron_grpo.wire import NO_WEIGHTS
 
 logger = get_logger()
 
@@ -37,7 +39,7 @@ class LocalVllm:
     """One engine per `tensor_parallel_size` neighbouring ranks."""
 
     def __init__(self, config: VllmConfig, template: Template) -> None:
-        self.weights_version = -1
+        self._weights_version = NO_WEIGHTS
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         group, place = divmod(rank, config.tensor_parallel_size)
         self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
@@ -68,24 +70,51 @@ class LocalVllm:
         pool: int = CuMemAllocator.get_instance().get_current_usage()
         return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        return sample(self._engine, prompts, sampling, self.weights_version)
+    @property
+    def is_new(self) -> bool:
+        return self._inventory.is_new
+
+    def lacks(self, version: int) -> bool:
+        return self._weights_version != version
+
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None:
+        self._weights_version = NO_WEIGHTS
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(partial(self._tell, requests, sampling))
+
+    def _tell(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
+        rollouts = self._complete(requests, sampling)
+        if not self.share.speaks:
+            return {}
+        return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
+
+    def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
+        """By all ranks of the engine. Of those that do not speak nobody hears the answers."""
+        return sample(self._engine, requests, sampling, self._weights_version)
 
     def wake_weights(self) -> None:
         if self._asleep:
             set_expandable_segments(False)
             self._wake("weights")
 
-    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
-        model = self._engine.inner_model
-        patch_vllm_moe_model_weight_loader(model)
-        device = torch.device(torch.cuda.current_device())
-        finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
-        self._inventory.load(weights, finish, accounted)
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+        if adapter is None:
+            model = self._engine.inner_model
+            patch_vllm_moe_model_weight_loader(model)
+            device = torch.device(torch.cuda.current_device())
+            finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
+            self._inventory.load(weights, finish, accounted)
+        else:
+            # copies: vLLM scales them in place, and without a GPU they are the trainer's own
+            tensors = {name: tensor.detach().clone() for name, tensor in weights}
+            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
         # What older weights computed must not answer for newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
-        self.weights_version = version
+        self._weights_version = version
 
     def wake_cache(self) -> None:
         if self._asleep:
@@ -96,7 +125,8 @@ class LocalVllm:
         vllm = self._engine.engine
         # Greedy: a sampled token would move the random numbers of the completions to come.
         asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, asked)
+        adapter = self._engine._get_grpo_lora_request()
+        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, asked, lora_request=adapter)
         answer = None
         while vllm.has_unfinished_requests():
             [answer] = vllm.step() or [answer]
@@ -126,7 +156,7 @@ class LocalVllm:
             set_expandable_segments(True)
             self._asleep = True
             if self._sleep_level == 2:
-                self.weights_version = -1  # it has forgotten them
+                self._weights_version = NO_WEIGHTS  # it has forgotten them
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
@@ -173,6 +203,8 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
         max_num_seqs=config.max_num_seqs,
         enforce_eager=config.enforce_eager,
         limit_mm_per_prompt=config.limit_mm_per_prompt,
+        enable_lora=config.lora_rank is not None,
+        max_lora_rank=config.lora_rank or 16,
         enable_sleep_mode=sleep_mode,
         max_model_len=config.max_model_len,
         seed=seed,

@@ -15,9 +15,10 @@ from swift.template import Template
 from swift.utils import remove_response
 
 from swift_megatron_grpo.config import MultiTurnConfig, SamplingConfig, VllmConfig
+from swift_megatron_grpo.generation.engine import Request
 from swift_megatron_grpo.generation.local import LocalVllm
 from swift_megatron_grpo.generation.multi_turn import Finished, converse, make_scheduler
-from swift_megatron_grpo.generation.sampling import request_config
+from swift_megatron_grpo.generation.requests import request_config
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -32,29 +33,29 @@ class ConversingVllm(LocalVllm):
         self._engine_ranks = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
         self._first_rank = dist.get_rank() // size * size
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
+    def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         if not self.share.speaks:
             self._follow(sampling)
             return []
 
-        def infer(requests: list[RolloutInferRequest]) -> list[RolloutOutput]:
-            self._tell(requests)
-            return self._infer(requests, sampling)
+        def infer(asked: list[RolloutInferRequest]) -> list[RolloutOutput]:
+            self._lead(asked)
+            return self._infer(asked, sampling)
 
-        requests = _requests(prompts)
-        finished = converse(requests, self._scheduler, self._max_turns, infer, self._has_room)
-        self._tell(None)
-        return [_rollout(*each, self.weights_version) for each in zip(prompts, finished, strict=True)]
+        prompts = [request.prompt for request in requests]
+        finished = converse(_conversations(prompts), self._scheduler, self._max_turns, infer, self._has_room)
+        self._lead(None)
+        return [_rollout(*each, self._weights_version) for each in zip(prompts, finished, strict=True)]
 
     def _infer(self, requests: list[RolloutInferRequest], sampling: SamplingConfig) -> list[RolloutOutput]:
         answers: list[RolloutOutput] = self._engine.infer(requests, request_config(sampling), use_tqdm=False)
         return answers
 
     def _follow(self, sampling: SamplingConfig) -> None:
-        while (requests := self._tell(None)) is not None:
+        while (requests := self._lead(None)) is not None:
             self._infer(requests, sampling)
 
-    def _tell(self, requests: list[RolloutInferRequest] | None) -> list[RolloutInferRequest] | None:
+    def _lead(self, requests: list[RolloutInferRequest] | None) -> list[RolloutInferRequest] | None:
         """From the engine's first rank to its others."""
         if self._engine_ranks is not None:
             box = [requests]
@@ -67,7 +68,7 @@ class ConversingVllm(LocalVllm):
         return length + self._engine.max_tokens_offset < self._engine.max_model_len
 
 
-def _requests(prompts: Sequence[Prompt]) -> list[RolloutInferRequest]:
+def _conversations(prompts: Sequence[Prompt]) -> list[RolloutInferRequest]:
     """With all of the dataset's columns, and a name of its own for each: environments are kept by it."""
     drawn: Counter[str] = Counter()
     requests = []

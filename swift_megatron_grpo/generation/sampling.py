@@ -9,40 +9,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.rl_core.data import OnPolicySample
-from swift.utils import remove_response
+from swift.infer_engine import GRPOVllmEngine
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.engine import Request
+from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
 def sample(
-    engine: GRPOVllmEngine, prompts: Sequence[Prompt], sampling: SamplingConfig, weights_version: int
+    engine: GRPOVllmEngine, requests: Sequence[Request], sampling: SamplingConfig, weights_version: int
 ) -> list[Rollout]:
-    """One completion for each entry, in order."""
-    encoded = _encode(engine, prompts)
-    for number, prompt in enumerate(prompts):
-        inputs = encoded[prompt.prompt_id]
-        engine._add_request(inputs, _sampling_params(engine, inputs, sampling), str(number))
+    """One completion for each request, in order."""
+    encoded = _encode(engine, [request.prompt for request in requests])
+    adapter = engine._get_grpo_lora_request()
+    for number, request in enumerate(requests):
+        inputs = encoded[request.prompt.prompt_id]
+        params = _sampling_params(engine, inputs, sampling, request.seed)
+        engine._add_request(inputs, params, str(number), adapter_request=adapter)
     finished: dict[str, Any] = {}
     while engine.engine.has_unfinished_requests():
         finished.update((output.request_id, output) for output in engine.engine.step())
     rollouts = []
-    for number, prompt in enumerate(prompts):
+    for number, request in enumerate(requests):
         output = finished[str(number)]
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
         rollouts.append(
             Rollout(
-                prompt=prompt,
+                prompt=request.prompt,
                 prompt_ids=list(output.prompt_token_ids),
                 completion_ids=token_ids,
                 logprobs=_logprobs(answer),
                 text=engine.template.decode_generate_ids(
-                    token_ids, template_inputs=encoded[prompt.prompt_id]["template_inputs"]
+                    token_ids, template_inputs=encoded[request.prompt.prompt_id]["template_inputs"]
                 ),
                 finish_reason=answer.finish_reason,
                 weights_version=weights_version,
@@ -55,18 +57,14 @@ def _encode(engine: GRPOVllmEngine, prompts: Sequence[Prompt]) -> dict[str, dict
     """Each prompt once, however many completions it gets."""
     distinct = {prompt.prompt_id: prompt for prompt in prompts}
     engine.template.set_mode("vllm")
-    inputs, _ = engine._batch_encode([_request(prompt) for prompt in distinct.values()], strict=True)
+    inputs, _ = engine._batch_encode([infer_request(prompt) for prompt in distinct.values()], strict=True)
     return dict(zip(distinct, inputs, strict=True))
 
 
-def _request(prompt: Prompt) -> object:
-    sample = OnPolicySample.from_row(prompt.row)  # a copy
-    remove_response(sample.messages)
-    return sample.to_infer_request()
-
-
-def _sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], sampling: SamplingConfig) -> SamplingParams:
-    request = request_config(sampling)
+def _sampling_params(
+    engine: GRPOVllmEngine, inputs: dict[str, Any], sampling: SamplingConfig, seed: int | None
+) -> SamplingParams:
+    request = request_config(sampling, seed)
     engine.set_default_max_tokens(request, inputs)
     params = engine._prepare_generation_config(request)
     engine._add_stop_words(params, request)
@@ -76,19 +74,6 @@ def _sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], sampling: S
     params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
     params.detokenize = bool(params.stop)
     return params
-
-
-def request_config(sampling: SamplingConfig) -> RequestConfig:
-    return RequestConfig(
-        max_tokens=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop_words),
-        return_details=True,
-        logprobs=True,
-    )
 
 
 def _logprobs(answer: Any) -> list[float]:

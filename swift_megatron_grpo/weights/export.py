@@ -18,14 +18,17 @@ ADAPTER = "default"
 
 
 class WeightExport:
-    """The same weights, time and again."""
+    """The same weights, time and again. `adapter_alone`: those of the adapter, without what it is on."""
 
-    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel]) -> None:
+    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_alone: bool = False) -> None:
         self._bridge = bridge
         self._models = list(models)
         self._merged: set[LoraParallelLinear] = set()
+        self.adapter = adapter_config(models[0]) if adapter_alone else None  # what an engine must know of it
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.adapter is not None:
+            return export_adapter(self._bridge, self._models)
         return export_weights(self._bridge, self._models, self._merged)
 
     def take_merged(self) -> int:
@@ -47,6 +50,30 @@ def export_weights(
     tells which modules had an adapter that went out with them."""
     with merged_on_read(bridge, models, merged):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
+
+
+def export_adapter(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter alone, under peft's names. All ranks together."""
+    exported = False
+    for name, tensor in bridge.export_weights(list(models), peft_format=True, adapter_name=ADAPTER):
+        exported = True
+        yield name, tensor
+    if not exported:
+        raise RuntimeError("the adapter has no weight that can be exported; look at --target_modules")
+
+
+def adapter_config(model: GPTModel) -> dict[str, Any]:
+    """What of peft's configuration an engine needs to run the adapter, as JSON has it."""
+    config = model.peft_config[ADAPTER]
+    targets = config.target_modules
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+        "use_rslora": config.use_rslora,
+        "bias": config.bias,
+        "modules_to_save": config.modules_to_save and list(config.modules_to_save),
+    }
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -19,6 +19,7 @@ class CannedCompletions:
     """A GenerationEngine on every rank."""
 
     memory_to_wake = 2**30  # makes the trainer leave where small_gpu.py says that nothing is free
+    is_new = False
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
@@ -26,8 +27,16 @@ class CannedCompletions:
         self.share = Share(index=rank, of=world_size, speaks=True)
         self._random = random.Random(rank)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        return [self._complete(prompt, sampling.max_completion_length) for prompt in prompts]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None: ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        longest = sampling.max_completion_length
+        return AtOnce(lambda: {request.index: self._complete(request.prompt, longest) for request in requests})
 
     def _complete(self, prompt: Prompt, longest: int) -> Rollout:
         tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]
@@ -37,7 +46,7 @@ class CannedCompletions:
         reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
         return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)
 
-    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 

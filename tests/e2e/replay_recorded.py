@@ -10,9 +10,9 @@ from typing import Any
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.holdings import Holding
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import Rollout
 
 
 class RecordedCompletions:
@@ -20,19 +20,30 @@ class RecordedCompletions:
 
     share = Share(index=0, of=1, speaks=True)
     memory_to_wake = 0
+    is_new = False
 
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
         self._rollouts = iter(json.loads(Path(os.environ["RECORD"]).read_text())["rollouts"])
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        rows = next(self._rollouts)
-        return [
-            Rollout(prompt=prompt, logprobs=None, weights_version=self.weights_version, **row)
-            for prompt, row in zip(prompts, rows, strict=True)
-        ]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
 
-    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None: ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(lambda: self._recorded(requests))
+
+    def _recorded(self, requests: Sequence[Request]) -> dict[int, Rollout]:
+        rows = next(self._rollouts)
+        return {
+            request.index: Rollout(request.prompt, logprobs=None, weights_version=self.weights_version, **row)
+            for request, row in zip(requests, rows, strict=True)
+        }
+
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
@@ -55,8 +57,9 @@ def megatron_rlhf(
     environment: dict[str, str] | None = None,
     command: Sequence[str] = ("megatron", "rlhf"),
     timeout: int = 600,
+    meanwhile: Callable[[str], object] | None = None,
 ) -> Finished:
-    """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here."""
+    """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here. `meanwhile` gets every line."""
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     script = Path(sys.executable).with_name(command[0])
     # installed without its scripts where packages lie in a folder of their own
@@ -82,10 +85,20 @@ def megatron_rlhf(
         "MODELSCOPE_OFFLINE": "1",
         **(environment or {}),
     }
-    done = subprocess.run([*program, *arguments], env=variables, text=True, timeout=timeout, cwd=folder.parent,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    folder.with_suffix(".txt").write_text(done.stdout)
-    return Finished(done.returncode, done.stdout, folder)
+    process = subprocess.Popen([*program, *arguments], env=variables, text=True, cwd=folder.parent,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+    out_of_time = Timer(timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
+    out_of_time.start()
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if meanwhile is not None:
+            meanwhile(line)
+    out_of_time.cancel()
+    output = "".join(lines)
+    folder.with_suffix(".txt").write_text(output)
+    return Finished(process.wait(), output, folder)
 
 
 def hf_difference(checkpoint: Path, base: Path | None = None) -> dict[str, float]:

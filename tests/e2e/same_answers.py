@@ -21,7 +21,9 @@ import torch  # noqa: E402
 from swift.infer_engine import GRPOVllmEngine  # noqa: E402
 
 from swift_megatron_grpo.config import SamplingConfig  # noqa: E402
-from swift_megatron_grpo.generation.sampling import _request, request_config, sample  # noqa: E402
+from swift_megatron_grpo.generation.engine import Request, requests_for  # noqa: E402
+from swift_megatron_grpo.generation.requests import infer_request, request_config  # noqa: E402
+from swift_megatron_grpo.generation.sampling import sample  # noqa: E402
 from swift_megatron_grpo.types import Prompt  # noqa: E402
 
 GENERATIONS, TOKENS = 3, 24
@@ -35,12 +37,14 @@ def main(model: str) -> None:
     )  # fmt: skip
     questions = ("hello", "what is two and two?", "a" * 70)  # the last one leaves less room than asked for
     rows = [{"messages": [{"role": "user", "content": question}]} for question in questions]
-    prompts = [Prompt(str(i), row) for i, row in enumerate(rows) for _ in range(GENERATIONS)]
+    requests = requests_for([Prompt(str(i), row) for i, row in enumerate(rows)], GENERATIONS, seed=None, version=3)
     told = []
-    for stop in ((), (_some_word(engine, prompts[-1]),)):
+    for stop in ((), (_some_word(engine, requests[-1]),)):
         greedy = SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop)  # top_k 1: nothing is left to chance
-        mine = sample(engine, prompts, greedy, weights_version=3)
-        theirs = engine.infer([_request(prompt) for prompt in prompts], request_config(greedy), use_tqdm=False)
+        mine = sample(engine, requests, greedy, weights_version=3)
+        theirs = engine.infer(
+            [infer_request(request.prompt) for request in requests], request_config(greedy), use_tqdm=False
+        )
         told.append({
             "stop": stop,
             "mine": [[r.prompt_ids, r.completion_ids, r.text, r.finish_reason, r.logprobs] for r in mine],
@@ -50,9 +54,9 @@ def main(model: str) -> None:
     print(json.dumps(told))
 
 
-def _some_word(engine: GRPOVllmEngine, prompt: Prompt) -> str:
+def _some_word(engine: GRPOVllmEngine, request: Request) -> str:
     """Three characters that the model will say. A token is a character here, so they have none of their own."""
-    answer = sample(engine, [prompt], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0)[0]
+    answer = sample(engine, [request], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0)[0]
     said: str = engine.tokenizer.decode(answer.completion_ids[2:5])
     assert said.isascii() and len(said) == 3
     return said

@@ -60,9 +60,9 @@ def on_the_way(loop: GRPOLoop, change: Change, times: int = 2) -> AbstractContex
     engine: Any = loop.parts.generation
     load, left = engine.load_weights, [times]
 
-    def load_changed(weights: NamedWeights, *args: Any) -> None:
+    def load_changed(weights: NamedWeights, *args: Any, **kwargs: Any) -> None:
         left[0] -= 1
-        load(change(weights) if left[0] >= 0 else weights, *args)
+        load(change(weights) if left[0] >= 0 else weights, *args, **kwargs)
 
     return replaced(engine, "load_weights", load_changed)
 
@@ -103,31 +103,31 @@ def experts_swapped_for_engine_1(loop: GRPOLoop) -> Iterator[None]:
 
 def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.parts.generation
-    generate = engine.generate
+    complete = engine._complete
     loop._compared_with_engine = False
 
     def shifted(*args: Any) -> Any:
-        answers = generate(*args)
+        answers = complete(*args)
         return [replace(each, logprobs=[*each.logprobs[1:], each.logprobs[0]]) for each in answers]
 
-    return replaced(engine, "generate", shifted)
+    return replaced(engine, "_complete", shifted)
 
 
 def temperature_not_heeded(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.parts.generation
-    generate = engine.generate
+    complete = engine._complete
     loop._compared_with_engine = False
-    return replaced(engine, "generate", lambda prompts, sampling: generate(prompts, replace(sampling, temperature=1.0)))
+    return replaced(engine, "_complete", lambda asked, sampling: complete(asked, replace(sampling, temperature=1.0)))
 
 
 def older_weights_answer(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.parts.generation
-    generate = engine.generate
+    complete = engine._complete
 
     def older(*args: Any) -> Any:
-        return [replace(each, weights_version=each.weights_version - 1) for each in generate(*args)]
+        return [replace(each, weights_version=each.weights_version - 1) for each in complete(*args)]
 
-    return replaced(engine, "generate", older)
+    return replaced(engine, "_complete", older)
 
 
 def adapter_bound_to_nothing(loop: GRPOLoop) -> AbstractContextManager[None]:
@@ -184,13 +184,13 @@ def step_with_faults(self: GRPOLoop) -> dict[str, float]:
 
 def story(loop: GRPOLoop, fault: Fault) -> str:
     engine: Any = loop.parts.generation
-    generate, times = engine.generate, [0]
+    complete, times = engine._complete, [0]
 
     def counted(*args: Any) -> Any:
         times[0] += 1
-        return generate(*args)
+        return complete(*args)
 
-    with replaced(engine, "generate", counted), fault(loop):
+    with replaced(engine, "_complete", counted), fault(loop):
         try:
             step(loop)
         except RuntimeError as error:

@@ -30,7 +30,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         residency.make_room(engine.memory_to_wake)
         engine.wake_weights()
         residency.for_weight_sync()
-        engine.load_weights(export_weights(trainer.bridge, trainer.unwrapped_models), 0)
+        engine.load_weights(export_weights(trainer.bridge, trainer.unwrapped_models), 0, adapter=None, accounted=False)
         residency.for_generation()
         levels["before the cache"] = memory()
         engine.wake_cache()

@@ -11,6 +11,7 @@ import pytest
 from swift_megatron_grpo.argument_checks import (
     ModelShape,
     Parallelism,
+    check_adapter_sync,
     check_interleaving,
     check_layout,
     check_lengths,
@@ -176,3 +177,20 @@ def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | Non
     with pytest.raises(ValueError, match=message):
         check_micro_batches(*budgets)
     check_micro_batches(1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"has_adapter": False}, "--vllm_enable_lora true is for --tuner_type lora"),
+        ({"rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
+        ({"mcore_model": "m"}, "vLLM runs the adapter on --model, and the trainer on --mcore_model m"),
+        ({"sleep_level": 2}, "use --sleep_level 1"),
+    ],
+)
+def test_an_adapter_beside_the_checkpoint(flags: dict[str, Any], message: str) -> None:
+    fine: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None}
+    check_adapter_sync(**fine)
+    check_adapter_sync(**{**fine, **flags, "enabled": False})
+    with pytest.raises(ValueError, match=message):
+        check_adapter_sync(**{**fine, **flags})

@@ -11,10 +11,11 @@ import sys
 import pytest
 
 from swift_megatron_grpo import autoload
-from swift_megatron_grpo.autoload import RANK, SWIFT_MEGATRON, VARIABLE, asks_for_grpo, classify
+from swift_megatron_grpo.autoload import RANK, ROLLOUT, SWIFT_MEGATRON, VARIABLE, asks_for_grpo, classify
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
+ROLLOUT_SCRIPT = "/venv/lib/python3.11/site-packages/swift/cli/rollout.py"
 SFT = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/sft.py"
 GRPO = ["--rlhf_type", "grpo", "--model", "m"]
 SPAWN = [
@@ -61,6 +62,10 @@ PROCESSES = {
     ),
     "swift sft": (["/venv/bin/swift", "sft", "megatron"], [PYTHON, "/venv/bin/swift", "sft", "megatron"], None),
     "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], None),
+    "rollout server": ([ROLLOUT_SCRIPT, "--model", "m"], [PYTHON, ROLLOUT_SCRIPT, "--model", "m"], ROLLOUT),
+    "rollout server, -m": (["-m", "--model", "m"], [PYTHON, "-m", "swift.cli.rollout", "--model", "m"], ROLLOUT),
+    "this package's server": (["-m", "--x"], [PYTHON, "-P", "-m", "swift_megatron_grpo.server", "--x"], None),
+    "its engine": ([ROLLOUT_SCRIPT, "--model", "m"], SPAWN, None),
     "somebody's script": (["train.py", *GRPO], [PYTHON, "train.py", *GRPO], None),
     "somebody's folder": (["megatron/rlhf.py", *GRPO], [PYTHON, "megatron/rlhf.py", *GRPO], None),
     "interactive": ([""], [PYTHON], None),
@@ -188,7 +193,8 @@ def test_handing_over_keeps_the_interpreters_options(monkeypatch: pytest.MonkeyP
     executed: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execv", lambda path, args: executed.append((path, args)))
     autoload._hand_over(
-        ["/venv/bin/swift", "megatron", "rlhf", "--x", "1"],
+        "swift.cli._megatron.main",
+        ["rlhf", "--x", "1"],
         [PYTHON, "-X", "dev", "-u", "/venv/bin/swift", "megatron", "rlhf", "--x", "1"],
     )
     arguments = [sys.executable, "-X", "dev", "-u", "-P", "-m", "swift.cli._megatron.main", "rlhf", "--x", "1"]

@@ -14,8 +14,8 @@ import torch
 from swift_megatron_grpo import holdings
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.first_rollout import Agreement, ShiftedLogprobs, check_alignment, distortion
-from swift_megatron_grpo.generation.inventory import Inventory
 from swift_megatron_grpo.holdings import Holding, Piece, checksum, resolve
+from swift_megatron_grpo.inventory import Inventory
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,

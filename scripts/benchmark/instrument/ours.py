@@ -18,7 +18,7 @@ from benchmark.job import Job
 from benchmark.workload import row_of
 from swift_megatron_grpo import loop
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import NamedWeights, Share
+from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.local import LocalVllm
 from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.metrics import PhaseTimer
@@ -48,8 +48,8 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     return MegatronGRPOTrainer
 
 
-def what_generates() -> tuple[type, str, Callable[[Prompt], str]]:
-    return LocalVllm, "generate", lambda prompt: prompt.row["messages"][-1]["content"]
+def what_generates() -> tuple[type, str, Callable[[Request], str]]:
+    return LocalVllm, "_complete", lambda request: request.prompt.row["messages"][-1]["content"]
 
 
 def _follow_timer(clock: Clock) -> None:
@@ -67,6 +67,7 @@ class Canned:
     """A GenerationEngine that makes completions up. All ranks make all of them, and the first one speaks."""
 
     memory_to_wake = 0
+    is_new = False
 
     def __init__(self, template: Template, canned: Any) -> None:
         from torch.distributed import get_rank
@@ -77,13 +78,23 @@ class Canned:
         self._template.max_length = None
         self._canned = canned
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingConfig) -> list[Rollout]:
-        rows = [row_of(prompt.row["messages"][-1]["content"]) for prompt in prompts]
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None: ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(lambda: self._made_up(requests) if self.share.speaks else {})
+
+    def _made_up(self, requests: Sequence[Request]) -> dict[int, Rollout]:
+        rows = [row_of(request.prompt.row["messages"][-1]["content"]) for request in requests]
         encoded: dict[int, list[int]] = {}
-        rollouts = []
-        for row, prompt, (token_ids, text) in zip(rows, prompts, self._canned.of(rows), strict=True):
-            prompt_ids = encoded.get(row) or encoded.setdefault(row, self._encode(prompt))
-            rollouts.append(Rollout(prompt, prompt_ids, token_ids, None, text, "stop", self.weights_version))
+        rollouts = {}
+        for row, request, (token_ids, text) in zip(rows, requests, self._canned.of(rows), strict=True):
+            ids = encoded.get(row) or encoded.setdefault(row, self._encode(request.prompt))
+            rollouts[request.index] = Rollout(request.prompt, ids, token_ids, None, text, "stop", self.weights_version)
         return rollouts
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -94,7 +105,7 @@ class Canned:
         encoded = encode_sample(sample, self._template)
         return [token for token, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label == -100]
 
-    def load_weights(self, weights: NamedWeights, version: int, accounted: bool = False) -> None:
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
         self.weights_version = version
 
     def wake_weights(self) -> None: ...

@@ -39,8 +39,7 @@ def activate() -> None:
     if "megatron.core.extensions.transformer_engine" in sys.modules:
         raise RuntimeError("megatron.core is already imported: activate the CPU platform before it")
 
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    prepare_environment()
 
     from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import cuda, devices, distributed, fixes
@@ -53,6 +52,22 @@ def activate() -> None:
     for module_name, fix in fixes.AFTER_IMPORT.items():
         after_import(module_name, fix)
     _active = True
+
+
+def prepare_environment() -> None:
+    """What libraries read from the environment, for this process and those that it starts."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def activate_engine() -> None:
+    """For a process that runs vLLM and no Megatron: only what vLLM gets wrong without a GPU."""
+    from swift_megatron_grpo.import_hooks import after_import
+    from swift_megatron_grpo.platforms.cpu import fixes
+
+    for module_name, fix in fixes.AFTER_IMPORT.items():
+        if module_name.startswith("vllm."):
+            after_import(module_name, fix)
 
 
 def is_active() -> bool:

@@ -193,6 +193,26 @@ def _pack_experts(experts: Any, layer: Any) -> None:
         weight.data.copy_(pack(weight.data, experts.isa))
 
 
+def rewind_generators(gpu_model_runner: Any) -> None:
+    """A request with a seed whose prompt was read in part has drawn a number too many, and vLLM sets the generator back
+    by an offset, which a CPU's has not. It has answered nothing yet: back is where it began."""
+    runner = gpu_model_runner.GPUModelRunner
+    bookkeep = runner._bookkeeping_sync
+
+    @functools.wraps(bookkeep)
+    def rewind_and_bookkeep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators = self.input_batch.generators
+        in_part = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        set_back = {index: generators.pop(index) for index in in_part if index in generators}
+        for generator in set_back.values():
+            generator.manual_seed(generator.initial_seed())
+        kept = bookkeep(self, *args, **kwargs)
+        generators.update(set_back)
+        return kept
+
+    runner._bookkeeping_sync = rewind_and_bookkeep
+
+
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     original = vars(owner)[method]
 
@@ -217,4 +237,5 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
     "vllm.model_executor.layers.utils": keep_weights_that_can_be_reloaded,
+    "vllm.v1.worker.gpu_model_runner": rewind_generators,
 }

@@ -44,8 +44,8 @@ class _Place:
 class _Sent:
     name: str
     storage: int
-    offset: int  # in elements
-    numel: int
+    begin: int  # in bytes: tensors of several types may share a storage
+    nbytes: int
 
 
 class Inventory:
@@ -58,6 +58,10 @@ class Inventory:
         self._watch: _Watch | None = None
         self._repacked: set[str] = set()  # what vLLM rearranges for a kernel once it is loaded
         self._as_written: dict[str, tuple[Held, ...]] = {}  # of these, what they were before
+
+    @property
+    def is_new(self) -> bool:
+        return self._watch is None
 
     def load(self, weights: NamedWeights, finish: Callable[[], None], accounted: bool) -> None:
         """model.load_weights and `finish`, what vLLM does to loaded weights. `accounted`: all that was written can be
@@ -130,7 +134,7 @@ class _Watch(TorchDispatchMode):
         for name, sent in weights:
             tensor = sent.contiguous()  # places in the storage are then places in the tensor
             storage = tensor.untyped_storage().data_ptr()
-            self._announced.append(_Sent(name, storage, int(tensor.storage_offset()), tensor.numel()))
+            self._announced.append(_Sent(name, storage, _begin(tensor), tensor.nbytes))
             yield name, tensor
 
     def close(self, loaded: object) -> None:
@@ -172,14 +176,14 @@ class _Watch(TorchDispatchMode):
             there = [name for name, pieces in self.pieces.items() if any(each.parameter == owner for _, each in pieces)]
             self._untraceable.update(there or [each.name for each in self._announced[-1:]])
             return
-        piece = Piece(int(args[1].storage_offset()) - sent.offset, tuple(args[1].shape), args[1].stride())
+        piece = Piece((_begin(args[1]) - sent.begin) // args[1].element_size(), tuple(args[1].shape), args[1].stride())
         self.pieces[sent.name].append((piece, place))
 
     def _origin(self, source: torch.Tensor) -> _Sent | None:
         """The newest first: memory of tensors that are gone is used again."""
-        storage, offset = source.untyped_storage().data_ptr(), source.storage_offset()
+        storage, begin = source.untyped_storage().data_ptr(), _begin(source)
         for sent in reversed(self._announced):
-            if sent.storage == storage and sent.offset <= offset < sent.offset + sent.numel:
+            if sent.storage == storage and sent.begin <= begin < sent.begin + sent.nbytes:
                 return sent
         return None
 
@@ -201,6 +205,11 @@ _FILLS = {
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 }
+
+
+def _begin(tensor: torch.Tensor) -> int:
+    """In its storage, in bytes."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _there(place: _Place, parameters: dict[str, torch.nn.Parameter]) -> bool:

@@ -1,0 +1,178 @@
+"""One generation phase: every completion asked for once, of whichever servers are there, and told as groups complete.
+
+It goes on by itself, in the servers' event loop, while the trainer grades what it has been told. A server that is lost
+takes nothing with it: what it was answering is asked again elsewhere, or of itself when it is back with weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+
+from swift.utils import get_logger
+
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.background import Background
+from swift_megatron_grpo.generation.client import Refused, ServerFailure, Slow, Unreachable
+from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
+from swift_megatron_grpo.generation.engine import News, Request
+from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.generation.servers import Server, Servers
+from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion
+
+logger = get_logger()
+
+_TRIES = 2  # of a request that a server refuses which is well
+
+
+class RemoteGeneration:
+    def __init__(
+        self,
+        background: Background,
+        servers: Servers,
+        requests: Sequence[Request],
+        unit: int,
+        sampling: SamplingConfig,
+        version: int,
+    ) -> None:
+        self._background, self._servers = background, servers
+        self._requests, self._unit, self._version = requests, unit, version
+        self._sampling = sampling
+        self._dispatcher = Dispatcher(len(requests))
+        self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by server
+        self._finished: dict[int, Rollout] = {}  # by place in `requests`; not told yet
+        self._lost_at: dict[int, float] = {}  # requests that are asked again, and when their server was lost
+        self._failure: Exception | None = None
+        self._changed, self._moved = asyncio.Event(), asyncio.Event()
+        self._running = background.start(self._run())
+
+    def next(self) -> News:
+        """Waits until there is something to tell."""
+        return self._background.run(self._next())
+
+    async def _next(self) -> News:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            units = self._complete_units()
+            lacking = bool(self._servers.without_weights(self._version))
+            if units or (lacking and self._dispatcher.unfinished):
+                told = {self._requests[place].index: self._finished.pop(place) for unit in units for place in unit}
+                return News(told, lacks_weights=lacking)
+            await self._moved.wait()
+            self._moved.clear()
+
+    def _complete_units(self) -> list[range]:
+        firsts = {place - place % self._unit for place in self._finished}
+        units = [range(first, first + self._unit) for first in sorted(firsts)]
+        return [unit for unit in units if all(place in self._finished for place in unit)]
+
+    # ---- in the event loop, until all is answered
+
+    async def _run(self) -> None:
+        self._servers.on_change = self._changed.set
+        try:
+            while self._dispatcher.unfinished and self._failure is None:
+                self._follow_servers()
+                for assignment in self._dispatcher.assign():
+                    self._start(assignment)
+                await self._wait()
+        except Exception as error:
+            self._failure = error
+        finally:
+            for server in list(self._asking):
+                self._stop_asking(server)
+            self._moved.set()
+
+    async def _wait(self) -> None:
+        """For an answer, or a server that comes or goes. All of them out is found by looking at the clock."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout=1)
+        self._servers.refuse_to_wait_for_ever()
+        self._changed.clear()
+        self._moved.set()
+
+    def _follow_servers(self) -> None:
+        ready = {server.url: server for server in self._servers.that_generate(self._version)}
+        for url in self._dispatcher.servers - set(ready):
+            lost = self._dispatcher.lose(url)
+            self._stop_asking(url)
+            self._lost_at |= dict.fromkeys(lost, time.monotonic())
+            if lost:
+                logger.warning(f"{len(lost)} unfinished completions of {url} are asked again")
+        for url in set(ready) - self._dispatcher.servers:
+            status = ready[url].status
+            assert status is not None
+            # a few more than it runs at a time, so that the next is there when one ends
+            self._dispatcher.admit(url, status.max_num_seqs + max(status.max_num_seqs // 8, 1))
+
+    def _stop_asking(self, url: str) -> None:
+        for task in self._asking.pop(url, ()):
+            task.cancel()
+
+    def _start(self, assignment: Assignment) -> None:
+        server = next(server for server in self._servers.all if server.url == assignment.server)
+        task = asyncio.create_task(self._ask(assignment.request, server))
+        asking = self._asking.setdefault(server.url, set())
+        asking.add(task)
+        task.add_done_callback(asking.discard)
+
+    async def _ask(self, place: int, server: Server) -> None:
+        request = self._requests[place]
+        asked = {
+            "request": asdict(infer_request(request.prompt)),
+            "sampling": asdict(request_config(self._sampling, request.seed)),
+            "weights_version": self._version,
+        }
+        try:
+            answer = await server.client.generate(asked, self._servers.config.request_timeout)
+        except Slow as failure:
+            self._refused(place, server, failure)
+        except Unreachable as failure:
+            self._servers.lose(server, str(failure))
+        except Refused as failure:
+            if failure.status == CONFLICT:
+                server.drop_line()  # somebody else's weights; it gets ours again
+            elif failure.status == ENGINE_GONE:
+                self._servers.lose(server, str(failure))
+            else:
+                self._refused(place, server, failure)
+        except Exception as error:
+            self._failure = error
+        else:
+            if self._dispatcher.finish(place, server.url):
+                self._finished[place] = _rollout(request, answer)
+                self._tell_recovery(place)
+        self._changed.set()
+
+    def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
+        prompt = self._requests[place].prompt
+        if self._dispatcher.refuse(place, server.url) < _TRIES:
+            logger.warning(f"{server.url} did not complete prompt {prompt.prompt_id}, which is asked again: {failure}")
+            return
+        self._failure = RuntimeError(
+            f"prompt {prompt.prompt_id} could not be completed in {_TRIES} tries, the last by {server.url}: {failure}"
+        )
+
+    def _tell_recovery(self, place: int) -> None:
+        lost_at = self._lost_at.pop(place, None)
+        if lost_at is not None and not self._lost_at:
+            logger.warning(
+                f"every completion of a lost server is there again, {time.monotonic() - lost_at:.1f} s later"
+            )
+
+
+def _rollout(request: Request, answer: Completion) -> Rollout:
+    return Rollout(
+        prompt=request.prompt,
+        prompt_ids=answer.prompt_ids,
+        completion_ids=answer.completion_ids,
+        logprobs=answer.logprobs,
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        weights_version=answer.weights_version,
+    )

@@ -1,0 +1,32 @@
+"""What is asked of vLLM, in ms-swift's words."""
+
+from __future__ import annotations
+
+from swift.infer_engine import RequestConfig
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.rl_core.data import OnPolicySample
+from swift.utils import remove_response
+
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.types import Prompt
+
+
+def request_config(sampling: SamplingConfig, seed: int | None = None) -> RequestConfig:
+    return RequestConfig(
+        max_tokens=sampling.max_completion_length,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop_words),
+        seed=seed,
+        return_details=True,
+        logprobs=True,
+    )
+
+
+def infer_request(prompt: Prompt) -> RolloutInferRequest:
+    sample = OnPolicySample.from_row(prompt.row)  # a copy
+    remove_response(sample.messages)
+    request: RolloutInferRequest = sample.to_infer_request()
+    return request

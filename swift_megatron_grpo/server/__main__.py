@@ -1,0 +1,21 @@
+"""`swift rollout` with this package: `python -m swift_megatron_grpo.server ARGUMENTS`.
+
+Nothing is imported at the top: the processes that vLLM starts import this file as well.
+"""
+
+
+def main() -> None:
+    import torch
+
+    if torch.accelerator.current_accelerator(check_available=True) is None:
+        from swift_megatron_grpo.platforms.cpu import prepare_environment
+
+        prepare_environment()  # before vLLM reads it, and for vLLM's processes to inherit
+
+    from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+
+    GRPORolloutDeploy().main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The process that holds the engine. ms-swift's own loop runs in it and serves ms-swift's routes; beside it, ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine.protocol import RolloutInferRequest
+from swift.pipelines.infer import rollout
+from vllm import SamplingParams
+
+from swift_megatron_grpo.server import pipe
+from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.server_flags import model_identity
+from swift_megatron_grpo.wire import NO_WEIGHTS, Completion, packed_logprobs
+
+WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
+
+
+def main(
+    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+) -> None:
+    asyncio.run(_main(args, data_parallel_rank, master_port, stock, ours))
+
+
+async def _main(
+    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+) -> None:
+    """Until one of the two loops ends: the web server is gone or wants us gone, or the engine has failed."""
+    built: asyncio.Future[GRPOVllmEngine] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        commands = EngineCommands(await built)
+        await asyncio.wait(
+            [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failed.wait())],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+
+    _on_engine(built.set_result)
+    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
+    loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
+    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+    if built.done():
+        built.result().engine.shutdown()
+    os._exit(0)  # a thread still waits for commands, and would be waited for
+
+
+def _on_engine(tell: Callable[[GRPOVllmEngine], object]) -> None:
+    """ms-swift's loop builds the engine; have it build one whose workers receive our weights, and tell of it."""
+
+    class Engine(GRPOVllmEngine):
+        def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
+            engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+            super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+            tell(self)
+
+    rollout.GRPOVllmEngine = Engine
+
+
+class EngineCommands:
+    """What the web server may ask of the engine."""
+
+    def __init__(self, engine: GRPOVllmEngine) -> None:
+        self._engine = engine
+        self._generating: set[asyncio.Task[Any]] = set()
+        self.failed = asyncio.Event()  # vLLM does not recover from an error in its core
+        self.commands: dict[str, pipe.Command] = {
+            "describe": self.describe,
+            "generate": self.generate,
+            "join": self.join,
+            "receive": self.receive,
+            "score": self.score,
+            "holdings": self.holdings,
+        }
+
+    async def describe(self) -> dict[str, Any]:
+        config = self._engine.engine.vllm_config
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "model": model_identity(config.model_config.hf_config.to_dict()),
+        }
+
+    async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        task = asyncio.ensure_future(
+            self._engine.infer_async(RolloutInferRequest(**request), RequestConfig(**sampling))
+        )
+        self._generating.add(task)
+        try:
+            response = await task
+        finally:
+            self._generating.discard(task)
+            if self._engine.engine.errored:
+                self.failed.set()
+        choice = response.choices[0]
+        logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
+        return Completion(
+            prompt_ids=list(response.prompt_token_ids),
+            completion_ids=list(choice.token_ids),
+            logprobs=logprobs,
+            text=choice.message.content,
+            finish_reason=choice.finish_reason,
+            weights_version=NO_WEIGHTS,  # the web server knows
+        ).to_json()
+
+    async def join(self, rendezvous: dict[str, Any]) -> None:
+        await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
+
+    async def receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+        """What is still being generated is for a trainer that no longer waits for it."""
+        left_over = list(self._generating)
+        for task in left_over:
+            task.cancel()
+        await asyncio.gather(*left_over, return_exceptions=True)
+        engine = self._engine.engine
+        reports = await engine.collective_rpc("grpo_receive", args=(lora, accounted))
+        # What older weights computed must not answer for newer ones.
+        await engine.reset_prefix_cache()
+        await engine.reset_encoder_cache()
+        return {"workers": reports}
+
+    async def score(self, tokens: list[int]) -> dict[str, Any]:
+        """By each data-parallel replica: they hold copies of the weights."""
+        replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
+        told = await asyncio.gather(*(self._score(tokens, replica) for replica in range(replicas)))
+        return {"replicas": [packed_logprobs(values) for values in told]}
+
+    async def _score(self, tokens: list[int], replica: int) -> list[float]:
+        # Greedy: a sampled token would move the random numbers of the completions to come.
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        answers = self._engine.engine.generate(
+            {"prompt_token_ids": tokens},
+            asked,
+            f"score-{uuid.uuid4().hex}",
+            lora_request=await self._engine._get_grpo_lora_request_async(),
+            data_parallel_rank=replica,
+        )
+        [*_, last] = [answer async for answer in answers]
+        told = last.prompt_logprobs
+        return [at[token].logprob for at, token in zip(told[1:], tokens[1:], strict=True)]
+
+    async def holdings(self) -> dict[str, Any]:
+        return {"workers": await self._engine.engine.collective_rpc("grpo_holdings")}

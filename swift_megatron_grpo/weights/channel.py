@@ -1,0 +1,139 @@
+"""Tensors from the trainer to the workers of one rollout server. Both ends use this file, so it imports torch only.
+
+Each server has a process group of its own, built straight from a store: neither end's default group knows of it, no
+object is pickled, and a server that dies takes down its own group and no other. Rank 0 is the trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+_TRAINER = 0
+# Groups that were closed in the middle of a transfer. gloo's cannot be interrupted, and taking one down waits for it.
+_abandoned: list[Any] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """Where the ranks of a group meet."""
+
+    host: str
+    port: int
+    size: int
+    session: str  # keeps the keys of one group apart from those of an earlier one
+    timeout: float  # seconds, for meeting and for every transfer
+
+
+def listen(host: str, port: int) -> TCPStore:
+    """The store of a rendezvous, on this address alone. Port 0: any that is free."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class Channel:
+    """One rank's end. Both ends call in step: what the trainer sends, every worker receives."""
+
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
+        self.device = device
+        timeout = timedelta(seconds=rendezvous.timeout)
+        meeting = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
+        store = PrefixStore(rendezvous.session, meeting)
+        make = _nccl_group if device.type == "cuda" else _gloo_group
+        self._group: Any = make(store, rank, rendezvous, timeout)
+
+    def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
+        """Returns when every worker has it. `payload`: bytes, on this device."""
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
+        size = 0 if payload is None else payload.numel()
+        self._broadcast(torch.tensor([text.numel(), size], device=self.device))
+        self._broadcast(text)
+        if payload is not None:
+            self._broadcast(payload)
+
+    def receive(self) -> tuple[dict[str, Any], torch.Tensor]:
+        sizes = self._broadcast(torch.empty(2, dtype=torch.int64, device=self.device))
+        text_size, payload_size = sizes.tolist()
+        text = self._broadcast(torch.empty(text_size, dtype=torch.uint8, device=self.device))
+        payload = torch.empty(payload_size, dtype=torch.uint8, device=self.device)
+        if payload_size:
+            self._broadcast(payload)
+        header: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
+        return header, payload
+
+    def close(self) -> None:
+        """The other end's pending calls raise, and so do those of other threads here."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        group = self._group
+        if group is None:
+            raise ConnectionError("the channel is closed")
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = _TRAINER, 0
+        work = group.broadcast([tensor], options)
+        delay = 1e-5
+        while not work.is_completed():
+            if self._group is None:
+                _abandoned.append((group, work))
+                raise ConnectionError("the channel was closed")
+            time.sleep(delay)
+            delay = min(2 * delay, 2e-3)
+        work.wait()  # raises what went wrong
+        return tensor
+
+
+def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    else:  # the address by which this machine reaches the other, which is loopback if they are the same
+        address = _address_towards(rendezvous.host, rendezvous.port)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    return ProcessGroupGloo(store, rank, rendezvous.size, options)
+
+
+def _nccl_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    with _blocking_wait():
+        return ProcessGroupNCCL(store, rank, rendezvous.size, options)
+
+
+@contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Read when a group is built: then a peer that is gone makes wait() raise, instead of NCCL's watchdog killing this
+    process. The trainer's other groups stay as they are."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _address_towards(host: str, port: int) -> str:
+    with socket.create_connection((host, port)) as connection:
+        address: str = connection.getsockname()[0]
+    return address

@@ -1,0 +1,20 @@
+"""An external plugin that plants a fault: half of the adapter goes out under names that no module has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import swift_megatron_grpo.trainer as trainer
+
+export_adapter = trainer.export_adapter
+
+
+def misname(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in export_adapter(*args):
+        yield name.replace("mlp", "feed_forward"), tensor
+
+
+vars(trainer)["export_adapter"] = misname

@@ -1,0 +1,82 @@
+"""`swift rollout` processes of the tests: the real command, in a process group that can be killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HOST = "127.0.0.1"
+KEY = "a key for tests"
+
+
+def free_port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@dataclass
+class RolloutServer:
+    model: Path
+    log: Path
+    flags: Sequence[str] = ()
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def start(self) -> RolloutServer:
+        """Returns at once; `wait` for it."""
+        command = [str(Path(sys.executable).with_name("swift")), "rollout", "--model", str(self.model),
+                   "--model_type", "qwen3", "--template", "qwen3", "--port", str(self.port), "--api_key", KEY,
+                   "--torch_dtype", "float32", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
+                   "--vllm_gpu_memory_utilization", "0.3", *self.flags]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(command, env=environment, text=True, cwd=self.log.parent, stdout=log,
+                                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+        return self
+
+    def wait(self, seconds: float = 300) -> RolloutServer:
+        assert self.process is not None
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                self.ask("GET", "/health")
+                return self
+            except (urllib.error.URLError, ConnectionError):
+                assert self.process.poll() is None, self.log.read_text()[-4000:]
+                time.sleep(0.5)
+        raise TimeoutError(self.log.read_text()[-4000:])
+
+    def kill(self) -> None:
+        """kill -9, of the server and all its processes."""
+        assert self.process is not None
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> int:
+        assert self.process is not None
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def ask(self, method: str, route: str, asked: Any = None, key: str | None = KEY) -> Any:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        data = None if asked is None else json.dumps(asked).encode()
+        request = urllib.request.Request(self.url + route, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)

@@ -1,0 +1,265 @@
+"""Server mode: real `swift rollout` processes and real trainers. The numbers are those of vLLM in the trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.generation.remote import RemoteVllm
+from swift_megatron_grpo.server_flags import read_model_identity
+from swift_megatron_grpo.weights.remote import BucketTransport
+from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
+from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
+
+pytestmark = pytest.mark.e2e
+EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
+PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
+NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server")
+
+
+@pytest.fixture(scope="module")
+def dense(folder: Path) -> Path:
+    return make_model(folder / "dense")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Path:
+    return make_dataset(folder / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def servers(folder: Path, dense: Path) -> Iterator[list[RolloutServer]]:
+    started = [RolloutServer(dense, folder / f"server{i}.txt").start() for i in range(2)]
+    for server in started:
+        server.wait()
+    yield started
+    for server in started:
+        server.stop()
+
+
+def server_flags(*servers: RolloutServer) -> list[str]:
+    return ["--vllm_mode", "server", "--vllm_server_base_url", *(server.url for server in servers)]
+
+
+def train(model: Path, dataset: Path, folder: Path, flags: list[str], **more: object) -> Finished:
+    return megatron_rlhf(model, dataset, folder, 2, [*EXACT, *flags], {API_KEY_VARIABLE: KEY}, **more)  # type: ignore
+
+
+def numbers(run: Finished) -> list[list[float]]:
+    assert run.code == 0, run.output[-4000:]
+    assert KEY not in run.output and KEY not in (run.folder / "args.json").read_text()
+    return [[step[name] for name in NUMBERS] for step in run.log]
+
+
+def test_doors(servers: list[RolloutServer]) -> None:
+    """Loopback alone; our routes and ms-swift's only with the key; and both kinds answer."""
+    server = servers[0]
+    listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
+    assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
+    posts = [Routes.GENERATE, Routes.JOIN, Routes.RECEIVE, "/infer/", "/update_flattened_params/"]
+    for method, route in [("GET", Routes.STATUS), *(("POST", route) for route in posts)]:
+        for key in (None, "another key"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                server.ask(method, route, {}, key)
+    message = {"messages": [{"role": "user", "content": "hello"}]}
+    sampling = {"max_tokens": 4, "return_details": True}
+    [answer] = server.ask("POST", "/infer/", {"infer_requests": [message], "request_config": sampling})
+    assert 1 <= len(answer["response"]["choices"][0]["token_ids"]) <= 4
+    with pytest.raises(urllib.error.HTTPError, match="409"):  # nobody has sent weights yet
+        server.ask("POST", Routes.GENERATE, {"request": message, "sampling": sampling, "weights_version": 0})
+
+
+def test_numbers_of_two_servers_are_those_of_colocate(
+    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
+) -> None:
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "3",
+             "--save_steps", "3", "--sleep_level", "1", *PROBED]  # fmt: skip
+    remote = train(dense, dataset, folder / "remote", [*flags, *server_flags(*servers)])
+    local = train(dense, dataset, folder / "local", flags)
+    for step, (there, here) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    assert all(step["rollout/k3_kl"] < 1e-7 for step in remote.log)
+    assert len({step["reward"] for step in remote.log}) == 3
+    assert "weights 2 sent to 2 servers" in remote.output
+    assert "--sleep_level: for vLLM in the training processes" in remote.output
+    assert [server.ask("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
+    assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
+
+
+def test_a_killed_server_takes_nothing_with_it(
+    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
+) -> None:
+    """LoRA, merged, on a pipeline; one server is killed in the middle of a step and started again during the run.
+
+    With seeds of their own, completions do not depend on who makes them: the numbers are those of an undisturbed run.
+    """
+    flags = ["--pipeline_model_parallel_size", "2", "--tuner_type", "lora", "--train_iters", "6", "--save_steps", "6",
+             "--global_batch_size", "32", "--max_completion_length", "100", *PROBED]  # fmt: skip
+    killed: list[str] = []
+
+    def kill(line: str) -> None:
+        if "weights 2 sent" in line and not killed:
+            killed.append(line)
+            servers[0].kill()
+
+    disturbed = train(dense, dataset, folder / "disturbed", [*flags, *server_flags(*servers)], meanwhile=kill)
+    servers[0].start()
+    undisturbed = train(dense, dataset, folder / "undisturbed", [*flags, *server_flags(servers[1])])
+    assert killed and "is out: " in disturbed.output and "1 of 2 are left" in disturbed.output
+    assert "unfinished completions of" in disturbed.output and "is there again" in disturbed.output
+    for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    assert hf_difference(disturbed.last_checkpoint, base=dense)["max"] < 1e-4
+    servers[0].wait()
+
+
+ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]
+
+
+def test_the_adapter_alone_to_a_server_and_to_colocate(folder: Path, dense: Path, dataset: Path) -> None:
+    """Both engines run the adapter that was trained, beside the checkpoint, and nobody changes it."""
+    server = RolloutServer(dense, folder / "with adapter.txt", ["--vllm_enable_lora", "true"]).start()
+    try:
+        local = train(dense, dataset, folder / "local adapter", ADAPTER)
+        server.wait()
+        remote = train(dense, dataset, folder / "remote adapter", [*ADAPTER, *server_flags(server)])
+    finally:
+        server.stop()
+    for step, (there, here) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    for run in (local, remote):
+        assert all(step["rollout/k3_kl"] < 1e-7 for step in run.log)
+        assert len({step["reward"] for step in run.log}) == 3
+
+
+def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+    fault = str(Path(__file__).with_name("misnamed_adapter.py"))
+    run = train(dense, dataset, folder / "misnamed", [*ADAPTER, "--external_plugins", str(REWARDS), fault])
+    assert run.code != 0
+    assert "modules of the adapter are none of vLLM's, which would leave them out: " in run.output
+    assert "feed_forward" in run.output and "Use --vllm_enable_lora false" in run.output
+
+
+@pytest.mark.slow
+def test_the_only_server_is_started_again(
+    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
+) -> None:
+    server = servers[0]
+    flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100"]
+    restarted: list[str] = []
+
+    def kill(line: str) -> None:
+        if "weights 2 sent" in line and not restarted:
+            restarted.append(line)
+            server.kill()
+            server.start()
+
+    disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], meanwhile=kill)
+    undisturbed = train(dense, dataset, folder / "not restarted", [*flags, *server_flags(server)])
+    assert restarted and "0 of 1 are left" in disturbed.output and "is back after" in disturbed.output
+    for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
+        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+
+
+def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]) -> None:
+    """The run ends, with what it has learned so far saved and one clear message."""
+
+    def kill(line: str) -> None:
+        if "weights 2 sent" in line:
+            servers[1].kill()
+
+    flags = ["--train_iters", "5", "--save_steps", "100", "--vllm_server_timeout", "3", *server_flags(servers[1])]
+    run = train(dense, dataset, folder / "gone", flags, meanwhile=kill)
+    assert run.code != 0
+    assert f"no rollout server has answered for 3 s (--vllm_server_timeout 3): {servers[1].url}" in run.output
+    assert "then resume this run from its last checkpoint" in run.output
+    assert run.last_checkpoint.name == "checkpoint-2" and (run.last_checkpoint / "model.safetensors").is_file()
+
+
+# ---- at start
+
+
+class NotOurs(BaseHTTPRequestHandler):
+    """A web server that knows none of our routes, as `swift rollout` without this package."""
+
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
+        ({"api_key": None}, "wants its --api_key"),
+        ({"needed_length": 300}, "start it with --vllm_max_model_len 300"),
+        ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
+        ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
+        ({"urls": "not ours"}, "pip install swift-megatron-grpo"),
+        ({}, None),
+    ],
+)
+def test_a_server_that_does_not_suit_is_refused(
+    servers: list[RolloutServer], dense: Path, change: dict[str, object], said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    config = ServerConfig(
+        urls=(servers[0].url,), group_ports=(0,), timeout=2, request_timeout=10, api_key=KEY, bucket_bytes=2**20,
+        needed_length=256, model=read_model_identity(dense),
+    )  # fmt: skip
+    if change.get("urls") == "not ours":
+        web = HTTPServer((HOST, free_port()), NotOurs)
+        Thread(target=web.serve_forever, daemon=True).start()
+        change = {"urls": (f"http://{HOST}:{web.server_port}",)}
+    monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
+    engine = RemoteVllm(replace(config, **change), BucketTransport(torch.device("cpu"), 2**20), rank=0)  # type: ignore
+    try:
+        if said is None:
+            engine.check()
+            return
+        with pytest.raises(ValueError, match=said) as refused:
+            engine.check()
+        if "did not answer" in said:
+            assert "http_proxy=http://proxy.example:3128 is set, and not used" in str(refused.value)
+    finally:
+        engine.shutdown()
+
+
+def test_refused_on_the_command_line_before_the_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
+    flags = ["--vllm_mode", "server", "--vllm_server_host", HOST, "--vllm_server_port", str(free_port()),
+             "--vllm_server_timeout", "1"]  # fmt: skip
+    run = train(dense, dataset, folder / "unreachable", flags)
+    assert run.code != 0
+    assert "did not answer within" in run.output and "Loading weights" not in run.output
+    assert "model_config: ModelConfig" not in run.output
+
+
+def test_without_the_plugin_swift_rollout_is_ms_swifts(dense: Path, folder: Path) -> None:
+    """Turned off, it fails on a CPU as it does without this package; and arguments that we add a meaning to."""
+    script = str(Path(sys.executable).with_name("swift"))
+    command = [script, "rollout", "--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]
+    off = subprocess.run(command, env={**os.environ, "SWIFT_MEGATRON_GRPO": "off"}, text=True, capture_output=True)
+    assert off.returncode != 0
+    if not torch.cuda.is_available():
+        assert "local_device_count (0) must be greater than or equal to" in off.stderr
+    on = subprocess.run([*command, "--vllm_use_async_engine", "false"], text=True, capture_output=True)
+    assert on.returncode != 0
+    assert "leave it out, or set SWIFT_MEGATRON_GRPO=off" in on.stderr
