@@ -73,8 +73,8 @@ def test_doors(servers: list[RolloutServer]) -> None:
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
-    posts = [Routes.GENERATE, Routes.JOIN, Routes.RECEIVE, "/infer/", "/update_flattened_params/"]
-    for method, route in [("GET", Routes.STATUS), *(("POST", route) for route in posts)]:
+    posts = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, "/infer/", "/update_flattened_params/"]
+    for method, route in [("GET", Routes.STATUS), ("GET", Routes.HOLDINGS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 server.ask(method, route, {}, key)
@@ -98,6 +98,9 @@ def test_numbers_of_two_servers_are_those_of_colocate(
     assert all(step["rollout/k3_kl"] < 1e-7 for step in remote.log)
     assert len({step["reward"] for step in remote.log}) == 3
     assert "weights 2 sent to 2 servers" in remote.output
+    for run in (remote, local):
+        assert " tensors bit by bit as they were sent; its log-probs of a fixed text of 128 tokens are" in run.output
+        assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert "--sleep_level: for vLLM in the training processes" in remote.output
     assert [server.ask("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4

@@ -186,10 +186,12 @@ def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | Non
         ({"rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
         ({"mcore_model": "m"}, "vLLM runs the adapter on --model, and the trainer on --mcore_model m"),
         ({"sleep_level": 2}, "use --sleep_level 1"),
+        ({"sync_check": "full"}, "use --sync_check canary, or --vllm_enable_lora false"),
     ],
 )
 def test_an_adapter_beside_the_checkpoint(flags: dict[str, Any], message: str) -> None:
-    fine: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None}
+    fine: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None,
+                            "sync_check": "canary"}  # fmt: skip
     check_adapter_sync(**fine)
     check_adapter_sync(**{**fine, **flags, "enabled": False})
     with pytest.raises(ValueError, match=message):

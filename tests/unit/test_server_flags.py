@@ -48,6 +48,14 @@ def test_flags_of_the_other_mode() -> None:
     assert "--sleep_level: " in flags.notes("server", {**defaults, "sleep_level": 2})[0]
 
 
+def test_what_servers_are_not_for() -> None:
+    flags.check_combinations(None, None)
+    with pytest.raises(ValueError, match="servers lead no conversations yet; use --vllm_mode colocate"):
+        flags.check_combinations("gym_scheduler", None)
+    with pytest.raises(ValueError, match="--rollout_replay folder generates nothing, so no server is asked"):
+        flags.check_combinations(None, "folder")
+
+
 CONFIG = ServerConfig(
     urls=("http://a:8000",),
     group_ports=(0,),

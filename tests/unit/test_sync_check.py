@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.first_rollout import Agreement, ShiftedLogprobs, check_alignment, distortion
 from swift_megatron_grpo.holdings import Holding, Piece, checksum, resolve
 from swift_megatron_grpo.inventory import Inventory
+from swift_megatron_grpo.weights.buckets import buckets, unpack
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,
@@ -123,6 +125,11 @@ class Engine:
         for model, inventory in zip(self.models, self.inventories, strict=True):
             inventory.load(iter(weights.items()), lambda model=model: self.finish(model), accounted)
 
+    def load_arriving(self, weights: dict[str, torch.Tensor], nbytes: int) -> None:
+        for model, inventory in zip(self.models, self.inventories, strict=True):
+            arriving = chain.from_iterable(unpack(each.header, each.data) for each in buckets(weights.items(), nbytes))
+            inventory.load(arriving, lambda model=model: self.finish(model), accounted=True)
+
     def faults(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
         manifest = Manifest(torch.float32)
         assert dict(manifest.watch(sent.items())).keys() == sent.keys()
@@ -139,6 +146,18 @@ def test_an_engine_that_holds_what_was_sent_has_no_fault() -> None:
     weights = tensors()
     engine.load(weights, accounted=False)  # the way is known by now
     assert engine.faults(weights) == (set(), set())
+
+
+@pytest.mark.parametrize("nbytes", [1, 500, 10_000])
+def test_tensors_that_arrive_in_buckets_are_traced(nbytes: int) -> None:
+    """Those of a bucket share a storage, whatever their types are."""
+    engine = Engine()
+    for _ in range(2):
+        weights = {name: each.double() if name in ("k", "expert.1") else each for name, each in tensors().items()}
+        engine.load_arriving(weights, nbytes)
+        assert engine.faults(weights) == (set(), set())
+    engine.load_arriving(weights | {"k": weights["k"] + 1}, nbytes)
+    assert {name for name, _ in engine.faults(weights)[0]} == {"k"}
 
 
 def test_faults_of_a_later_sync_are_named() -> None:
