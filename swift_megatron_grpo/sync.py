@@ -112,7 +112,9 @@ class WeightSync:
     def again(self, version: int, timer: PhaseTimer) -> None:
         """To what lacks them of an engine that is awake and generating: a server that was started anew."""
         if self._any_lacks(version):
-            self._sync(version, timer, asleep=False)
+            found = self._sync(version, timer, asleep=False)
+            checked = f", checked: {found}" if found else ""
+            self._log.warning(f"weights {version} were sent again to what lacked them{checked}")
 
     def _sync(self, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -89,11 +89,11 @@ class Servers:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        self._session = make_session(self.config.api_key)
-        self.all = [
-            Server(Client(url, self._session), port)
-            for url, port in zip(self.config.urls, self.config.group_ports, strict=True)
-        ]
+        self._session = session = make_session(self.config.api_key)
+        self.adopt([Client(url, session) for url in self.config.urls])
+
+    def adopt(self, clients: Sequence[Client]) -> None:
+        self.all = [Server(client, port) for client, port in zip(clients, self.config.group_ports, strict=True)]
 
     def watch(self) -> None:
         self._watching = [asyncio.create_task(self._watch(server)) for server in self.all]

@@ -16,7 +16,7 @@ def upstream() -> dict[str, Any]:
         """
         import swift.cli.main as swift_cli
         from swift.arguments import RolloutArguments
-        from swift.infer_engine import RequestConfig
+        from swift.infer_engine import GRPOVllmEngine, RequestConfig
         from swift.infer_engine.protocol import RolloutInferRequest
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
         from swift.pipelines.infer import rollout
@@ -44,6 +44,8 @@ def upstream() -> dict[str, Any]:
             "asynchronous": [name for name in ("collective_rpc", "reset_prefix_cache", "reset_encoder_cache", "errored",
                                                "shutdown", "vllm_config") if hasattr(AsyncLLM, name)],
             "AsyncLLM": source(AsyncLLM.__init__),
+            "generate": parameters(AsyncLLM.generate),
+            "adapter": parameters(GRPOVllmEngine._get_grpo_lora_request_async),
             "parallel": sorted(ParallelConfig.__dataclass_fields__),
             "extension": source(worker_base),
             "bookkeeping": source(gpu_model_runner.GPUModelRunner._bookkeeping_sync),
@@ -95,6 +97,12 @@ def test_defaults_that_we_change() -> None:
 @pytest.mark.parametrize("name", ["collective_rpc", "reset_prefix_cache", "reset_encoder_cache", "errored", "shutdown"])
 def test_the_asynchronous_engine_has(name: str) -> None:
     assert name in upstream()["asynchronous"]
+
+
+def test_each_replica_can_be_asked_for_itself_and_with_the_adapter() -> None:
+    """server/worker.py: the log-probs of the fixed text."""
+    assert {"lora_request", "data_parallel_rank"} <= set(upstream()["generate"])
+    assert upstream()["adapter"] == ["self", "adapter_request"]
 
 
 def test_vllm_mixes_our_class_into_its_worker() -> None:
