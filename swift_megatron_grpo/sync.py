@@ -67,7 +67,7 @@ class Canary:
 class _Attempt:
     """One transfer, and what every rank found."""
 
-    manifest: Manifest
+    manifest: Manifest | None  # None: nothing was sent, because what lacked weights has gone
     problems: list[Problem]
     unreadable: set[str]
     difference: Difference
@@ -145,10 +145,10 @@ class WeightSync:
         """Exporting takes all ranks, so all of them learn that an engine lacks these weights."""
         return any(self._coordinator.all_gather_or_raise(lambda: self._engine.lacks(version), "reaching the engines"))
 
-    def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[Manifest, bool]:
+    def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[Manifest | None, bool]:
         """Until no engine lacks them: a server may go while it receives, and another one come. Returns what was sent,
         and whether all of it is accounted for: as asked, and always where an engine is new."""
-        manifest = Manifest(None)
+        manifest = None
         with timer("weight_sync"):
             while self._any_lacks(version):
                 full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
@@ -166,8 +166,10 @@ class WeightSync:
         if asleep:
             self._wake_cache(timer)
         with timer("sync_check"):
-            problems, unreadable = self._faults_of_export(manifest), set[str]()
-            if full:
+            problems, unreadable = list[Problem](), set[str]()
+            if manifest is not None:
+                problems += self._faults_of_export(manifest)
+            if manifest is not None and full:
                 found, unreadable = self._faults_of_tensors(manifest, self._holdings())
                 problems += found
             difference, found = self._faults_of_numbers(expected)
@@ -180,7 +182,9 @@ class WeightSync:
         if asleep:
             self._engine.sleep()
         second = self._attempt(version, timer, asleep, full=True)
-        in_first, _ = self._faults_of_tensors(second.manifest, held) if second.manifest.forms else ([], set())
+        in_first = list[Problem]()
+        if self._reads_back and second.manifest is not None:
+            in_first, _ = self._faults_of_tensors(second.manifest, held)
         story = f"The first time:\n{describe([*first.problems, *in_first])}"
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and is good now. {story}")
@@ -194,17 +198,28 @@ class WeightSync:
 
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
         difference = attempt.difference
-        if self._forms is None:
-            self._log.info(_first_check(attempt, self.export.adapter is not None, len(self.canary.tokens)))
-        self._forms = attempt.manifest.forms or self._forms
+        if attempt.manifest is not None:
+            if self._forms is None:
+                self._log.info(self._first_check(attempt.manifest, attempt))
+            self._forms = attempt.manifest.forms
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
+
+    def _first_check(self, manifest: Manifest, attempt: _Attempt) -> str:
+        found, difference = len(manifest.forms), attempt.difference
+        repacked = f", but {len(attempt.unreadable)} that vLLM has repacked" if attempt.unreadable else ""
+        holds = f"holds all {found} tensors bit by bit as they were sent{repacked}"
+        bound = f"runs the adapter of {found} tensors"
+        return (
+            f"first weight sync: vLLM {holds if self._reads_back else bound}; its log-probs of a fixed text of "
+            f"{len(self.canary.tokens)} tokens are {difference.mean:.2g} from the trainer's on average, at most "
+            f"{difference.max:.2g}"
+        )
 
     # ---- what may be wrong. All ranks together, with the same result on each
 
     def _faults_of_export(self, manifest: Manifest) -> list[Problem]:
-        sent_before = self._forms if manifest.forms else None  # nothing was sent: what lacked weights has gone
-        problems = changed_forms(sent_before, manifest.forms) if sent_before is not None else []
+        problems = changed_forms(self._forms, manifest.forms) if self._forms is not None else []
         adapted, merged = self.export.adapted, self.export.take_merged()
         if merged != adapted and self.export.adapter is None:
             lost = f"{adapted - merged} of {adapted} adapters were not merged into what was sent"
@@ -243,14 +258,3 @@ class WeightSync:
         if not apart:
             problems = [Problem("engines", "none of them has said what it makes of the fixed text")]
         return Difference.largest(apart.values()), problems
-
-
-def _first_check(attempt: _Attempt, adapter_alone: bool, tokens: int) -> str:
-    found, difference = len(attempt.manifest.forms), attempt.difference
-    repacked = f", but {len(attempt.unreadable)} that vLLM has repacked" if attempt.unreadable else ""
-    holds = "has bound the adapter's" if adapter_alone else "holds all"
-    as_sent = "" if adapter_alone else f" bit by bit as they were sent{repacked}"
-    return (
-        f"first weight sync: vLLM {holds} {found} tensors{as_sent}; its log-probs of a fixed text of {tokens} tokens "
-        f"are {difference.mean:.2g} from the trainer's on average, at most {difference.max:.2g}"
-    )

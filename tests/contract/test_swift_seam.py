@@ -88,7 +88,7 @@ def upstream() -> dict[str, Any]:
             "export_weights": parameters(GPTBridge.export_weights),
             "engine": {name: parameters(getattr(GRPOVllmEngine, name)) for name in
                        ("_add_request", "_batch_encode", "_prepare_generation_config", "_add_stop_words",
-                        "_get_stop_token_ids", "set_default_max_tokens")},
+                        "_get_stop_token_ids", "set_default_max_tokens", "_get_grpo_lora_request")},
             "get_current_usage": source(CuMemAllocator.get_current_usage),
             "cumem_sleep": source(CuMemAllocator.sleep),
             "add_request": parameters(LLMEngine.add_request),
@@ -208,6 +208,7 @@ def test_the_engine_encodes_and_makes_sampling_parameters() -> None:
         "_add_stop_words": ["self", "generation_config", "request_config"],
         "_get_stop_token_ids": ["self", "stop_words"],
         "set_default_max_tokens": ["self", "request_config", "inputs"],
+        "_get_grpo_lora_request": ["self", "adapter_request"],
     }
 
 

@@ -175,6 +175,9 @@ def test_the_only_server_is_started_again(
             server.start()
 
     disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], meanwhile=kill)
+    assert "weights 2 were sent again to what lacked them, checked: {'sync_check/mean_diff': " in disturbed.output
+    [held] = server.ask("GET", Routes.HOLDINGS)["workers"]  # in full: none that had not accounted for a load could tell
+    assert held["held"] and not held["ignored"] and not held["unwritten"]
     undisturbed = train(dense, dataset, folder / "not restarted", [*flags, *server_flags(server)])
     assert restarted and "0 of 1 are left" in disturbed.output and "is back after" in disturbed.output
     for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
