@@ -8,9 +8,9 @@ def main() -> None:
     import torch
 
     if torch.accelerator.current_accelerator(check_available=True) is None:
-        from swift_megatron_grpo.platforms.cpu import prepare_environment
+        from swift_megatron_grpo.platforms.cpu import prepare_server_environment
 
-        prepare_environment()  # before vLLM reads it, and for vLLM's processes to inherit
+        prepare_server_environment()  # before vLLM reads it, and for vLLM's processes to inherit
 
     from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
 

@@ -60,6 +60,12 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
+def prepare_server_environment() -> None:
+    """For vLLM in processes of its own: it would pin each worker's threads, and wants a NUMA node for each to do so."""
+    prepare_environment()
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
 def activate_engine() -> None:
     """For a process that runs vLLM and no Megatron: only what vLLM gets wrong without a GPU."""
     from swift_megatron_grpo.import_hooks import after_import
