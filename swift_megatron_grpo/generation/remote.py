@@ -157,9 +157,11 @@ class RemoteVllm:
 
     def trust(self) -> None:
         if self._background is not None:
-            for server in self._servers.with_weights(self._version):
+            trusted = self._servers.with_weights(self._version)
+            for server in trusted:
                 server.trusted = True
             self._background.run(self._servers.tell_change())
+            logger.info(f"{len(trusted)} servers may generate with weights {self._version}")
 
     def distrust(self) -> None:
         """Those that have generated with them have passed a check, and may be generating."""

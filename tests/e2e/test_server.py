@@ -118,7 +118,7 @@ def test_a_killed_server_takes_nothing_with_it(
     killed: list[str] = []
 
     def kill(line: str) -> None:
-        if "weights 2 sent" in line and not killed:
+        if "may generate with weights 2" in line and not killed:
             killed.append(line)
             servers[0].kill()
 
@@ -169,7 +169,7 @@ def test_the_only_server_is_started_again(
     restarted: list[str] = []
 
     def kill(line: str) -> None:
-        if "weights 2 sent" in line and not restarted:
+        if "may generate with weights 2" in line and not restarted:
             restarted.append(line)
             server.kill()
             server.start()
@@ -185,7 +185,8 @@ def test_the_only_server_is_started_again(
 
 
 def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]) -> None:
-    """The run ends, with what it has learned so far saved and one clear message."""
+    """It goes while it is asked what it holds. The run ends, with what it has learned so far saved and one clear
+    message."""
 
     def kill(line: str) -> None:
         if "weights 2 sent" in line:
