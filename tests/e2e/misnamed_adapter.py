@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-import swift_megatron_grpo.trainer as trainer
+import swift_megatron_grpo.weights.export as export
 
-export_adapter = trainer.export_adapter
+export_adapter = export.export_adapter
 
 
 def misname(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -17,4 +17,4 @@ def misname(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name.replace("mlp", "feed_forward"), tensor
 
 
-vars(trainer)["export_adapter"] = misname
+vars(export)["export_adapter"] = misname
