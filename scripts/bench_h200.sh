@@ -37,21 +37,21 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 # memory SHAPE GOAL
 memory() {
     bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
-        --ours tokens16384 tokens16384+recompute --stock mbs16 mbs16+recompute \
-        --pair tokens16384 mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
+        --ours tokens16384 tokens16384+remake tokens16384+recompute --stock mbs16 mbs16+recompute \
+        --pair tokens16384 mbs16 --pair tokens16384+remake mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
 }
 
 group() {
     case $1 in
         # Equal flags at micro batch 4, and each at its best.
         fixed)
-            bench train fixed-1.7b 1.7b "${fixed[@]}" --ours mbs4 tokens16384+keep tokens32768 --stock mbs4 mbs8 mbs16 \
+            bench train fixed-1.7b 1.7b "${fixed[@]}" --ours mbs4 tokens16384 tokens32768 --stock mbs4 mbs8 mbs16 \
                 --goal "2.5 at equal flags, 1.6 at best" ;;
         # Long-tailed lengths, each at its best under 100 GB.
         long-0.6b)
             bench train long-0.6b 0.6b "${long[@]}" --ours tokens32768 --stock mbs8 mbs16 --goal 2.0 ;;
         long-1.7b)
-            bench train long-1.7b 1.7b "${long[@]}" --ours tokens16384 tokens16384+keep --stock mbs4 mbs8 --goal 1.8 ;;
+            bench train long-1.7b 1.7b "${long[@]}" --ours tokens16384 --stock mbs4 mbs8 --goal 1.8 ;;
         long-4b)
             bench train long-4b 4b "${long[@]}" --ours tokens5120 \
                 --stock mbs4+recompute mbs2+recompute --goal 1.5 --steps 3 ;;

@@ -130,12 +130,12 @@ class GRPOArguments(MegatronRLHFArguments):
             "gradients, where they compute the same as Megatron's. false: Megatron's. Default: true."
         },
     )
-    recompute_elementwise: bool | None = field(
-        default=None,
+    recompute_elementwise: bool = field(
+        default=False,
         metadata={
             "help": "On GPUs, make the outputs of norms and SwiGLU again in backward instead of keeping them, in micro "
-            "batches of 4,096 tokens and more: a quarter less memory for activations, for some 2 % of the time. Comes "
-            "with --fast_kernels. Default: true, if that is."
+            "batches of 4,096 tokens and more: less memory for activations, for some 2 % of the time. Comes with "
+            "--fast_kernels. Default: false."
         },
     )
     ref_tensor_model_parallel_size: int | None = field(
@@ -317,7 +317,9 @@ class GRPOArguments(MegatronRLHFArguments):
                 "experts; use --expert_tensor_parallel_size 1, and --expert_model_parallel_size to spread experts"
             )
         if self.recompute_elementwise and not self.fast_kernels:
-            problems.append("--recompute_elementwise true comes with --fast_kernels true; leave one of the two out")
+            problems.append(
+                "--recompute_elementwise true comes with the kernels that --fast_kernels false turns off; leave one out"
+            )
         if problems:
             raise ValueError("\n".join(problems))
 

@@ -54,9 +54,8 @@ class Holding:
     engine: str  # workers of one engine name the same
     held: dict[str, tuple[Held, ...]]
     ignored: tuple[str, ...]  # were sent, and this worker's model took nothing of them
-    unwritten: tuple[
-        str, ...
-    ]  # parameters of the model, by its own names, that nothing sent has written, or not all of
+    # parameters of the model, by its own names, that nothing sent has written, or not all of
+    unwritten: tuple[str, ...]
     unreadable: tuple[str, ...]  # were taken, but are not held as they were sent: repacked for a kernel
 
     def to_json(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         peft_models: list[Any] = super()._prepare_peft_model(models)
         mark_experts(models)
         if self.args.fast_kernels:
-            use_fast_kernels(models, trained=True, remake=self.args.recompute_elementwise is not False)
+            use_fast_kernels(models, trained=True, remake=self.args.recompute_elementwise)
         return peft_models
 
     def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:

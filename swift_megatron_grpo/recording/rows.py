@@ -10,6 +10,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 Rewards = list[float | None]  # one per reward function
@@ -89,4 +91,4 @@ def _shown(messages: Sequence[Any]) -> str:
 
 def _plain(value: Any) -> Any:
     """What JSON has no word for: numpy's numbers and arrays are written as lists and numbers, the rest as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-GIB = 2**30
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
 
 

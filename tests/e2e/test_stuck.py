@@ -23,7 +23,14 @@ def run(
     inputs: tuple[Path, Path, Path], name: str, flags: list[str], environment: dict[str, str] | None = None
 ) -> Finished:
     folder, model, dataset = inputs
-    plugins = ["--external_plugins", str(REWARDS), str(HERE / "canned_completions.py"), str(HERE / "stuck.py")]
+    plugins = [
+        "--sync_check",
+        "off",
+        "--external_plugins",
+        str(REWARDS),
+        str(HERE / "canned_completions.py"),
+        str(HERE / "stuck.py"),
+    ]
     return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
 
 

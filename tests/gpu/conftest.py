@@ -83,7 +83,8 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         job = {"flags": make_flags(gpus, kind, "full", extra), "batches": batches, "folder": str(gpus.folder / name)}
         tasks[1] += layout_tasks(job, ["one"])[1]
     (gpus.folder / "forgetful").mkdir()
-    job = {"flags": make_flags(gpus, "dense", "full"), "batches": BATCHES["dense"]}
+    flags = make_flags(gpus, "dense", "full", ["--recompute_elementwise", "true"])
+    job = {"flags": flags, "batches": BATCHES["dense"]}
     tasks[1].append(task("tests.gpu.phases:forgetful", name="one", folder=str(gpus.folder / "forgetful"), **job))
     for number in sorted(tasks):
         if number <= gpus.count:
