@@ -1,0 +1,82 @@
+"""`swift rollout` on GPUs of its own: weights travel over NCCL, and a server that is killed takes nothing with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
+from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
+from tests.gpu.conftest import SIZE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
+
+
+def make_server(folder: Path, gpus: str, *flags: str) -> RolloutServer:
+    model = make_model(folder / "model", "dense", SIZE)
+    ours = ["--torch_dtype", "bfloat16", "--vllm_enforce_eager", "false", "--vllm_max_model_len", "512", *flags]
+    return RolloutServer(model, folder / "server.txt", ours, environment={"CUDA_VISIBLE_DEVICES": gpus}).start()
+
+
+def train(
+    server: RolloutServer, folder: Path, gpus: str, steps: int, *flags: str,
+    meanwhile: Callable[[str], object] | None = None,
+) -> Finished:  # fmt: skip
+    dataset = make_dataset(folder / "data.jsonl", rows=64)
+    finished = megatron_rlhf(server.model, dataset, folder / "run", len(gpus.split(",")), [
+        "--attention_backend", "fused", "--train_iters", str(steps), "--save_steps", "1000",
+        "--global_batch_size", "32", "--max_completion_length", "128", "--lr", "1e-4",
+        "--external_plugins", str(REWARDS), "--sync_check", "full",
+        "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags],
+        {"CUDA_VISIBLE_DEVICES": gpus, API_KEY_VARIABLE: KEY}, timeout=240, meanwhile=meanwhile)  # fmt: skip
+    assert finished.code == 0, finished.output[-4000:] + server.log.read_text()[-2000:]
+    assert len(finished.log) == steps
+    for step in finished.log:
+        assert step["rollout/k3_kl"] < 1e-3  # bf16 kernels of two engines; stale or missing weights give 0.01 to 1
+    return finished
+
+
+@pytest.mark.parametrize(("server_gpus", "trainer_gpus"), [("1", "0"), ("2,3", "0,1")], ids=["1+1", "tp2+tp2"])
+def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus: str) -> None:
+    if len(server_gpus + trainer_gpus) > 2 and torch.cuda.device_count() < 4:
+        pytest.skip("needs 4 GPUs")
+    size = str(len(server_gpus.split(",")))
+    server = make_server(tmp_path, server_gpus, "--vllm_tensor_parallel_size", size)
+    try:
+        layout = ["--tensor_model_parallel_size", size, "--sequence_parallel", str(size != "1").lower()]
+        finished = train(server, tmp_path, trainer_gpus, 6, *layout)
+    finally:
+        server.stop()
+    assert " tensors bit by bit as they were sent" in finished.output
+    assert "failed its check" not in finished.output
+
+
+def test_the_adapter_alone(tmp_path: Path) -> None:
+    server = make_server(tmp_path, "1", "--vllm_enable_lora", "true")
+    try:
+        train(server, tmp_path, "0", 4, "--tuner_type", "lora", "--vllm_enable_lora", "true")
+    finally:
+        server.stop()
+
+
+def test_a_killed_server_is_sent_the_weights_again(tmp_path: Path) -> None:
+    """NCCL does not notice that the other end is gone. The trainer does, and neither waits nor ends."""
+    server = make_server(tmp_path, "1")
+    killed: list[float] = []
+
+    def kill(line: str) -> None:
+        if "may generate with weights 2" in line and not killed:
+            killed.append(time.monotonic())
+            server.kill()
+            server.start()
+
+    try:
+        finished = train(server, tmp_path, "0", 5, meanwhile=kill)
+    finally:
+        server.stop()
+    assert killed and "weights 2 were sent again to what lacked them" in finished.output
