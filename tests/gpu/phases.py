@@ -84,14 +84,21 @@ def round_trips(out: str, flags: list[str]) -> None:
     for _ in range(3):
         before = fingerprints(run)
         torch.cuda.empty_cache()
-        levels, seconds = [memory()], []
+        levels, seconds, kept = [memory()], [], []
         for move in (everything_leaves, everything_returns):
             start = time.perf_counter()
             move(run.residency)
             levels.append(memory())  # it waits for the GPU
             seconds.append(time.perf_counter() - start)
-        trips.append({"levels": levels, "seconds": seconds, "equal": fingerprints(run) == before})
+            kept.append(segments())
+        trips.append({"levels": levels, "seconds": seconds, "kept": kept[0], "equal": fingerprints(run) == before})
     Path(f"{out}.json").write_text(json.dumps({"bytes": size, "trips": trips}))
+
+
+def segments() -> list[tuple[int, int]]:
+    """Of torch's allocator, the large ones: how large, and how much of each is in use."""
+    held = ((each["total_size"], each["allocated_size"]) for each in torch.cuda.memory_snapshot())
+    return [(total, used) for total, used in held if total > 2**25]
 
 
 def fingerprints(run: Any) -> dict[str, list[int]]:

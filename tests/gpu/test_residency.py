@@ -44,8 +44,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     patch = pytest.MonkeyPatch()
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    launch(1, [task("tests.dist.offloading:main", out=str(folder / "steps"), flags=flags("--beta", "0.1")),
-               task("tests.gpu.phases:round_trips", out=str(folder / "trips"), flags=flags("--beta", "0.1"))],
+    # The round trips first: what an earlier model has left behind keeps torch from giving memory back to the driver.
+    launch(1, [task("tests.gpu.phases:round_trips", out=str(folder / "trips"), flags=flags("--beta", "0.1")),
+               task("tests.dist.offloading:main", out=str(folder / "steps"), flags=flags("--beta", "0.1"))],
            folder)  # fmt: skip
     patch.undo()
     for name, share in SHARES.items():  # an engine for each, and a process for each engine
@@ -67,7 +68,8 @@ def test_a_round_trip_frees_everything_and_changes_nothing(told: dict[str, Any])
         assert trip["equal"]
         before, away, back = trip["levels"]
         assert abs(before["allocated"] - away["allocated"] - size) < 8 * MIB
-        assert away["free"] - before["free"] > 0.95 * size  # the driver has it, not torch's cache
+        freed = away["free"] - before["free"]
+        assert freed > 0.95 * size, trip["kept"]  # the driver has it, not torch's cache
         assert abs(back["allocated"] - before["allocated"]) < 8 * MIB
     # without the first: page-locked memory is made in it, and the frozen reference copied once and for all
     leave, come_back = (min(trip["seconds"][i] for trip in told["trips"]["trips"][1:]) for i in (0, 1))
