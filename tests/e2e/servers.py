@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class RolloutServer:
     model: Path
     log: Path
     flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[str] | None = None
 
@@ -44,7 +45,8 @@ class RolloutServer:
                    "--model_type", "qwen3", "--template", "qwen3", "--port", str(self.port), "--api_key", KEY,
                    "--torch_dtype", "float32", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                    "--vllm_gpu_memory_utilization", "0.3", *self.flags]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1",
+                       **self.environment}  # fmt: skip
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, env=environment, text=True, cwd=self.log.parent, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
