@@ -57,9 +57,10 @@ def train(
     return run
 
 
-def numbers(run: Finished, *more: str) -> list[list[float]]:
+def numbers(run: Finished, *more: str) -> list[list[float | None]]:
+    """Of every step; rewards only where a rollout begins."""
     names = ("loss", "grad_norm", "reward", "completions/mean_length", *more)
-    return [[step[name] for name in names] for step in run.log]
+    return [[step.get(name) for name in names] for step in run.log]
 
 
 def versions(rollouts: Path) -> list[set[int]]:
@@ -93,6 +94,7 @@ def test_one_rollout_ahead(folder: Path, model: Path, dataset: Path, server: Rol
                  "--val_dataset", str(validation), "--eval_steps", "3", "--eval_iters", "1"])  # fmt: skip
     staleness = [step["rollout/staleness"] for step in run.log if "rollout/staleness" in step]
     assert staleness == [0, 1, 1, 1]
+    assert all("time/generation" in step for step in run.log[::2])
     assert versions(rollouts) == [{0}, {0}, {2}, {4}]  # the last evaluation lay beside what had begun already
     logged = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
     assert [row["gen_step"] for row in logged] == [0] * 32 + [2] * 16 + [4] * 16
@@ -137,7 +139,8 @@ def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Pa
             server.start()
 
     rollouts = folder / "restarted rollouts"
-    flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100", "--save_steps", "100"]
+    flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100", "--save_steps", "100",
+             "--vllm_server_timeout", "600"]  # fmt: skip
     run = train(model, dataset, folder / "restarted", server,
                 [*flags, *AHEAD, "--rollout_dump", str(rollouts)], meanwhile=kill)  # fmt: skip
     assert restarted and "0 of 1 are left" in run.output and "is back after" in run.output
