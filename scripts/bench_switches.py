@@ -108,7 +108,7 @@ def no_part() -> Iterator[None]:
 
 
 def switch(loop: Any, part: Any) -> None:
-    """What WeightSync, without its checks, and GRPOLoop._generate do around generation."""
+    """What WeightSync, without its checks, and Rollouts do around generation."""
     engine, residency, adapter = loop.parts.generation, loop.parts.residency, loop.parts.sync.export.adapter
     with part("make room"):
         residency.make_room(engine.memory_to_wake)

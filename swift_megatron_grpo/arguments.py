@@ -237,6 +237,14 @@ class GRPOArguments(MegatronRLHFArguments):
             "vLLM draws seeded completions one by one, some 10 microseconds each per token on a GPU. Default: false."
         },
     )
+    max_staleness: int | None = field(
+        default=None,
+        metadata={
+            "help": "With --async_generate true: how many rollouts generation may be ahead of training. At 1 the next "
+            "rollout is generated while one is trained, by weights from before that training. At 0 they take turns, as "
+            "without --async_generate. docs/async.md says what becomes of the loss. Default: 1."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
@@ -280,6 +288,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_recording,
                 lambda: rollouts.check_deadlines(self.reward_timeout, self.phase_timeout),
                 self._check_servers,
+                self._check_ahead,
                 self._check_adapter_sync,
                 checks.check_vllm_installed,
             ]
@@ -303,6 +312,7 @@ class GRPOArguments(MegatronRLHFArguments):
                 self._check_turns,
                 self._check_recording,
                 self._check_servers,
+                self._check_ahead,
                 self._check_adapter_sync,
             ]
         )
@@ -416,6 +426,11 @@ class GRPOArguments(MegatronRLHFArguments):
             servers.group_ports(self.vllm_server_group_port, len(self.server_urls()))
             servers.check_combinations(self.multi_turn_scheduler, self.rollout_replay)
 
+    def _check_ahead(self) -> None:
+        rollouts.check_ahead(
+            self.async_generate, self.max_staleness, self.uses_servers, self.rollout_replay, self.rollout_only
+        )
+
     def _check_micro_batches(self) -> None:
         checks.check_micro_batches(
             self.max_tokens_per_micro_batch, self.infer_max_tokens_per_micro_batch, self.infer_batch_size
@@ -463,12 +478,13 @@ class GRPOArguments(MegatronRLHFArguments):
     # ---- what ms-swift asks
 
     def _init_grpo(self) -> None:
-        chosen: int = vars(self)["num_iterations"]
-        self.num_iterations = 1  # ms-swift's own trainer refuses more
+        iterations: int = vars(self)["num_iterations"]
+        asynchronous: bool = vars(self)["async_generate"]
+        self.num_iterations, self.async_generate = 1, False  # ms-swift's own trainer refuses all else
         try:
             super()._init_grpo()
         finally:
-            self.num_iterations = chosen
+            self.num_iterations, self.async_generate = iterations, asynchronous
 
     def _init_generation_batch_params(self) -> None:
         """In place of ms-swift's own arithmetic, which also refuses what only its trainer cannot do."""
@@ -512,6 +528,13 @@ class GRPOArguments(MegatronRLHFArguments):
     def steps_per_rollout(self) -> int:
         """Optimizer steps that one rollout feeds."""
         return self.batch_plan().steps_per_generation * self.num_iterations
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """That generation may be ahead of training."""
+        if not self.async_generate:
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
 
     def recording_folders(self) -> tuple[Path | None, Path | None]:
         """--rollout_dump and --rollout_replay."""
@@ -598,6 +621,7 @@ class GRPOArguments(MegatronRLHFArguments):
             *plan.notes,
             *self._offload_notes(),
             *servers.notes(self.vllm_mode, vars(self)),
+            *rollouts.notes_ahead(self.rollouts_ahead, vars(self)),
             *algorithm.notes(algorithm.flags_of(vars(self))),
         ]
 

@@ -24,19 +24,19 @@ class CompletionLog:
         self._write = write
         self._active = config.enabled and writes_here
 
-    def append(self, step: int, graded: Sequence[Graded]) -> None:
+    def append(self, graded: Sequence[Graded]) -> None:
         if not self._active:
             return
-        rows = [self._row(step, each) for each in graded]
+        rows = [self._row(each) for each in graded]
         self._write(rows)
         if "wandb" in self._config.report_to:
             self._to_wandb(rows)
         if "swanlab" in self._config.report_to:
             self._to_swanlab(rows)
 
-    def _row(self, step: int, graded: Graded) -> dict[str, Any]:
+    def _row(self, graded: Graded) -> dict[str, Any]:
         return {
-            "gen_step": step,
+            "gen_step": graded.rollout.weights_version,
             "prompt": self._decode(graded.rollout.prompt_ids),
             "completion": graded.rollout.text,
             **dict(zip(self._reward_names, graded.rewards, strict=True)),

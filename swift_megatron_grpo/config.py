@@ -244,4 +244,5 @@ class GRPOConfig:
     recording: RecordingConfig = RecordingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
     turns: MultiTurnConfig | None = None  # None: one turn
+    max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: they take turns
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

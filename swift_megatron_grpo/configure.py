@@ -88,6 +88,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
+        max_staleness=args.rollouts_ahead,
         top_entropy_quantile=args.top_entropy_quantile,
     )
 

@@ -31,8 +31,9 @@ from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
 from swift_megatron_grpo.generation.local_turns import ConversingVllm
 from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
-from swift_megatron_grpo.loop import GRPOLoop, Parts
+from swift_megatron_grpo.loop import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.parts import Parts
 from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
@@ -160,7 +161,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             replay=None if recording.replay is None else RolloutReplay(recording.replay),
             watchdog=self._start_watchdog(),
         )
-        loop = GRPOLoop(settings, parts, self.state, steps_done=self.state.iteration)
+        loop = GRPOLoop(settings, parts, self.state, self.state.iteration, args.train_iters)
         if loop.beta.adapts and self.state.iteration > 0:
             loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
@@ -233,10 +234,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return replace(settings, micro_batch_size=1, infer_micro_batch_size=size)
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
-        if self.settings.recording.only:
-            self._roll_out_only(train_dataset)
-        else:
-            super().train(train_dataset, val_dataset)
+        try:
+            if self.settings.recording.only:
+                self._roll_out_only(train_dataset)
+            else:
+                super().train(train_dataset, val_dataset)
+        finally:
+            if self.remote is not None:
+                self.remote.shutdown()  # servers go on, but not with what nobody waits for
 
     def _roll_out_only(self, train_dataset: Any) -> None:
         """As many rollouts as training would take. Callbacks count iterations; no checkpoint, nothing has changed."""

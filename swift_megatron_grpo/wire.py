@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
 # HTTP statuses of a server
@@ -73,6 +73,7 @@ class ServerStatus:
     world_size: int  # workers that receive weights
     max_model_len: int
     max_num_seqs: int
+    max_logprobs: int  # that it tells of a token; -1: of the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
     multi_turn: bool

@@ -1,7 +1,8 @@
-"""One generation phase: every completion asked for once, of whichever servers are there, and told as groups complete.
+"""One generation: every completion asked for once, of whichever servers are there, and told as groups complete.
 
-It goes on by itself, in the servers' event loop, while the trainer grades what it has been told. A server that is lost
-takes nothing with it: what it was answering is asked again elsewhere, or of itself when it is back with weights.
+It goes on by itself, in the servers' event loop, while the trainer grades what it has been told, or trains. A server
+that is lost takes nothing with it: what it was answering is asked again elsewhere, or of itself when it is back with
+weights. Of several generations the older one is served first, so that what is trained next is complete first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 
 from swift.utils import get_logger
 
@@ -38,8 +40,10 @@ class RemoteGeneration:
         unit: int,
         sampling: SamplingConfig,
         version: int,
+        older: Sequence[RemoteGeneration] = (),
     ) -> None:
         self._background, self._servers = background, servers
+        self._older = list(older)
         self._requests, self._unit, self._version = requests, unit, version
         self._sampling = sampling
         self._dispatcher = Dispatcher(len(requests))
@@ -50,21 +54,47 @@ class RemoteGeneration:
         self._changed, self._moved = asyncio.Event(), asyncio.Event()
         self._running = background.start(self._run())
 
-    def next(self) -> News:
-        """Waits until there is something to tell."""
-        return self._background.run(self._next())
+    @property
+    def runs(self) -> bool:
+        return self._dispatcher.unfinished > 0 and self._failure is None
 
-    async def _next(self) -> News:
+    @property
+    def waits(self) -> bool:
+        """Whether it would take more slots than there are."""
+        return self._dispatcher.waits
+
+    def next(self, newest: int) -> News:
+        """Waits until there is something to tell."""
+        return self._background.run(self._next(newest))
+
+    async def _next(self, newest: int) -> News:
         while True:
             if self._failure is not None:
                 raise self._failure
-            units = self._complete_units()
-            lacking = bool(self._servers.without_weights(self._version))
-            if units or (lacking and self._dispatcher.unfinished):
+            units, lacking = self._complete_units(), self._lacks_weights(newest)
+            if units or lacking:
                 told = {self._requests[place].index: self._finished.pop(place) for unit in units for place in unit}
                 return News(told, lacks_weights=lacking)
+            # Not before: while the trainer trains, a server has time to come back.
+            self._servers.refuse_to_wait_for_ever()
             await self._moved.wait()
             self._moved.clear()
+
+    def _lacks_weights(self, newest: int) -> bool:
+        """Whether a server that is there waits for the trainer's weights, and this generation for the server. Where the
+        trainer has moved on, weights are sent when none is left that has the old ones: the others go on."""
+        if not self._dispatcher.unfinished:
+            return False
+        version = self._servers.version_to_ask(self._version)
+        if version == newest:
+            return bool(self._servers.without_weights(newest))
+        return bool(self._servers.present) and not self._servers.that_generate(version)
+
+    async def stop(self) -> None:
+        """What is not answered yet is not wanted any more."""
+        self._failure = self._failure or RuntimeError("the run has ended, and this generation with it")
+        self._changed.set()
+        await asyncio.wrap_future(self._running)
 
     def _complete_units(self) -> list[range]:
         firsts = {place - place % self._unit for place in self._finished}
@@ -74,29 +104,39 @@ class RemoteGeneration:
     # ---- in the event loop, until all is answered
 
     async def _run(self) -> None:
-        self._servers.on_change = self._changed.set
+        self._servers.listeners.append(self._changed.set)
         try:
             while self._dispatcher.unfinished and self._failure is None:
                 self._follow_servers()
-                for assignment in self._dispatcher.assign():
+                for assignment in self._assign():
                     self._start(assignment)
                 await self._wait()
         except Exception as error:
             self._failure = error
         finally:
+            self._servers.listeners.remove(self._changed.set)
             for server in list(self._asking):
                 self._stop_asking(server)
+            self._older.clear()
             self._moved.set()
 
     async def _wait(self) -> None:
         """For an answer, or a server that comes or goes. All of them out is found by looking at the clock."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), timeout=1)
-        self._servers.refuse_to_wait_for_ever()
         self._changed.clear()
         self._moved.set()
 
+    def _assign(self) -> list[Assignment]:
+        """What older generations leave."""
+        self._older = [generation for generation in self._older if generation.runs]
+        if any(generation.waits for generation in self._older):
+            return []
+        of_others = {server.url: server.asked - len(self._asking.get(server.url, ())) for server in self._servers.all}
+        return self._dispatcher.assign(of_others)
+
     def _follow_servers(self) -> None:
+        self._version = self._servers.version_to_ask(self._version)
         ready = {server.url: server for server in self._servers.that_generate(self._version)}
         for url in self._dispatcher.servers - set(ready):
             lost = self._dispatcher.lose(url)
@@ -119,7 +159,13 @@ class RemoteGeneration:
         task = asyncio.create_task(self._ask(assignment.request, server))
         asking = self._asking.setdefault(server.url, set())
         asking.add(task)
-        task.add_done_callback(asking.discard)
+        server.asked += 1
+        task.add_done_callback(partial(self._stopped, asking, server))
+
+    def _stopped(self, asking: set[asyncio.Task[None]], server: Server, task: asyncio.Task[None]) -> None:
+        asking.discard(task)
+        server.asked -= 1
+        self._servers.tell_change()  # a slot is free
 
     async def _ask(self, place: int, server: Server) -> None:
         request = self._requests[place]
@@ -147,7 +193,6 @@ class RemoteGeneration:
             if self._dispatcher.finish(place, server.url):
                 self._finished[place] = _rollout(request, answer)
                 self._tell_recovery(place)
-        self._changed.set()
 
     def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
         prompt = self._requests[place].prompt

@@ -6,7 +6,10 @@ that is quicker gets more of them. What a lost server was answering waits in fro
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+_NOBODY: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,11 @@ class Dispatcher:
         self.unfinished = requests
 
     @property
+    def waits(self) -> bool:
+        """Whether there are requests that nobody answers yet."""
+        return bool(self._waiting)
+
+    @property
     def servers(self) -> set[str]:
         return set(self._slots)
 
@@ -39,10 +47,10 @@ class Dispatcher:
         self._waiting.extend(sorted(lost, reverse=True))
         return lost
 
-    def assign(self) -> list[Assignment]:
-        """As many as there are free slots for."""
+    def assign(self, of_others: Mapping[str, int] = _NOBODY) -> list[Assignment]:
+        """As many as there are free slots for. `of_others`: slots that other generations take, by server."""
         assigned = []
-        while self._waiting and (server := self._freest()) is not None:
+        while self._waiting and (server := self._freest(of_others)) is not None:
             request = self._waiting.pop()
             self._running[server].add(request)
             assigned.append(Assignment(request, server))
@@ -64,7 +72,10 @@ class Dispatcher:
             self._refusals[request] = self._refusals.get(request, 0) + 1
         return self._refusals.get(request, 0)
 
-    def _freest(self) -> str | None:
-        free = {server: 1 - len(self._running[server]) / slots for server, slots in self._slots.items()}
+    def _freest(self, of_others: Mapping[str, int]) -> str | None:
+        free = {
+            server: 1 - (len(self._running[server]) + of_others.get(server, 0)) / slots
+            for server, slots in self._slots.items()
+        }
         best = max(free, key=lambda server: free[server], default=None)
         return best if best is not None and free[best] > 0 else None

@@ -50,10 +50,16 @@ class News:
 
 
 class Generation(Protocol):
-    """Requests that are being answered."""
+    """Requests that are being answered, by an engine that may go on while nobody asks for news."""
 
-    def next(self) -> News:
-        """Waits for news. Called again until all requests are finished."""
+    @property
+    def runs(self) -> bool:
+        """Whether this rank's engine is busy with it now."""
+        ...
+
+    def next(self, newest: int) -> News:
+        """Waits for news. Called again until all requests are finished. `newest`: the version of the trainer's
+        weights, which may be newer than those that it began with."""
         ...
 
 
@@ -62,8 +68,9 @@ class AtOnce:
     """Of an engine that answers all requests together: it does so when asked for news."""
 
     answer: Callable[[], dict[int, Rollout]]  # by index of the request
+    runs = False  # not while the trainer does something else
 
-    def next(self) -> News:
+    def next(self, newest: int) -> News:
         return News(self.answer(), lacks_weights=False)
 
 

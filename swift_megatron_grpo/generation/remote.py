@@ -48,6 +48,7 @@ class RemoteVllm:
         self._version = NO_WEIGHTS  # of the newest weights
         self._lacking: list[Server] = []  # when `lacks` was asked last
         self._failed_syncs: list[str] = []  # of the newest weights, by servers that are well
+        self._generations: list[RemoteGeneration] = []  # that run, oldest first
         if rank == 0:
             self._background = Background("rollout servers")
             self._servers = Servers(config)
@@ -157,10 +158,7 @@ class RemoteVllm:
 
     def trust(self) -> None:
         if self._background is not None:
-            trusted = self._servers.with_weights(self._version)
-            for server in trusted:
-                server.trusted = True
-            self._background.run(self._servers.tell_change())
+            trusted = self._background.run(self._servers.trust(self._version))
             logger.info(f"{len(trusted)} servers may generate with weights {self._version}")
 
     def distrust(self) -> None:
@@ -215,7 +213,10 @@ class RemoteVllm:
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
         if self._background is None:
             return _Silence()
-        return RemoteGeneration(self._background, self._servers, requests, unit, sampling, self._version)
+        older = [generation for generation in self._generations if generation.runs]
+        generation = RemoteGeneration(self._background, self._servers, requests, unit, sampling, self._version, older)
+        self._generations = [*older, generation]
+        return generation
 
     # ---- nothing of this engine is on this machine
 
@@ -226,9 +227,13 @@ class RemoteVllm:
     def sleep(self) -> None: ...
 
     def shutdown(self) -> None:
+        """What is still asked for is given up; the servers stay, for the next run."""
         if self._background is not None:
+            for generation in self._generations:
+                self._background.run(generation.stop())
             self._background.run(self._servers.close())
             self._background.stop()
+            self._background = None
 
 
 def _close_if_failed(line: Line, reply: Future[dict[str, Any]]) -> None:
@@ -240,5 +245,7 @@ def _close_if_failed(line: Line, reply: Future[dict[str, Any]]) -> None:
 class _Silence:
     """What ranks that do not speak have to tell."""
 
-    def next(self) -> News:
+    runs = False
+
+    def next(self, newest: int) -> News:
         return News({}, lacks_weights=False)

@@ -49,6 +49,7 @@ class Server:
         self.trusted = False  # those weights are known to be the trainer's
         self.accounted_since: str | None = None  # the instance that has accounted for a load
         self.line: Line | None = None
+        self.asked = 0  # requests that it is answering, of all generations
         self.why_out = "not asked yet"
         self.last_answer = self.out_since = time.monotonic()
 
@@ -84,7 +85,7 @@ class Servers:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.all: list[Server] = []
-        self.on_change: Callable[[], None] = _ignore  # called after a server came or went
+        self.listeners: list[Callable[[], None]] = []  # called after a server came, went, or has a slot more
         self._watching: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
@@ -115,6 +116,12 @@ class Servers:
 
     def that_generate(self, version: int) -> list[Server]:
         return [server for server in self.with_weights(version) if server.trusted]
+
+    def version_to_ask(self, version: int) -> int:
+        """This one, while a server generates with it. When none is left, and the trainer has moved on, its newer
+        weights go to the servers instead: then those."""
+        found = {server.weights_version for server in self.present if server.trusted}
+        return version if version in found else max(found | {version})
 
     def without_weights(self, version: int) -> list[Server]:
         return [server for server in self.present if server.weights_version != version]
@@ -153,8 +160,17 @@ class Servers:
                 f"{stories}. Start `swift rollout` again, then resume this run from its last checkpoint"
             )
 
-    async def tell_change(self) -> None:
-        self.on_change()
+    async def trust(self, version: int) -> list[Server]:
+        """Those that have these weights may generate with them."""
+        trusted = self.with_weights(version)
+        for server in trusted:
+            server.trusted = True
+        self.tell_change()
+        return trusted
+
+    def tell_change(self) -> None:
+        for listener in self.listeners:
+            listener()
 
     def lose(self, server: Server, why: str) -> None:
         if server.is_out:
@@ -163,7 +179,7 @@ class Servers:
         server.why_out, server.out_since = why, time.monotonic()
         server.drop_line()
         logger.warning(f"rollout server {server.url} is out: {why}; {len(self.present)} of {len(self.all)} are left")
-        self.on_change()
+        self.tell_change()
 
     async def _watch(self, server: Server) -> None:
         while True:
@@ -185,10 +201,7 @@ class Servers:
         if server.is_out:
             logger.warning(f"rollout server {server.url} is back after {now - server.out_since:.1f} s")
             server.status = status
-            self.on_change()
-
-
-def _ignore() -> None: ...
+            self.tell_change()
 
 
 def _unreachable(url: str, waited: float, why: str) -> str:
@@ -218,6 +231,11 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
         problems.append(
             f"its vllm_max_model_len ({status.max_model_len}) is shorter than max_length + max_completion_length "
             f"({config.needed_length}); start it with --vllm_max_model_len {config.needed_length}"
+        )
+    if status.max_logprobs == 0:
+        problems.append(
+            "it was started with max_logprobs 0 in --vllm_engine_kwargs and cannot tell the log-probs of what it "
+            "samples, which tell how far the policy has moved since; leave that out"
         )
     if status.multi_turn:
         problems.append("it was started with --multi_turn_scheduler; leave it out")

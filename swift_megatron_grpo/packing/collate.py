@@ -64,7 +64,7 @@ class MicroBatch:
     counts: tuple[int, ...]  # [s] trained tokens of each sequence; sums to m
     lengths: torch.Tensor  # [s] the same, on the device
     advantages: torch.Tensor  # [m] fp32
-    old_logprobs: torch.Tensor | None  # [m] fp32; None: the policy has not moved since the rollout
+    old_logprobs: torch.Tensor | None  # [m] fp32; None: the old policy is the one that is trained
     ref_logprobs: torch.Tensor | None  # [m] fp32
     rollout_logprobs: torch.Tensor | None  # [m] fp32, as the engine said
     selected: torch.Tensor | None  # [m] fp32, 0 where the policy loss leaves a token out

@@ -119,6 +119,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 world_size=self._world_size,
                 max_model_len=self.description["max_model_len"],
                 max_num_seqs=self.description["max_num_seqs"],
+                max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
                 multi_turn=bool(self.args.multi_turn_scheduler),

@@ -83,6 +83,7 @@ class EngineCommands:
         return {
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_logprobs": config.model_config.max_logprobs,
             "model": model_identity(config.model_config.hf_config.to_dict()),
         }
 

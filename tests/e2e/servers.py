@@ -31,6 +31,7 @@ class RolloutServer:
     model: Path
     log: Path
     flags: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None

@@ -235,6 +235,12 @@ def test_a_reference_layout_fits_the_ranks_and_the_model(
     assert "the reference copy (--ref_...): tensor_model_parallel_size (3) must divide num_attention_heads" in message
 
 
+def test_rollouts_ahead_of_training_need_servers(typed: dict[str, Any]) -> None:
+    assert "use --vllm_mode server with a `swift rollout`" in refuse(typed, async_generate=True)
+    servers = {"vllm_mode": "server", "vllm_server_host": ["127.0.0.1"]}
+    assert "--async_generate true may be ahead; add that flag" in refuse(typed, **servers, max_staleness=1)
+
+
 def test_completions_are_trained_at_least_once(typed: dict[str, Any]) -> None:
     assert "num_iterations must be > 0, got 0; use --num_iterations 1" in refuse(typed, num_iterations=0)
 

@@ -44,6 +44,14 @@ def test_a_refused_request_is_asked_after_the_others() -> None:
     assert dispatcher.refuse(0, "a") == 2
 
 
+def test_slots_that_another_generation_takes_are_not_free() -> None:
+    dispatcher = Dispatcher(4)
+    dispatcher.admit("a", 2)
+    dispatcher.admit("b", 2)
+    assert dispatcher.assign({"a": 2, "b": 1}) == [Assignment(0, "b")] and dispatcher.waits
+    assert [each.server for each in dispatcher.assign({"b": 0})] == ["a", "a", "b"] and not dispatcher.waits
+
+
 @settings(max_examples=200)
 @given(
     st.integers(1, 30), st.lists(st.tuples(st.sampled_from(["admit", "lose", "finish", "refuse"]), st.integers(0, 9)))

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.rollout_checks import check_deadlines, check_multi_turn, check_recording, check_seeds
+from swift_megatron_grpo.rollout_checks import (
+    check_ahead,
+    check_deadlines,
+    check_multi_turn,
+    check_recording,
+    check_seeds,
+    notes_ahead,
+)
 
 
 def test_recording_flags() -> None:
@@ -15,6 +22,38 @@ def test_recording_flags() -> None:
     for flags in (("a", "b", False), (None, "b", True), (None, None, True)):
         with pytest.raises(ValueError, match=r"leave one of them out|add --rollout_dump"):
             check_recording(*flags)
+
+
+def test_rollouts_ahead_of_training() -> None:
+    def check(
+        on: bool = True,
+        staleness: int | None = None,
+        servers: bool = True,
+        replay: str | None = None,
+        only: bool = False,
+    ) -> None:
+        check_ahead(on, staleness, servers, replay, only)
+
+    check()
+    check(staleness=0)
+    check(staleness=3)
+    check(on=False, servers=False, replay="folder")
+    for flags, complaint in (
+        ({"on": False, "staleness": 2}, "--max_staleness 2 bounds .*--async_generate true .*add that flag, or leave"),
+        ({"staleness": -1}, "use --max_staleness 1"),
+        ({"servers": False}, "use --vllm_mode server with a `swift rollout` on GPUs of its own"),
+        ({"replay": "folder"}, "--rollout_replay generates nothing; leave one of them out"),
+        ({"only": True, "servers": False}, "--rollout_only true trains nothing; leave one of them out"),
+    ):
+        with pytest.raises(ValueError, match=complaint):
+            check(**flags)  # type: ignore[arg-type]
+
+
+def test_what_makes_log_probs_of_older_weights_misleading_is_said() -> None:
+    plain: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+    assert notes_ahead(1, plain) == [] == notes_ahead(0, {**plain, "top_p": 0.9})
+    [note] = notes_ahead(1, {**plain, "top_p": 0.9, "top_k": 50})
+    assert "with --top_p 0.9 and --top_k 50" in note and note.endswith("use --top_p 1 --top_k -1")
 
 
 def test_deadline_flags() -> None:

@@ -71,7 +71,8 @@ CONFIG = ServerConfig(
 def status(**said: Any) -> ServerStatus:
     usual: dict[str, Any] = {
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "weights_version": -1, "world_size": 1,
-        "max_model_len": 300, "max_num_seqs": 8, "enable_lora": False, "max_lora_rank": 16, "multi_turn": False,
+        "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
+        "multi_turn": False,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
     return ServerStatus(**{**usual, **said})
@@ -88,6 +89,7 @@ def test_a_server_that_suits() -> None:
         ({"protocol": PROTOCOL + 1}, "install the same version"),
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
         ({"max_model_len": 256}, "start it with --vllm_max_model_len 300"),
+        ({"max_logprobs": 0}, "cannot tell the log-probs of what it samples"),
         ({"multi_turn": True}, "--multi_turn_scheduler"),
     ],
 )

@@ -33,7 +33,7 @@ class Terms:
     rows: Rows
     logprobs: torch.Tensor  # [m] with gradient
     entropy: torch.Tensor | None  # [m] with gradient
-    old: torch.Tensor  # [m] of the policy that generated, as the trainer computes them
+    old: torch.Tensor  # [m] of the old policy, as the trainer computes them; or of an older one, as the engine told
     log_ratio: torch.Tensor  # [m] logprobs - old
     ratio: torch.Tensor  # [m] importance of a token at --importance_sampling_level
     advantages: torch.Tensor  # [m]
@@ -41,7 +41,7 @@ class Terms:
     @classmethod
     def of(cls, batch: MicroBatch, output: TokenOutput, level: RatioLevel) -> Terms:
         rows = Rows.of(batch)
-        # On the first step after a rollout the policy is the one that generated: the ratio is exactly 1.
+        # On the first step after a rollout the policy is the old one itself: the ratio is exactly 1.
         old = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = output.logprobs - old
         ratio = at_level(log_ratio, rows, level).clamp(-SAFE, SAFE).exp()

@@ -1,0 +1,21 @@
+"""An external plugin of `swift rollout`: a completion takes at least SECONDS, however small the model is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import wraps
+from typing import Any
+
+from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+
+generate = GRPORolloutDeploy.generate
+
+
+@wraps(generate)
+async def slowly(*args: Any, **kwargs: Any) -> Any:
+    answer, _ = await asyncio.gather(generate(*args, **kwargs), asyncio.sleep(float(os.environ["SECONDS"])))
+    return answer
+
+
+GRPORolloutDeploy.generate = slowly  # type: ignore[method-assign]

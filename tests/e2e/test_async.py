@@ -1,0 +1,176 @@
+"""Rollouts that are generated while the one before is trained: real `swift rollout` processes and real trainers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pandas
+import pytest
+
+from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
+from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
+
+pytestmark = pytest.mark.e2e
+HERE = Path(__file__).parent
+EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
+AHEAD = ["--async_generate", "true"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("async")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Path:
+    return make_model(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def dataset(folder: Path) -> Path:
+    return make_dataset(folder / "data.jsonl")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, model: Path) -> Iterator[RolloutServer]:
+    started = RolloutServer(model, folder / "server.txt").start().wait()
+    yield started
+    started.stop()
+
+
+def train(
+    model: Path,
+    dataset: Path,
+    folder: Path,
+    server: RolloutServer,
+    flags: list[str],
+    environment: dict[str, str] | None = None,
+    meanwhile: Callable[[str], object] | None = None,
+) -> Finished:
+    asked = [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags]
+    variables = {API_KEY_VARIABLE: KEY, **(environment or {})}
+    run = megatron_rlhf(model, dataset, folder, 2, asked, variables, meanwhile=meanwhile)
+    assert run.code == 0, run.output[-4000:]
+    return run
+
+
+def numbers(run: Finished, *more: str) -> list[list[float | None]]:
+    """Of every step; rewards only where a rollout begins."""
+    names = ("loss", "grad_norm", "reward", "completions/mean_length", *more)
+    return [[step.get(name) for name in names] for step in run.log]
+
+
+def versions(rollouts: Path) -> list[set[int]]:
+    """Of the weights that generated each rollout."""
+    files = sorted(rollouts.glob("rollout-*.jsonl"))
+    return [set(pandas.read_json(file, lines=True).weights_version) for file in files]
+
+
+def test_at_staleness_0_it_is_the_synchronous_run_bit_by_bit(
+    folder: Path, model: Path, dataset: Path, server: RolloutServer
+) -> None:
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--steps_per_generation", "2",
+             "--train_iters", "6", "--save_steps", "6"]  # fmt: skip
+    runs = [
+        train(model, dataset, folder / "turns", server, flags),
+        train(model, dataset, folder / "staleness 0", server, [*flags, *AHEAD, "--max_staleness", "0"]),
+    ]
+    turns, ahead = (numbers(run) for run in runs)
+    assert ahead == turns and len(turns) == 6
+    saved, same = ((run.last_checkpoint / "model.safetensors").read_bytes() for run in runs)
+    assert same == saved and len(saved) > 100_000
+
+
+def test_one_rollout_ahead(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+    """Without a rollout correction, and with an evaluation in the middle of a rollout. The dump says which weights
+    generated, so a replay has the same old policy, and the same numbers."""
+    rollouts, validation = folder / "rollouts", make_dataset(folder / "validation.jsonl", rows=4)
+    flags = ["--steps_per_generation", "2", "--train_iters", "8", "--save_steps", "100", "--lr", "3e-3"]
+    run = train(model, dataset, folder / "one ahead", server,
+                [*flags, *AHEAD, "--log_completions", "true", "--rollout_dump", str(rollouts),
+                 "--val_dataset", str(validation), "--eval_steps", "3", "--eval_iters", "1"])  # fmt: skip
+    staleness = [step["rollout/staleness"] for step in run.log if "rollout/staleness" in step]
+    assert staleness == [0, 1, 1, 1]
+    assert all("time/generation" in step for step in run.log[::2])
+    assert versions(rollouts) == [{0}, {0}, {2}, {4}]  # the last evaluation lay beside what had begun already
+    logged = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    assert [row["gen_step"] for row in logged] == [0] * 32 + [2] * 16 + [4] * 16
+    evaluated = [line for line in map(json.loads, (run.folder / "logging.jsonl").open()) if "eval_reward" in line]
+    assert len(evaluated) >= 2
+    # of its first step on a rollout the policy has moved since; not so in the very first one
+    first_steps = [step["actor/approxkl"] for step in run.log[::2]]
+    assert first_steps[0] == 0 and all(value > 0 for value in first_steps[1:])
+    assert "time/old_logprobs" in run.log[0] and not any("time/old_logprobs" in step for step in run.log[1:])
+    assert server.ask("GET", Routes.STATUS)["weights_version"] in (4, 6, 8)
+
+    again = megatron_rlhf(model, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
+    assert again.code == 0, again.output[-4000:]
+    assert numbers(again, "actor/approxkl") == numbers(run, "actor/approxkl")
+
+
+def test_one_rollout_ahead_with_a_correction(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+    """And dynamic sampling, which asks the engine for more before it may go ahead."""
+    flags = ["--train_iters", "4", "--save_steps", "4", "--lr", "3e-3", "--dynamic_sample", "true",
+             "--max_resample_times", "2", "--reward_funcs", "every_second", "--external_plugins", str(REWARDS),
+             str(HERE / "uniform_groups.py"), "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
+    rollouts = folder / "corrected rollouts"
+    run = train(model, dataset, folder / "corrected", server, [*flags, *AHEAD, "--rollout_dump", str(rollouts)])
+    assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
+    assert all(step["actor/approxkl"] == 0 for step in run.log)  # the correction weighs, and no ratio
+    k3 = [step["rollout/k3_kl"] for step in run.log]
+    assert k3[0] < 1e-7 and all(1e-6 < value < 1 for value in k3[1:])
+    assert all("rollout_correction/ess" in step for step in run.log)
+    drawn = {path.name: set(pandas.read_json(path, lines=True).weights_version) for path in rollouts.glob("*-draw-*")}
+    assert drawn and all(found == {int(name.split("-")[1])} for name, found in drawn.items())  # newest weights
+
+
+def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+    """It dies with a rollout ahead of training, whose weights the trainer no longer has: what is missing is made with
+    those that it has now."""
+    restarted: list[str] = []
+
+    def kill(line: str) -> None:
+        if "may generate with weights 2" in line and not restarted:
+            restarted.append(line)
+            server.kill()
+            server.start()
+
+    rollouts = folder / "restarted rollouts"
+    flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100", "--save_steps", "100",
+             "--vllm_server_timeout", "600"]  # fmt: skip
+    run = train(model, dataset, folder / "restarted", server,
+                [*flags, *AHEAD, "--rollout_dump", str(rollouts)], meanwhile=kill)  # fmt: skip
+    assert restarted and "0 of 1 are left" in run.output and "is back after" in run.output
+    assert "weights 3 were sent again to what lacked them" in run.output
+    assert len(run.log) == 5 and all(step["rollout/staleness_max"] <= 1 for step in run.log)
+    found = versions(rollouts)
+    assert 3 in found[3] <= {2, 3} and found[4] == {3}
+    dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
+    assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 5 * 32
+
+
+@pytest.mark.slow
+def test_it_takes_two_thirds_of_the_time(folder: Path, model: Path, dataset: Path) -> None:
+    """Where generation takes as long as training. Both take so long by force: the model is tiny."""
+    seconds, steps = 6, 8
+    environment = {"SECONDS": str(seconds)}
+    server = RolloutServer(model, folder / "slow server.txt", ["--external_plugins", str(HERE / "slow_generation.py")],
+                           environment=environment)  # fmt: skip
+    flags = ["--train_iters", str(steps), "--save_steps", "100", "--callbacks", "stopwatch",
+             "--external_plugins", str(REWARDS), str(HERE / "slow_training.py")]  # fmt: skip
+    took = {}
+    try:
+        server.start().wait()
+        for name, ahead in (("slow turns", []), ("slow ahead", AHEAD)):
+            run = train(model, dataset, folder / name, server, [*flags, *ahead], environment=environment)
+            took[name] = json.loads((run.folder / "seconds.json").read_text())
+            waited = [step["time/generation"] for step in run.log[1:]]
+            assert all(each < seconds / 2 for each in waited) if ahead else all(each >= seconds for each in waited)
+    finally:
+        server.stop()
+    print(f"{took}, {took['slow ahead'] / took['slow turns']:.3f} of the time")
+    assert took["slow turns"] >= 2 * seconds * steps
+    assert took["slow ahead"] <= 0.65 * took["slow turns"]
