@@ -9,15 +9,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.infer_engine.protocol import RolloutInferRequest
+from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 from vllm import SamplingParams
 
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.server.completing import Completer
 from swift_megatron_grpo.server_flags import model_identity
-from swift_megatron_grpo.wire import NO_WEIGHTS, Completion, packed_logprobs
+from swift_megatron_grpo.wire import packed_logprobs
 
 WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
 
@@ -67,6 +67,7 @@ class EngineCommands:
 
     def __init__(self, engine: GRPOVllmEngine) -> None:
         self._engine = engine
+        self._completer = Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
         self.failed = asyncio.Event()  # vLLM does not recover from an error in its core
         self.commands: dict[str, pipe.Command] = {
@@ -87,26 +88,15 @@ class EngineCommands:
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        task = asyncio.ensure_future(
-            self._engine.infer_async(RolloutInferRequest(**request), RequestConfig(**sampling))
-        )
+        task = asyncio.ensure_future(self._completer.complete(request, sampling))
         self._generating.add(task)
         try:
-            response = await task
+            completion = await task
         finally:
             self._generating.discard(task)
             if self._engine.engine.errored:
                 self.failed.set()
-        choice = response.choices[0]
-        logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
-        return Completion(
-            prompt_ids=list(response.prompt_token_ids),
-            completion_ids=list(choice.token_ids),
-            logprobs=logprobs,
-            text=choice.message.content,
-            finish_reason=choice.finish_reason,
-            weights_version=NO_WEIGHTS,  # the web server knows
-        ).to_json()
+        return completion.to_json()
 
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
