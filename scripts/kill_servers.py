@@ -204,7 +204,7 @@ def judge(there: Outcome, here: Outcome) -> tuple[dict[str, Any], bool]:
         for step, same_step in zip(there.numbers, here.numbers, strict=True)
         for one, other in zip(step, same_step, strict=True)
     ]
-    same = sum(one == other for one, other in zip(there.tokens, here.tokens, strict=True))
+    same = sum(one == other for one, other in zip(there.tokens, here.tokens, strict=False))
     told = {
         "trained": len(there.ids),
         "trained without kills": len(here.ids),
