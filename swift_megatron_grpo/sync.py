@@ -158,6 +158,15 @@ class WeightSync:
         return manifest, full
 
     def _attempt(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt:
+        """Until an engine has answered: all servers may be lost while they are asked, and come back."""
+        while True:
+            attempt = self._attempt_once(version, timer, asleep, full)
+            if attempt is not None:
+                return attempt
+            self._log.warning(f"every server that had weights {version} was lost before they were checked; once more")
+            full = True  # what comes next is new
+
+    def _attempt_once(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt | None:
         if asleep:
             self._wake_weights(timer)
         manifest, full = self._load(version, timer, full)
@@ -172,7 +181,10 @@ class WeightSync:
             if manifest is not None and full:
                 found, unreadable = self._faults_of_tensors(manifest, self._holdings())
                 problems += found
-            difference, found = self._faults_of_numbers(expected)
+            apart = self._differences(expected)
+        if not apart:
+            return None
+        difference, found = self._faults_of_numbers(apart)
         return _Attempt(manifest, problems + found, unreadable, difference)
 
     def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
@@ -241,20 +253,20 @@ class WeightSync:
         problems = list(chain.from_iterable(part for part, _ in told))
         return problems, set().union(*(part for _, part in told))
 
-    def _faults_of_numbers(self, expected: Sequence[Sequence[float]]) -> tuple[Difference, list[Problem]]:
-        """Every engine against every data-parallel rank."""
+    def _differences(self, expected: Sequence[Sequence[float]]) -> dict[str, Difference]:
+        """Of every engine from any data-parallel rank."""
         answers = self._coordinator.all_gather_or_raise(
             lambda: self._engine.score(self.canary.tokens), "asking the engines about a fixed text"
         )
-        apart = {
+        return {
             engine: Difference.largest(Difference.of(told, mine) for mine in expected)
             for answer in answers
             for engine, told in answer.items()
         }
+
+    def _faults_of_numbers(self, apart: dict[str, Difference]) -> tuple[Difference, list[Problem]]:
         bound = BOUNDS[self._config.dtype]
         beyond = {engine: each for engine, each in apart.items() if bound.exceeded(each, self._usual)}
         verdict = bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
         problems = [Problem(engine, verdict, numbers_only=True) for engine in beyond]
-        if not apart:
-            problems = [Problem("engines", "none of them has said what it makes of the fixed text")]
         return Difference.largest(apart.values()), problems

@@ -21,6 +21,7 @@ from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure, Slow, Unreachable
 from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
 from swift_megatron_grpo.generation.engine import News, Request
+from swift_megatron_grpo.generation.recovery import Recoveries
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
@@ -49,7 +50,7 @@ class RemoteGeneration:
         self._dispatcher = Dispatcher(len(requests))
         self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by server
         self._finished: dict[int, Rollout] = {}  # by place in `requests`; not told yet
-        self._lost_at: dict[int, float] = {}  # requests that are asked again, and when their server was lost
+        self._recoveries = Recoveries()
         self._failure: Exception | None = None
         self._changed, self._moved = asyncio.Event(), asyncio.Event()
         self._running = background.start(self._run())
@@ -141,7 +142,7 @@ class RemoteGeneration:
         for url in self._dispatcher.servers - set(ready):
             lost = self._dispatcher.lose(url)
             self._stop_asking(url)
-            self._lost_at |= dict.fromkeys(lost, time.monotonic())
+            self._recoveries.lost(url, lost, time.monotonic())
             if lost:
                 logger.warning(f"{len(lost)} unfinished completions of {url} are asked again")
         for url in set(ready) - self._dispatcher.servers:
@@ -192,7 +193,8 @@ class RemoteGeneration:
         else:
             if self._dispatcher.finish(place, server.url):
                 self._finished[place] = _rollout(request, answer)
-                self._tell_recovery(place)
+                for recovery in self._recoveries.finished(place, time.monotonic()):
+                    logger.warning(recovery)
 
     def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
         prompt = self._requests[place].prompt
@@ -202,13 +204,6 @@ class RemoteGeneration:
         self._failure = RuntimeError(
             f"prompt {prompt.prompt_id} could not be completed in {_TRIES} tries, the last by {server.url}: {failure}"
         )
-
-    def _tell_recovery(self, place: int) -> None:
-        lost_at = self._lost_at.pop(place, None)
-        if lost_at is not None and not self._lost_at:
-            logger.warning(
-                f"every completion of a lost server is there again, {time.monotonic() - lost_at:.1f} s later"
-            )
 
 
 def _rollout(request: Request, answer: Completion) -> Rollout:

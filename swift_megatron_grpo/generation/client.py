@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import fields
 from typing import Any
 
@@ -35,6 +36,12 @@ class Client:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self._session = session
+        self._asking: set[asyncio.Task[dict[str, Any]]] = set()
+
+    def give_up(self) -> None:
+        """Whoever waits for an answer learns that there will be none. It may be long until a connection notices."""
+        for task in self._asking:
+            task.cancel()
 
     async def status(self, timeout: float) -> ServerStatus:
         said = await self._ask("GET", Routes.STATUS, timeout)
@@ -62,6 +69,19 @@ class Client:
     async def _ask(
         self, method: str, route: str, timeout: float, asked: dict[str, Any] | None = None
     ) -> dict[str, Any]:
+        asking = asyncio.create_task(self._answer(method, route, timeout, asked))
+        self._asking.add(asking)
+        try:
+            return await asking
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if me is None or me.cancelling():
+                raise
+            raise Unreachable("it was given up") from None
+        finally:
+            self._asking.discard(asking)
+
+    async def _answer(self, method: str, route: str, timeout: float, asked: dict[str, Any] | None) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._session.request(method, self.url + route, json=asked, timeout=limit) as response:

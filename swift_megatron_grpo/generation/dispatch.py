@@ -1,12 +1,13 @@
 """Who answers which request: the decisions alone, without a clock, a socket or a thread.
 
 Requests are numbers. They go out in order, each to the server with the largest share of its slots free, so a server
-that is quicker gets more of them. What a lost server was answering waits in front of everything else.
+that is quicker gets more of them. What a lost server was answering waits in front of everything else. What a server
+refused goes to another one, if there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 _NOBODY: Mapping[str, int] = {}
@@ -23,7 +24,7 @@ class Dispatcher:
         self._waiting = list(range(requests - 1, -1, -1))  # the next one is the last
         self._running: dict[str, set[int]] = {}  # by server; those that may answer are its keys
         self._slots: dict[str, int] = {}
-        self._refusals: dict[int, int] = {}
+        self._refusals: dict[int, list[str]] = {}  # by request, the servers
         self.unfinished = requests
 
     @property
@@ -49,11 +50,17 @@ class Dispatcher:
 
     def assign(self, of_others: Mapping[str, int] = _NOBODY) -> list[Assignment]:
         """As many as there are free slots for. `of_others`: slots that other generations take, by server."""
-        assigned = []
-        while self._waiting and (server := self._freest(of_others)) is not None:
+        assigned, kept = [], []
+        while self._waiting and self._freest(self.servers, of_others) is not None:
             request = self._waiting.pop()
+            willing = self.servers.difference(self._refusals.get(request, ())) or self.servers
+            server = self._freest(willing, of_others)
+            if server is None:  # those that have not refused it are busy
+                kept.append(request)
+                continue
             self._running[server].add(request)
             assigned.append(Assignment(request, server))
+        self._waiting.extend(reversed(kept))
         return assigned
 
     def finish(self, request: int, server: str) -> bool:
@@ -66,16 +73,17 @@ class Dispatcher:
 
     def refuse(self, request: int, server: str) -> int:
         """The server is well and could not answer this one. Asked again after all others; how often it was refused."""
+        refusals = self._refusals.setdefault(request, [])
         if request in self._running.get(server, ()):
             self._running[server].remove(request)
             self._waiting.insert(0, request)
-            self._refusals[request] = self._refusals.get(request, 0) + 1
-        return self._refusals.get(request, 0)
+            refusals.append(server)
+        return len(refusals)
 
-    def _freest(self, of_others: Mapping[str, int]) -> str | None:
+    def _freest(self, servers: Collection[str], of_others: Mapping[str, int]) -> str | None:
         free = {
-            server: 1 - (len(self._running[server]) + of_others.get(server, 0)) / slots
-            for server, slots in self._slots.items()
+            server: 1 - (len(self._running[server]) + of_others.get(server, 0)) / self._slots[server]
+            for server in servers
         }
-        best = max(free, key=lambda server: free[server], default=None)
+        best = max(sorted(free), key=lambda server: free[server], default=None)
         return best if best is not None and free[best] > 0 else None

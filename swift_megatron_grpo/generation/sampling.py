@@ -1,8 +1,4 @@
-"""Completions from a vLLM engine in this process: ms-swift encodes the prompts, vLLM is asked for what is read.
-
-ms-swift's `infer` makes vLLM turn every token into text as it comes and report every request at every step, and then
-turns each token into text once more beside its log-prob. On an H200 that was a quarter of the time of generation.
-"""
+"""Completions from a vLLM engine in this process: ms-swift encodes the prompts, vLLM is asked for what is read."""
 
 from __future__ import annotations
 
@@ -10,13 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine
-from vllm import SamplingParams
-from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.engine import Request
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.vllm_sampling import sampled_logprobs, sampling_params
 
 
 def sample(
@@ -27,7 +22,7 @@ def sample(
     adapter = engine._get_grpo_lora_request()
     for number, request in enumerate(requests):
         inputs = encoded[request.prompt.prompt_id]
-        params = _sampling_params(engine, inputs, sampling, request.seed)
+        params = sampling_params(engine, inputs, request_config(sampling, request.seed))
         engine._add_request(inputs, params, str(number), adapter_request=adapter)
     finished: dict[str, Any] = {}
     while engine.engine.has_unfinished_requests():
@@ -42,7 +37,7 @@ def sample(
                 prompt=request.prompt,
                 prompt_ids=list(output.prompt_token_ids),
                 completion_ids=token_ids,
-                logprobs=_logprobs(answer),
+                logprobs=sampled_logprobs(answer),
                 text=engine.template.decode_generate_ids(
                     token_ids, template_inputs=encoded[request.prompt.prompt_id]["template_inputs"]
                 ),
@@ -59,25 +54,3 @@ def _encode(engine: GRPOVllmEngine, prompts: Sequence[Prompt]) -> dict[str, dict
     engine.template.set_mode("vllm")
     inputs, _ = engine._batch_encode([infer_request(prompt) for prompt in distinct.values()], strict=True)
     return dict(zip(distinct, inputs, strict=True))
-
-
-def _sampling_params(
-    engine: GRPOVllmEngine, inputs: dict[str, Any], sampling: SamplingConfig, seed: int | None
-) -> SamplingParams:
-    request = request_config(sampling, seed)
-    engine.set_default_max_tokens(request, inputs)
-    params = engine._prepare_generation_config(request)
-    engine._add_stop_words(params, request)
-    params.output_kind = RequestOutputKind.FINAL_ONLY
-    params.flat_logprobs = True
-    # A stop word that is one token ends a completion as a token; only longer ones have to be looked for in the text.
-    params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
-    params.detokenize = bool(params.stop)
-    return params
-
-
-def _logprobs(answer: Any) -> list[float]:
-    """[c]. Only the sampled token's was asked for, so there is one for each position."""
-    values: list[float] = list(answer.logprobs.logprobs)
-    assert len(values) == len(answer.token_ids)
-    return values

@@ -178,6 +178,7 @@ class Servers:
         server.status = None
         server.why_out, server.out_since = why, time.monotonic()
         server.drop_line()
+        server.client.give_up()
         logger.warning(f"rollout server {server.url} is out: {why}; {len(self.present)} of {len(self.all)} are left")
         self.tell_change()
 

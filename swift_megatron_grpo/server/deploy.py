@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo.server import worker
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
+from swift_megatron_grpo.server.disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.weights.channel import Rendezvous, listen
 from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, NO_WEIGHTS, PROTOCOL, Routes, ServerStatus
@@ -127,9 +128,10 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             )
         )
 
-    async def generate(self, asked: GenerateRequest) -> dict[str, Any]:
+    async def generate(self, asked: GenerateRequest, request: Request) -> dict[str, Any]:
         self._refuse_other_weights(asked.weights_version)
-        answer = await self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
+        answering = self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
+        answer = await while_connected(request, answering)
         return {**answer, "weights_version": asked.weights_version}
 
     async def score(self, asked: ScoreRequest) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 """Commands from the web server to the process that holds the engine: many at a time, each with an id, JSON both ways.
+One that the web server no longer waits for is taken back.
 
 ms-swift's own pipe carries one command at a time, and its web server waits for the answer without serving anybody
 else. This is a second pipe beside it.
@@ -61,13 +62,17 @@ class Commands:
         try:
             _send(self._connection, {"id": number, "command": command, "arguments": arguments})
             return await answer
+        except asyncio.CancelledError:  # nobody waits for it any more
+            if not self._gone:
+                _send(self._connection, {"id": number, "take_back": True})
+            raise
         finally:
             self._waiting.pop(number, None)
 
 
 async def serve(connection: Connection, commands: Mapping[str, Command]) -> None:
     """The engine's end: runs each command as a task of its own, until the other end is gone."""
-    tasks: set[asyncio.Task[None]] = set()
+    running: dict[int, asyncio.Task[None]] = {}
 
     async def answer(message: dict[str, Any]) -> None:
         try:
@@ -76,12 +81,17 @@ async def serve(connection: Connection, commands: Mapping[str, Command]) -> None
             said = {"id": message["id"], "error": "taken back, because new weights arrived"}
         except Exception as error:
             said = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+        finally:
+            running.pop(message["id"], None)
         _send(connection, said)
 
     async for message in _messages(connection):
-        task = asyncio.create_task(answer(message))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        number = message["id"]
+        if "take_back" in message:
+            if number in running:
+                running.pop(number).cancel()
+        else:
+            running[number] = asyncio.create_task(answer(message))
 
 
 async def _messages(connection: Connection) -> AsyncIterator[dict[str, Any]]:

@@ -6,19 +6,21 @@ import asyncio
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.infer_engine.protocol import RolloutInferRequest
+from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 from vllm import SamplingParams
 
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.server.completing import Completer
 from swift_megatron_grpo.server_flags import model_identity
-from swift_megatron_grpo.wire import NO_WEIGHTS, Completion, packed_logprobs
+from swift_megatron_grpo.wire import packed_logprobs
 
+_EVERY = 0.5  # seconds between two looks at vLLM's core
 WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
 
 
@@ -37,7 +39,7 @@ async def _main(
     async def serve() -> None:
         commands = EngineCommands(await built)
         await asyncio.wait(
-            [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failed.wait())],
+            [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failure())],
             return_when=asyncio.FIRST_COMPLETED,
         )
 
@@ -67,16 +69,25 @@ class EngineCommands:
 
     def __init__(self, engine: GRPOVllmEngine) -> None:
         self._engine = engine
+        self._completer = Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        self.failed = asyncio.Event()  # vLLM does not recover from an error in its core
+        each = (self.describe, self.generate, self.join, self.receive, self.score, self.holdings)
         self.commands: dict[str, pipe.Command] = {
-            "describe": self.describe,
-            "generate": self.generate,
-            "join": self.join,
-            "receive": self.receive,
-            "score": self.score,
-            "holdings": self.holdings,
+            command.__name__: partial(self._unless_engine_failed, command) for command in each
         }
+
+    async def failure(self) -> None:
+        """Returns when vLLM's core has failed or was killed, from which it does not recover."""
+        while not self._engine.engine.errored:
+            await asyncio.sleep(_EVERY)
+
+    async def _unless_engine_failed(self, command: pipe.Command, **arguments: Any) -> Any:
+        try:
+            return await command(**arguments)
+        except Exception:
+            if self._engine.engine.errored:  # the answer is that this process ends, not that it could not do this
+                await asyncio.Event().wait()
+            raise
 
     async def describe(self) -> dict[str, Any]:
         config = self._engine.engine.vllm_config
@@ -88,26 +99,13 @@ class EngineCommands:
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        task = asyncio.ensure_future(
-            self._engine.infer_async(RolloutInferRequest(**request), RequestConfig(**sampling))
-        )
+        task = asyncio.ensure_future(self._completer.complete(request, sampling))
         self._generating.add(task)
         try:
-            response = await task
+            completion = await task
         finally:
             self._generating.discard(task)
-            if self._engine.engine.errored:
-                self.failed.set()
-        choice = response.choices[0]
-        logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
-        return Completion(
-            prompt_ids=list(response.prompt_token_ids),
-            completion_ids=list(choice.token_ids),
-            logprobs=logprobs,
-            text=choice.message.content,
-            finish_reason=choice.finish_reason,
-            weights_version=NO_WEIGHTS,  # the web server knows
-        ).to_json()
+        return completion.to_json()
 
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 _TRAINER = 0
+_CONNECT = timedelta(seconds=30)  # to a store that is listening, unless its process was killed a moment ago
 # Groups that were closed in the middle of a transfer. gloo's cannot be interrupted, and taking one down waits for it.
 _abandoned: list[Any] = []
 
@@ -49,7 +50,8 @@ class Channel:
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         self.device = device
         timeout = timedelta(seconds=rendezvous.timeout)
-        meeting = TCPStore(rendezvous.host, rendezvous.port, timeout=timeout, wait_for_workers=False)
+        meeting = TCPStore(rendezvous.host, rendezvous.port, timeout=min(timeout, _CONNECT), wait_for_workers=False)
+        meeting.set_timeout(timeout)
         store = PrefixStore(rendezvous.session, meeting)
         make = _nccl_group if device.type == "cuda" else _gloo_group
         self._group: Any = make(store, rank, rendezvous, timeout)

@@ -45,6 +45,9 @@ def upstream() -> dict[str, Any]:
                                                "shutdown", "vllm_config") if hasattr(AsyncLLM, name)],
             "AsyncLLM": source(AsyncLLM.__init__),
             "generate": parameters(AsyncLLM.generate),
+            "given_up": source(AsyncLLM.generate),
+            "errored": source(AsyncLLM.errored.fget),
+            "infer_async": source(GRPOVllmEngine.__mro__[1].infer_async),
             "adapter": parameters(GRPOVllmEngine._get_grpo_lora_request_async),
             "parallel": sorted(ParallelConfig.__dataclass_fields__),
             "extension": source(worker_base),
@@ -103,6 +106,24 @@ def test_each_replica_can_be_asked_for_itself_and_with_the_adapter() -> None:
     """server/worker.py: the log-probs of the fixed text."""
     assert {"lora_request", "data_parallel_rank"} <= set(upstream()["generate"])
     assert upstream()["adapter"] == ["self", "adapter_request"]
+
+
+def test_a_request_is_given_up_when_its_task_is_cancelled() -> None:
+    """server/disconnect.py: a client that has gone."""
+    source = upstream()["given_up"]
+    assert "except (asyncio.CancelledError, GeneratorExit):" in source and "await self.abort(" in source
+
+
+def test_an_engine_whose_core_was_killed_says_so() -> None:
+    """server/worker.py: failure()."""
+    assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
+
+
+def test_a_prompt_is_encoded_by_the_template_in_another_thread() -> None:
+    """server/completing.py does as infer_async."""
+    source = upstream()["infer_async"]
+    assert "self.template.set_mode('vllm')" in source
+    assert "run_in_executor(None, self.template.encode, infer_request, True)" in source
 
 
 def test_vllm_mixes_our_class_into_its_worker() -> None:

@@ -200,7 +200,7 @@ def test_the_bridge_exports_weights_under_their_hugging_face_names() -> None:
 
 
 def test_the_engine_encodes_and_makes_sampling_parameters() -> None:
-    """generation/sampling.py; tests/e2e/test_generation.py compares the answers."""
+    """generation/sampling.py, vllm_sampling.py; tests/e2e/test_generation.py compares the answers."""
     assert upstream()["engine"] == {
         "_add_request": ["self", "inputs", "generation_config", "request_id", "adapter_request"],
         "_batch_encode": ["self", "infer_requests", "strict"],

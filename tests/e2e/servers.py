@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HOST = "127.0.0.1"
 KEY = "a key for tests"
 
@@ -79,6 +81,13 @@ class RolloutServer:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
         return self.process.wait(timeout=60)
+
+    def cpu_seconds(self) -> float:
+        """That its processes have used so far."""
+        assert self.process is not None
+        root = psutil.Process(self.process.pid)
+        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return sum(each.user + each.system for each in times)
 
     def ask(self, method: str, route: str, asked: Any = None, key: str | None = KEY) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})

@@ -1,4 +1,4 @@
-"""An external plugin for tests: faults on the way from the trainer to vLLM, in a real run.
+"""An external plugin for tests: faults on the way from the trainer to vLLM, here or in a server, in a real run.
 
 FAULTS names a scenario: before which step which faults are planted, one after the other. What the run says of each goes
 to faults.RANK.json in --output_dir, then the step is done without. The faults before LAST stay, and end the run.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import torch
 from mcore_bridge import LoraParallelLinear
 
 import swift_megatron_grpo.weights.export as export
-from swift_megatron_grpo.generation.engine import NamedWeights
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News, Request
+from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.loop import GRPOLoop
+from swift_megatron_grpo.types import Rollout
 
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]
 Change = Callable[[NamedWeights], NamedWeights]
@@ -93,41 +96,53 @@ def experts_swapped_in_export(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def experts_swapped_for_engine_1(loop: GRPOLoop) -> Iterator[None]:
-    if torch.distributed.get_rank() != 1:
+def experts_swapped_for_one_engine(loop: GRPOLoop) -> Iterator[None]:
+    """That of rank 1; or of rank 0, which alone speaks to servers."""
+    speaker = 0 if isinstance(loop.parts.generation, RemoteVllm) else 1
+    if torch.distributed.get_rank() != speaker:
         yield
         return
     with on_the_way(loop, swapped):
         yield
 
 
-def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
+@dataclass
+class Changed:
+    """A generation that tells other completions than were made."""
+
+    generation: Generation
+    change: Callable[[Rollout], Rollout]
+
+    def next(self) -> News:
+        news = self.generation.next()
+        return replace(news, finished={index: self.change(rollout) for index, rollout in news.finished.items()})
+
+
+def answering(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> AbstractContextManager[None]:
     engine: Any = loop.parts.generation
-    complete = engine._complete
+    generate = engine.generate
+    return replaced(engine, "generate", lambda *args: Changed(generate(*args), change))
+
+
+def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
     loop._compared_with_engine = False
-
-    def shifted(*args: Any) -> Any:
-        answers = complete(*args)
-        return [replace(each, logprobs=[*each.logprobs[1:], each.logprobs[0]]) for each in answers]
-
-    return replaced(engine, "_complete", shifted)
+    return answering(loop, lambda told: replace(told, logprobs=[*told.logprobs[1:], told.logprobs[0]]))  # type: ignore[misc, index]
 
 
 def temperature_not_heeded(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.parts.generation
-    complete = engine._complete
+    generate = engine.generate
     loop._compared_with_engine = False
-    return replaced(engine, "_complete", lambda asked, sampling: complete(asked, replace(sampling, temperature=1.0)))
+
+    def heedless(requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        told: Generation = generate(requests, unit, replace(sampling, temperature=1.0))
+        return told
+
+    return replaced(engine, "generate", heedless)
 
 
 def older_weights_answer(loop: GRPOLoop) -> AbstractContextManager[None]:
-    engine: Any = loop.parts.generation
-    complete = engine._complete
-
-    def older(*args: Any) -> Any:
-        return [replace(each, weights_version=each.weights_version - 1) for each in complete(*args)]
-
-    return replaced(engine, "_complete", older)
+    return answering(loop, lambda told: replace(told, weights_version=told.weights_version - 1))
 
 
 def adapter_bound_to_nothing(loop: GRPOLoop) -> AbstractContextManager[None]:
@@ -158,7 +173,7 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
     },
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
-LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_engine_1]), "adapter": (-1, [])}
+LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine]), "adapter": (-1, [])}
 scenario = os.environ["FAULTS"]
 told: dict[str, Any] = {}
 base: dict[str, torch.Tensor] = {}
@@ -184,13 +199,13 @@ def step_with_faults(self: GRPOLoop) -> dict[str, float]:
 
 def story(loop: GRPOLoop, fault: Fault) -> str:
     engine: Any = loop.parts.generation
-    complete, times = engine._complete, [0]
+    generate, times = engine.generate, [0]
 
     def counted(*args: Any) -> Any:
         times[0] += 1
-        return complete(*args)
+        return generate(*args)
 
-    with replaced(engine, "_complete", counted), fault(loop):
+    with replaced(engine, "generate", counted), fault(loop):
         try:
             step(loop)
         except RuntimeError as error:

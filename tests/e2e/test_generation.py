@@ -1,4 +1,4 @@
-"""generation/sampling.py asks vLLM by itself, for speed: the answers are those of ms-swift's `infer`."""
+"""vLLM is asked without ms-swift's `infer`, for speed (vllm_sampling.py): the answers are the same."""
 
 from __future__ import annotations
 
@@ -8,25 +8,44 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.runs import REPOSITORY, make_model
 
 
-@pytest.mark.e2e
-def test_the_answers_are_those_of_ms_swifts_engine(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
+def said_by(script: str, model: Path) -> Any:
     environment = {**os.environ, "MASTER_PORT": str(random.randint(20000, 32000))}
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.same_answers", str(model)],
+        [sys.executable, "-m", script, str(model)],
         cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert finished.returncode == 0, finished.stderr[-3000:]
-    plain, stopped = json.loads(finished.stdout.splitlines()[-1])
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.e2e
+def test_the_answers_are_those_of_ms_swifts_engine(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    plain, stopped = said_by("tests.e2e.same_answers", model)
     for told in (plain, stopped):
         assert told["mine"] == told["theirs"] and len(told["mine"]) == 9
         assert told["versions"] == [3] * 9
     assert [len(ids) for _, ids, *_ in plain["mine"]] == [24] * 6 + [20] * 3
     reasons = [reason for *_, reason, _ in stopped["mine"]]
     assert "stop" in reasons and all(len(ids) < 20 for _, ids, *_ in stopped["mine"][-3:])
+
+
+@pytest.mark.e2e
+def test_a_servers_answers_are_those_of_ms_swifts_and_come_sooner(tmp_path: Path) -> None:
+    told = said_by("tests.e2e.server_engine", make_model(tmp_path / "model"))
+    for mine, theirs in told["pairs"]:  # greedy, seeded, with a stop word
+        assert mine == theirs
+    assert [len(ids) for (_, ids, *_), _ in told["pairs"]][:6] == [24, 24, 20] * 2
+    assert "stop" in {reason for (_, _, _, reason, _), _ in told["pairs"][6:]}
+    assert len({tuple(ids) for _, ids, *_ in told["together"]}) == 8  # each with a seed of its own
+    assert told["encoded"] == 1 and told["kept"] == 0
+    assert told["left"] == 0  # in the engine, of 64 that were taken back
+    theirs, mine = (max(rates) for rates in zip(*told["rates"], strict=True))
+    assert mine > theirs, told["rates"]

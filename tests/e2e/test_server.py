@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,10 +16,13 @@ from threading import Thread
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.generation.engine import requests_for
 from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.server_flags import read_model_identity
+from swift_megatron_grpo.types import Prompt, Rollout
 from swift_megatron_grpo.weights.remote import BucketTransport
 from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
@@ -131,6 +136,42 @@ def test_a_killed_server_takes_nothing_with_it(
         assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
     assert hf_difference(disturbed.last_checkpoint, base=dense)["max"] < 1e-4
     servers[0].wait()
+
+
+def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
+    dense: Path, servers: list[RolloutServer]
+) -> None:
+    """One server stops dead with half of the requests. They run out of time and are asked again; when it goes on,
+    nobody waits for its answers, and it does not make them."""
+    stuck, well = servers
+    config = ServerConfig(
+        urls=(stuck.url, well.url), group_ports=(0, 0), timeout=120, request_timeout=15, api_key=KEY,
+        bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
+    )  # fmt: skip
+    engine = RemoteVllm(config, BucketTransport(torch.device("cpu"), 2**20), rank=0)
+    prompts = [Prompt(str(i), {"messages": [{"role": "user", "content": f"question {i}"}]}) for i in range(32)]
+    requests = requests_for(prompts, 2, seed=1, version=7)
+    asked_before = well.log.read_text().count(f"POST {Routes.GENERATE}")
+    try:
+        engine.check()
+        assert engine.lacks(7)
+        engine.load_weights(load_file(dense / "model.safetensors").items(), 7, None, accounted=False)
+        engine.trust()
+        os.killpg(stuck.process.pid, signal.SIGSTOP)
+        generation = engine.generate(requests, 2, SamplingConfig(1.0, 1.0, -1, 1.0, 200, ()))
+        rollouts: dict[int, Rollout] = {}
+        while len(rollouts) < len(requests):
+            rollouts |= generation.next().finished
+        before = stuck.cpu_seconds()
+    finally:
+        os.killpg(stuck.process.pid, signal.SIGCONT)
+        engine.shutdown()
+    assert sorted(rollouts) == list(range(len(requests)))
+    assert {rollout.weights_version for rollout in rollouts.values()} == {7}
+    assert well.log.read_text().count(f"POST {Routes.GENERATE}") - asked_before == len(requests)
+    stuck.ask("GET", "/health")  # it goes on
+    time.sleep(6)
+    assert stuck.cpu_seconds() - before < 1  # seconds; generating takes more than two
 
 
 ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]

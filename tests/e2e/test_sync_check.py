@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.wire import API_KEY_VARIABLE
 from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 PLUGINS = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("sync_faults.py"))]
@@ -31,11 +35,30 @@ def told(run: Finished) -> dict[str, str]:
     return one  # type: ignore[no-any-return]
 
 
-def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path) -> None:
-    model = make_model(folder / "moe", kind="moe")
+WHERE = pytest.mark.parametrize("where", ["colocate", pytest.param("server", marks=pytest.mark.slow)])
+
+
+@contextmanager
+def generating(where: str, model: Path, flags: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Where vLLM runs: flags of the trainer, and the name of its engines."""
+    if where == "colocate":
+        yield [], "engine 0, engine 1"
+        return
+    server = RolloutServer(model, model.with_suffix(".server.txt"), flags).start()
+    try:
+        yield ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url], server.url
+    finally:
+        server.stop()
+
+
+@WHERE
+def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: str) -> None:
+    model = make_model(folder / f"moe {where}", kind="moe")
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
              "1", "--train_iters", "12", "--save_steps", "100", "--temperature", "0.7", *PLUGINS]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, {"FAULTS": "experts"})
+    with generating(where, model, ["--model_type", "qwen3_moe"]) as (more, engines):
+        environment = {"FAULTS": "experts", API_KEY_VARIABLE: KEY}
+        run = megatron_rlhf(model, dataset, folder / f"experts {where}", 2, [*flags, *more], environment)
     up = "model.layers.1.mlp.experts.2.up_proj.weight"
     assert "first weight sync: vLLM holds all 87 tensors bit by bit" in run.output
     found = told(run)
@@ -47,7 +70,7 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path) -> None
     assert swapped.startswith(STOPPED) and "So the export itself is wrong" in swapped
     stale = found["tensor_lost_on_the_way, step 2"]
     assert stale.startswith(STOPPED)
-    assert f"engine 0, engine 1: the engine holds other values than were sent: {up}" in stale
+    assert f"{engines}: the engine holds other values than were sent: {up}" in stale
     swapped = found["experts_swapped_on_the_way, step 2"]
     assert swapped.startswith(STOPPED)
     assert all(f"experts.{i}.{name}_proj" in swapped for i in (0, 1) for name in ("down", "gate", "up"))
@@ -57,18 +80,22 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path) -> None
     assert "weight sync 3 failed its check, was repeated, and is good now" in run.output
     assert found["temperature_not_heeded, step 5"] == "nothing was said"
     assert "vLLM does not heed --temperature 0.7" in run.output
-    assert run.code != 0  # the last fault is of one engine of two
-    assert "weight sync 7 failed its check twice" in run.output and "engine 1: the engine holds other" in run.output
+    assert run.code != 0  # the last fault is of one engine
+    assert "weight sync 7 failed its check twice" in run.output
+    assert f"{engines.split(', ')[-1]}: the engine holds other" in run.output
     assert all(step.get("sync_check/mean_diff", 0) < 1e-5 for step in run.log)
 
 
-def test_twenty_syncs_of_an_adapter(folder: Path, dataset: Path) -> None:
+@WHERE
+def test_twenty_syncs_of_an_adapter(folder: Path, dataset: Path, where: str) -> None:
     """The engine equals the trainer after each, bit by bit, and the base is what it was."""
-    model = make_model(folder / "dense")
+    model = make_model(folder / f"dense {where}")
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
              "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
              "--save_steps", "100", *PLUGINS]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder / "adapter", 2, flags, {"FAULTS": "adapter"})
+    with generating(where, model, ["--torch_dtype", "bfloat16"]) as (more, _):
+        environment = {"FAULTS": "adapter", API_KEY_VARIABLE: KEY}
+        run = megatron_rlhf(model, dataset, folder / f"adapter {where}", 2, [*flags, *more], environment)
     assert run.code == 0, run.output[-4000:]
     assert len(run.log) == 20 and all(step["sync_check/mean_diff"] < 5e-3 for step in run.log)
     assert run.output.count("failed its check") == 0

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
+from swift_megatron_grpo.generation.recovery import Recoveries
 
 
 def test_requests_go_in_order_to_the_freest_server() -> None:
@@ -50,6 +51,44 @@ def test_slots_that_another_generation_takes_are_not_free() -> None:
     dispatcher.admit("b", 2)
     assert dispatcher.assign({"a": 2, "b": 1}) == [Assignment(0, "b")] and dispatcher.waits
     assert [each.server for each in dispatcher.assign({"b": 0})] == ["a", "a", "b"] and not dispatcher.waits
+
+
+def test_what_a_server_refused_goes_to_another_one() -> None:
+    dispatcher = Dispatcher(4)
+    dispatcher.admit("slow", 4)
+    dispatcher.admit("well", 1)
+    at = {each.request: each.server for each in dispatcher.assign()}
+    [kept] = [request for request, server in at.items() if server == "well"]
+    refused = next(request for request, server in at.items() if server == "slow")
+    assert dispatcher.refuse(refused, "slow") == 1
+    assert dispatcher.assign() == []  # rather than of the slow one, which has room
+    assert dispatcher.finish(kept, "well")
+    assert dispatcher.assign() == [Assignment(refused, "well")]
+    assert dispatcher.refuse(refused, "well") == 2
+    assert dispatcher.assign() != []  # both have refused it
+
+
+def test_a_refused_request_does_not_hold_up_others() -> None:
+    dispatcher = Dispatcher(3)
+    dispatcher.admit("slow", 1)
+    assert dispatcher.assign() == [Assignment(0, "slow")]
+    assert dispatcher.refuse(0, "slow") == 1
+    dispatcher.admit("well", 1)
+    assert {each.request for each in dispatcher.assign()} == {1, 2}
+    assert dispatcher.finish(2, "slow") or dispatcher.finish(2, "well")
+
+
+def test_the_cost_of_each_loss_is_told_when_it_is_made_good() -> None:
+    recoveries = Recoveries()
+    recoveries.lost("a", {1, 2}, now=10)
+    recoveries.lost("idle", set(), now=10)
+    assert recoveries.finished(3, now=11) == [] and recoveries.finished(1, now=11) == []
+    recoveries.lost("b", {2, 4}, now=12)  # the one that a's second request had gone to
+    [of_a] = recoveries.finished(2, now=13)
+    assert "a had not finished" in of_a and "2 generated anew, 3.0 s" in of_a
+    [of_b] = recoveries.finished(4, now=15)
+    assert "b had not finished" in of_b and "2 generated anew, 3.0 s" in of_b
+    assert recoveries.finished(4, now=16) == []
 
 
 @settings(max_examples=200)

@@ -1,0 +1,100 @@
+"""A rollout server's engine asked twice, by server/completing.py and by ms-swift's `infer_async`.
+
+python -m tests.e2e.server_engine MODEL
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+Ask = Callable[[dict[str, Any], dict[str, Any]], Awaitable[list[Any]]]
+TOKENS, MANY = 24, 128
+
+
+def request(question: str, number: int = 0) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], "uuid": f"{question[:5]} {number}"}
+
+
+async def compare(model: str) -> dict[str, Any]:
+    import torch
+    from swift.infer_engine import GRPOVllmEngine, RequestConfig
+    from swift.infer_engine.protocol import RolloutInferRequest
+
+    from swift_megatron_grpo.server.completing import Completer
+    from swift_megatron_grpo.server.worker import WORKER_EXTENSION
+
+    engine = GRPOVllmEngine(
+        model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,
+        max_num_seqs=64, enforce_eager=True, max_model_len=128, logprobs_mode="processed_logprobs", seed=1,
+        engine_kwargs={"worker_extension_cls": WORKER_EXTENSION},
+    )  # fmt: skip
+    completer = Completer(engine)
+
+    async def mine(asked: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
+        told = await completer.complete(asked, sampling)
+        return [told.prompt_ids, told.completion_ids, told.text, told.finish_reason, told.logprobs]
+
+    async def theirs(asked: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
+        told = await engine.infer_async(RolloutInferRequest(**asked), RequestConfig(**sampling))
+        choice = told.choices[0]
+        logprobs = [token["logprob"] for token in choice.logprobs["content"]]
+        return [told.prompt_token_ids, choice.token_ids, choice.message.content, choice.finish_reason, logprobs]
+
+    def sampling(seed: int | None = None, stop: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+        asked = RequestConfig(max_tokens=TOKENS, seed=seed, stop=list(stop), return_details=True, logprobs=True, **more)
+        return asdict(asked)
+
+    questions = ["hello", "what is two and two?", "a" * 70]  # the last one leaves less room than asked for
+    greedy, seeded = sampling(temperature=0.9, top_k=1), sampling(7, temperature=0.9, top_p=0.9)
+    said = (await mine(request(questions[0]), greedy))[1]
+    word = engine.tokenizer.decode(said[2:5])  # a token is a character here, so it is no token of its own
+    cases = [greedy, seeded, sampling(temperature=0.9, top_k=1, stop=[word])]
+    pairs = [[await ask(request(question), case) for ask in (mine, theirs)] for case in cases for question in questions]
+
+    # one prompt in flight many times is encoded once, and its encoding is not kept
+    encode, encoded = engine.template.encode, list[Any]()
+    engine.template.encode = lambda *args: (encoded.append(args), encode(*args))[1]
+    many = [sampling(seed, temperature=0.9) for seed in range(8)]
+    together = await asyncio.gather(*(mine(request(questions[0], i), each) for i, each in enumerate(many)))
+    engine.template.encode = encode
+    kept = len(completer._encodings)
+
+    # taken back: the engine gives them up
+    long = sampling(temperature=0.9) | {"max_tokens": 100}
+    given_up = [asyncio.create_task(mine(request("x", i), long)) for i in range(64)]
+    while not engine.engine.output_processor.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    for task in given_up:
+        task.cancel()
+    await asyncio.gather(*given_up, return_exceptions=True)
+    left = engine.engine.output_processor.get_num_unfinished_requests()
+
+    async def rate(ask: Ask) -> float:
+        began = time.monotonic()
+        asked = (request(questions[i // 8 % 2] + str(i // 8), i) for i in range(MANY))
+        await asyncio.gather(*(ask(each, sampling(i, temperature=0.9)) for i, each in enumerate(asked)))
+        return MANY / (time.monotonic() - began)
+
+    rates = [[await rate(ask) for ask in (theirs, mine)] for _ in range(2)]
+    engine.engine.shutdown()
+    return {
+        "pairs": pairs, "word": word, "together": together, "encoded": len(encoded), "kept": kept, "left": left,
+        "rates": rates,
+    }  # fmt: skip
+
+
+def main(model: str) -> None:
+    from swift_megatron_grpo.platforms.cpu import prepare_server_environment
+
+    prepare_server_environment()
+    print(json.dumps(asyncio.run(compare(model))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

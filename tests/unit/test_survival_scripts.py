@@ -1,0 +1,48 @@
+"""What scripts/kill_servers.py and scripts/soak.py call good: runs on made-up records, not on processes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import kill_servers
+import soak
+
+GOOD = kill_servers.Outcome(
+    ids=[("0-1", 0), ("0-1", 1), ("0-2", 0)], tokens=["a", "b", "c"], numbers=[[0.5, 1.0, 0.1]], seconds=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("there", "good"),
+    [
+        (GOOD, True),
+        (replace(GOOD, ids=[("0-1", 0), ("0-1", 0), ("0-2", 0)]), False),  # one twice, one lost
+        (replace(GOOD, ids=GOOD.ids[:2], tokens=GOOD.tokens[:2]), False),
+        (replace(GOOD, numbers=[[0.5, 1.001, 0.1]]), False),
+        (replace(GOOD, numbers=[[0.5, 1.00001, 0.1]]), True),
+    ],
+)
+def test_a_disturbed_run_has_to_train_what_the_undisturbed_one_does(there: kill_servers.Outcome, good: bool) -> None:
+    assert kill_servers.judge(there, GOOD)[1] is good
+
+
+def test_kills_are_planned_in_order_and_again_with_the_same_seed() -> None:
+    planned = kill_servers.aims(20, 40, random.Random(3))
+    assert planned == kill_servers.aims(20, 40, random.Random(3)) != kill_servers.aims(20, 40, random.Random(4))
+    assert [aim.step for aim in planned] == sorted(aim.step for aim in planned)
+    assert all(1 <= aim.step < 40 for aim in planned)
+    assert len({aim.phase for aim in planned}) > 3 and len({aim.part for aim in planned}) == 3
+
+
+def test_growth_is_of_what_comes_after_the_warm_up() -> None:
+    warm_up = [1000 + 10 * step for step in range(100)]
+    assert soak.growth([*warm_up, *[2000] * 400], 100) == 0
+    leak = [*warm_up, *(2000 + step // 10 for step in range(400))]  # 40 of 2000
+    assert soak.growth(leak, 100) > soak.ALLOWED
