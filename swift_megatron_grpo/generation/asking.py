@@ -7,10 +7,12 @@ takes nothing with it: what it was answering is asked again elsewhere, or of its
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from swift.utils import get_logger
 
@@ -19,10 +21,10 @@ from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure, Slow, Unreachable
 from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
 from swift_megatron_grpo.generation.engine import News, Request
-from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.generation.requests import conversation_request, infer_request, request_config
 from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion
+from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion, as_json
 
 logger = get_logger()
 
@@ -124,7 +126,7 @@ class RemoteGeneration:
     async def _ask(self, place: int, server: Server) -> None:
         request = self._requests[place]
         asked = {
-            "request": asdict(infer_request(request.prompt)),
+            "request": self._in_words(request),
             "sampling": asdict(request_config(self._sampling, request.seed)),
             "weights_version": self._version,
         }
@@ -148,6 +150,13 @@ class RemoteGeneration:
                 self._finished[place] = _rollout(request, answer)
                 self._tell_recovery(place)
         self._changed.set()
+
+    def _in_words(self, request: Request) -> dict[str, Any]:
+        if self._servers.config.turns is None:
+            return asdict(infer_request(request.prompt))
+        asked = asdict(conversation_request(request))
+        columns = {name: as_json(f"dataset's column {name}", value) for name, value in asked["data_dict"].items()}
+        return asked | {"data_dict": {name: json.loads(value) for name, value in columns.items()}}
 
     def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
         prompt = self._requests[place].prompt
@@ -175,4 +184,7 @@ def _rollout(request: Request, answer: Completion) -> Rollout:
         text=answer.text,
         finish_reason=answer.finish_reason,
         weights_version=answer.weights_version,
+        sampled=answer.sampled,
+        messages=answer.messages,
+        infos=answer.infos,
     )

@@ -8,6 +8,7 @@ from swift.rl_core.data import OnPolicySample
 from swift.utils import remove_response
 
 from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.engine import Request
 from swift_megatron_grpo.types import Prompt
 
 
@@ -25,8 +26,15 @@ def request_config(sampling: SamplingConfig, seed: int | None = None) -> Request
     )
 
 
-def infer_request(prompt: Prompt) -> RolloutInferRequest:
+def infer_request(prompt: Prompt, include_extra: bool = False) -> RolloutInferRequest:
     sample = OnPolicySample.from_row(prompt.row)  # a copy
     remove_response(sample.messages)
-    request: RolloutInferRequest = sample.to_infer_request()
+    request: RolloutInferRequest = sample.to_infer_request(include_extra=include_extra)
     return request
+
+
+def conversation_request(request: Request) -> RolloutInferRequest:
+    """With all of the dataset's columns, and a name of its own, wherever it is led: environments are kept by it."""
+    asked = infer_request(request.prompt, include_extra=True)
+    asked.uuid = f"{request.prompt.prompt_id}-{request.index}"
+    return asked

@@ -18,6 +18,7 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.agreement import disagreements
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
 from swift_megatron_grpo.wire import NO_WEIGHTS, ServerStatus
 
@@ -219,8 +220,7 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             f"its vllm_max_model_len ({status.max_model_len}) is shorter than max_length + max_completion_length "
             f"({config.needed_length}); start it with --vllm_max_model_len {config.needed_length}"
         )
-    if status.multi_turn:
-        problems.append("it was started with --multi_turn_scheduler; leave it out")
+    problems += disagreements(status.leading, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
         problems.append("--vllm_enable_lora true needs it there as well; start it with --vllm_enable_lora true")
     elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:

@@ -15,7 +15,7 @@ from threading import Thread
 import pytest
 import torch
 
-from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
 from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.server_flags import read_model_identity
 from swift_megatron_grpo.weights.remote import BucketTransport
@@ -220,6 +220,10 @@ class NotOurs(BaseHTTPRequestHandler):
         ({"needed_length": 300}, "start it with --vllm_max_model_len 300"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
+        (
+            {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},
+            "without --multi_turn_scheduler, and",
+        ),
         ({"urls": "not ours"}, "pip install swift-megatron-grpo"),
         ({}, None),
     ],
