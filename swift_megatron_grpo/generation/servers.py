@@ -20,7 +20,7 @@ from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.agreement import disagreements
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
-from swift_megatron_grpo.wire import NO_WEIGHTS, ServerStatus
+from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, ServerStatus
 
 logger = get_logger()
 
@@ -183,10 +183,20 @@ class Servers:
         now = server.last_answer = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
             self.lose(server, "it was started anew")
+        if server.is_out and not self._still_suits(server, status):
+            return
         if server.is_out:
             logger.warning(f"rollout server {server.url} is back after {now - server.out_since:.1f} s")
             server.status = status
             self.on_change()
+
+    def _still_suits(self, server: Server, status: ServerStatus) -> bool:
+        """It may have been started with another command line."""
+        problems = "; ".join(problems_of(status, self.config, PROTOCOL))
+        if problems and problems != server.why_out:
+            server.why_out = problems
+            logger.warning(f"rollout server {server.url} answers again and stays out: {problems}")
+        return not problems
 
 
 def _ignore() -> None: ...

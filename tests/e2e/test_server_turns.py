@@ -8,6 +8,8 @@ import time
 import urllib.error
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
 from swift_megatron_grpo.generation.remote import RemoteVllm
@@ -95,11 +98,11 @@ def test_an_environment_behind_a_server(folder: Path, dense: Path, dataset: Path
         "--external_plugins", str(HERE / "turns_reward.py")])  # fmt: skip
     check_same(remote, local)
     assert {row["infos"]["num_turns"] for row in remote[1]} == {1, 2, 3}
+    tokenizer = AutoTokenizer.from_pretrained(dense)
     for row in remote[1]:
-        words = bytes(
-            ids for ids, mine in zip(row["completion_ids"], row["sampled"], strict=True) if not mine and ids < 256
-        )
-        assert words.count(b"Use ") == row["infos"]["num_turns"] - 1  # the environment's, which are not trained
+        # The environment's words between the turns are not trained.
+        not_sampled = compress(row["completion_ids"], map(not_, row["sampled"]))
+        assert tokenizer.decode(list(not_sampled)).count("user\nUse ") == row["infos"]["num_turns"] - 1
         assert sum(row["sampled"]) == len(row["logprobs"])
         assert row["rewards"] == [row["infos"]["num_turns"], row["infos"]["total_reward"]]
     # also those that --max_turns has ended; of every generation, each once
