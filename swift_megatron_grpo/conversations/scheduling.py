@@ -3,7 +3,7 @@ engine has no room left."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ def turn_of(response: ChatCompletionResponse) -> Turn:
     return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs)
 
 
-def finish(output: RolloutOutput, turns: Sequence[Turn], tokenizer: Any) -> Finished:
+def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> Finished:
     choice = output.response.choices[0]
     said = [
         Message(list(ids), [bool(value) for value in mask])
@@ -44,7 +44,7 @@ def finish(output: RolloutOutput, turns: Sequence[Turn], tokenizer: Any) -> Fini
     messages = output.messages or []
     if isinstance(choice, _NoRoom):
         messages = _answered(messages)
-    messages = [{**message, "content": _as_text(message["content"], tokenizer)} for message in messages]
+    messages = [{**message, "content": _as_text(message["content"], decode)} for message in messages]
     conversation = join(turns, said)
     lost = {"lost_turns": conversation.lost_turns} if conversation.lost_turns else {}
     infos = {**output.rollout_infos, "num_turns": len(turns), **lost}
@@ -57,10 +57,10 @@ def _answered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return messages[: answers[-1] + 1] if answers else messages
 
 
-def _as_text(content: Any, tokenizer: Any) -> Any:
+def _as_text(content: Any, decode: Callable[[list[int]], str]) -> Any:
     """ms-swift's loops put the tokens of earlier turns where their text was."""
     if isinstance(content, list) and content and isinstance(content[0], int):
-        return tokenizer.decode(content, skip_special_tokens=False)
+        return decode(content)
     return content
 
 

@@ -79,7 +79,8 @@ def converse(
         outputs = run_multi_turn(requests, first, scheduler, next_turn, request_config=None, max_turns=max_turns)
     finally:
         invoke_async_hook(_close(scheduler, uuids))
-    return [finish(output, turns[uuid], scheduler.tokenizer) for uuid, output in zip(uuids, outputs, strict=True)]
+    decode = scheduler.tokenizer.decode
+    return [finish(output, turns[uuid], decode) for uuid, output in zip(uuids, outputs, strict=True)]
 
 
 async def _close(scheduler: MultiTurnScheduler, uuids: Sequence[str]) -> None:

@@ -111,7 +111,7 @@ class Conversations:
             if self._led.get(uuid) is task:
                 del self._led[uuid]
             self._close(uuid)
-        return finish(output, turns.kept, self._scheduler.tokenizer)
+        return finish(output, turns.kept, self._scheduler.tokenizer.decode)
 
     def _close(self, uuid: str) -> None:
         """Nobody waits for an environment that takes its time."""

@@ -353,9 +353,9 @@ def test_what_ms_swift_itself_refuses_leaves_nothing_behind_either(accepted: dic
 def test_whether_environments_grade_is_learned_of_servers(accepted: dict[str, Any]) -> None:
     """As in ms-swift, where the trainer's script leaves it out: so reward weights are counted afterwards."""
     names, complaint = accepted["learned"]
-    assert names == ["format", "gym_reward"]
+    assert names == ["Format", "gym_reward"]
     assert "reward_weights has 2 values for 1 reward functions" in complaint
-    assert "RemoteTurnsConfig(asked_by='--vllm_server_pass_dataset true', scheduler=None" in accepted["turns"]
+    assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
     assert "turns=None, top_entropy_quantile" in accepted["turns"]  # none in the training processes
 
 
