@@ -7,7 +7,6 @@ takes nothing with it: what it was answering is asked again elsewhere, or of its
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,10 +20,10 @@ from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure, Slow, Unreachable
 from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
 from swift_megatron_grpo.generation.engine import News, Request
-from swift_megatron_grpo.generation.requests import conversation_request, infer_request, request_config
+from swift_megatron_grpo.generation.requests import conversation_in_words, infer_request, request_config
 from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion, as_json
+from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion
 
 logger = get_logger()
 
@@ -125,13 +124,8 @@ class RemoteGeneration:
 
     async def _ask(self, place: int, server: Server) -> None:
         request = self._requests[place]
-        asked = {
-            "request": self._in_words(request),
-            "sampling": asdict(request_config(self._sampling, request.seed)),
-            "weights_version": self._version,
-        }
         try:
-            answer = await server.client.generate(asked, self._servers.config.request_timeout)
+            answer = await server.client.generate(self._asked(request), self._servers.config.request_timeout)
         except Slow as failure:
             self._refused(place, server, failure)
         except Unreachable as failure:
@@ -151,12 +145,13 @@ class RemoteGeneration:
                 self._tell_recovery(place)
         self._changed.set()
 
-    def _in_words(self, request: Request) -> dict[str, Any]:
-        if self._servers.config.turns is None:
-            return asdict(infer_request(request.prompt))
-        asked = asdict(conversation_request(request))
-        columns = {name: as_json(f"dataset's column {name}", value) for name, value in asked["data_dict"].items()}
-        return asked | {"data_dict": {name: json.loads(value) for name, value in columns.items()}}
+    def _asked(self, request: Request) -> dict[str, Any]:
+        one_turn = self._servers.config.turns is None
+        return {
+            "request": asdict(infer_request(request.prompt)) if one_turn else conversation_in_words(request),
+            "sampling": asdict(request_config(self._sampling, request.seed)),
+            "weights_version": self._version,
+        }
 
     def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
         prompt = self._requests[place].prompt

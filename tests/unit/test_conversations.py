@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from datetime import date
 from typing import Any
 
+import numpy as np
 import pytest
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rollout.gym_env import Env, envs
@@ -13,7 +15,10 @@ from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
 
 from swift_megatron_grpo.conversations.scheduling import end_without_room, finish, has_room, no_answer
 from swift_megatron_grpo.conversations.turns import Turn
+from swift_megatron_grpo.generation.engine import Request
+from swift_megatron_grpo.generation.requests import conversation_in_words
 from swift_megatron_grpo.server.conversations import Conversations
+from swift_megatron_grpo.types import Prompt
 
 REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
 
@@ -26,6 +31,15 @@ def unanswered() -> RolloutOutput:
     messages = [*REQUEST["messages"], {"role": "assistant", "content": [5]}, {"role": "user", "content": "And?"},
                 {"role": "assistant", "content": ""}]  # fmt: skip
     return RolloutOutput(response=no_answer(request()), messages=messages, response_token_ids=[[5]])
+
+
+def test_a_server_is_told_all_columns_and_one_name_for_each_conversation() -> None:
+    row = {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "Hi."}], "solution": np.float32(2)}
+    told = [conversation_in_words(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
+    assert [each["uuid"] for each in told] == ["0-7-4", "0-7-5"]
+    assert told[0]["messages"] == REQUEST["messages"] and told[0]["data_dict"] == {"solution": 2.0}
+    with pytest.raises(ValueError, match=r"the dataset's column when must be .* is of type date"):
+        conversation_in_words(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
 
 
 class Says(MultiTurnScheduler):
