@@ -226,14 +226,16 @@ class GRPOArguments(MegatronRLHFArguments):
         default=3600.0,
         metadata={
             "help": "Seconds within which a rollout server must complete one request, or load new weights; then the "
-            "request goes to another one. Longer than the longest completion takes, waiting included. Default: 3600."
+            "request goes to another one. Longer than the longest completion takes, waiting included, and with several "
+            "turns the longest conversation. Default: 3600."
         },
     )
     seed_completions: bool = field(
         default=False,
         metadata={
             "help": "Sample every completion with a seed of its own, which follows from --seed: then completions "
-            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. "
+            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. Of "
+            "several turns each has its own. "
             "vLLM draws seeded completions one by one, some 10 microseconds each per token on a GPU. Default: false."
         },
     )
