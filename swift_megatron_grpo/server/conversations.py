@@ -15,7 +15,12 @@ from functools import partial
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequest, RolloutOutput
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    RolloutInferRequest,
+    RolloutOutput,
+)
 from swift.rollout import MultiTurnScheduler
 
 from swift_megatron_grpo.conversations.scheduling import (
@@ -59,6 +64,7 @@ class _Turns:
 
     def __init__(self, seed: int | None) -> None:
         self.kept: list[Turn] = []
+        self.continues = False  # the last one went on in the message of the one before
         self._seed = seed
         self._asked = 0
         self._over = False
@@ -91,6 +97,8 @@ class Conversations:
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
         end_without_room(scheduler)
+        if type(scheduler).run is MultiTurnScheduler.run:
+            _prefix_what_steps_say(scheduler)
         self._led: dict[str, asyncio.Task[Any]] = {}  # by uuid
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -118,6 +126,32 @@ class Conversations:
         closing = asyncio.create_task(close_environment(self._scheduler, uuid))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+
+def _prefix_what_steps_say(scheduler: MultiTurnScheduler) -> None:
+    """A template may put words in front of every answer (`<think></think>`), which the policy saw when it sampled.
+    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so the
+    next turn would see another beginning."""
+    append, step = scheduler.append_assistant_completion, scheduler.step
+
+    def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
+        continues: bool = append(request, completion)
+        turns = _conversation.get()
+        if turns is not None:
+            turns.continues = continues
+        return continues
+
+    def stepped(request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int) -> dict[str, Any]:
+        said: dict[str, Any] = step(request, choice, turn)
+        turns = _conversation.get()
+        if turns is None or said.get("response_token_ids") is None:
+            return said
+        ids, mask = scheduler.get_response_token_data(
+            request, choice, turns.continues, said["response_token_ids"], said.get("response_loss_mask")
+        )
+        return {**said, "response_token_ids": ids, "response_loss_mask": mask}
+
+    scheduler.append_assistant_completion, scheduler.step = append_assistant_completion, stepped
 
 
 def _only(said: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> RolloutOutput:

@@ -44,6 +44,19 @@ def test_a_server_leads_by_the_schedulers_own_run() -> None:
         assert expected in source
 
 
+def test_run_still_leaves_out_the_prefix_that_the_other_loop_puts_in() -> None:
+    """server/conversations.py puts it in. Once `run` does, that can go."""
+    assert "ret.setdefault('response_token_ids', response_ids)" in inspect.getsource(MultiTurnScheduler.run)
+    loop = inspect.getsource(inspect.getmodule(run_multi_turn))
+    assert "response_token_ids=step_result.get('response_token_ids')," in loop
+    assert list(inspect.signature(MultiTurnScheduler.get_response_token_data).parameters) == [
+        "self", "infer_request", "response_choice", "is_continuation", "response_token_ids", "response_loss_mask",
+    ]  # fmt: skip
+    assert list(inspect.signature(MultiTurnScheduler.append_assistant_completion).parameters)[1:] == [
+        "infer_request", "completion",
+    ]  # fmt: skip
+
+
 def test_an_environment_is_closed_by_its_conversations_name() -> None:
     assert list(inspect.signature(GYMScheduler._close_and_remove).parameters) == ["self", "uuid"]
     assert inspect.iscoroutinefunction(GYMScheduler._close_and_remove)
