@@ -38,7 +38,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained"),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
-    "vllm_server_pass_dataset": Refusal((False,), "servers lead no conversations"),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
     "completion_length_limit_scope": Refusal(
         ("per_round",), "each turn may take --max_completion_length tokens, and all of them --vllm_max_model_len"
@@ -134,7 +133,7 @@ USED_HERE = _flags(
     vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
     vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions async_generate max_staleness
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
-    multi_turn_scheduler max_turns use_gym_env gym_env
+    multi_turn_scheduler max_turns use_gym_env gym_env vllm_server_pass_dataset
     reward_timeout phase_timeout rollout_dump rollout_replay rollout_only
     log_completions wandb_log_unique_prompts report_to output_dir
     """

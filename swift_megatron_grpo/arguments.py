@@ -226,14 +226,16 @@ class GRPOArguments(MegatronRLHFArguments):
         default=3600.0,
         metadata={
             "help": "Seconds within which a rollout server must complete one request, or load new weights; then the "
-            "request goes to another one. Longer than the longest completion takes, waiting included. Default: 3600."
+            "request goes to another one. Longer than the longest completion takes, waiting included, and with several "
+            "turns the longest conversation. Default: 3600."
         },
     )
     seed_completions: bool = field(
         default=False,
         metadata={
             "help": "Sample every completion with a seed of its own, which follows from --seed: then completions "
-            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. "
+            "depend neither on the server that makes them nor on what else it makes meanwhile, but for rounding. Of "
+            "several turns each has its own. "
             "vLLM draws seeded completions one by one, some 10 microseconds each per token on a GPU. Default: false."
         },
     )
@@ -424,7 +426,7 @@ class GRPOArguments(MegatronRLHFArguments):
         if self.uses_servers:
             servers.check_timeouts(self.vllm_server_timeout, self.vllm_request_timeout)
             servers.group_ports(self.vllm_server_group_port, len(self.server_urls()))
-            servers.check_combinations(self.multi_turn_scheduler, self.rollout_replay)
+            servers.check_combinations(self.rollout_replay)
 
     def _check_ahead(self) -> None:
         rollouts.check_ahead(
@@ -440,21 +442,25 @@ class GRPOArguments(MegatronRLHFArguments):
         algorithm.check_algorithm(algorithm.flags_of(vars(self)))
 
     def _check_rewards(self) -> None:
+        if self._servers_may_grade:
+            return
         if self.reward_funcs or not self.grades_by_environment:
             checks.check_reward_functions(self.reward_funcs, orms)
         checks.check_reward_weights(self.reward_weights, len(self.reward_names))
 
     def _check_turns(self) -> None:
+        if self.uses_servers:  # they know the schedulers and environments, and say what they lead
+            rollouts.check_max_turns(self.max_turns)
+            return
         led_by_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
         rollouts.check_multi_turn(
             self.multi_turn_scheduler, self.max_turns, self.use_gym_env, self.gym_env, multi_turns, led_by_run, envs
         )
-        rollouts.check_seeds(self.seed_completions, self.multi_turn_scheduler)
 
     def _check_recording(self) -> None:
         rollouts.check_recording(self.rollout_dump, self.rollout_replay, self.rollout_only)
         dump, replay = self.recording_folders()
-        if dump is not None:
+        if dump is not None and not self._servers_may_grade:
             recording.check_dump(dump, self.recording_settings(), self.resumes)
         if replay is not None:
             recording.check_replay(replay, self.recording_settings())
@@ -467,6 +473,21 @@ class GRPOArguments(MegatronRLHFArguments):
     @property
     def uses_servers(self) -> bool:
         return self.vllm_mode == "server"
+
+    @property
+    def asks_servers_for_turns(self) -> str | None:
+        """The flags that do."""
+        return servers.asks_for_turns(vars(self)) if self.uses_servers else None
+
+    @property
+    def _servers_may_grade(self) -> bool:
+        """As in ms-swift: without --use_gym_env here, whether environments grade is what the servers were told."""
+        return self.asks_servers_for_turns is not None and self.use_gym_env is None and self.gym_env is None
+
+    def learn_of_servers(self, environments_grade: bool) -> None:
+        if self._servers_may_grade:
+            self.use_gym_env: bool | None = environments_grade
+            checks.check_all([self._check_rewards, self._check_recording])
 
     def server_urls(self) -> tuple[str, ...]:
         return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)

@@ -55,6 +55,16 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteTurnsConfig:
+    """Completions of several turns that servers lead: what of it this run demands. None: as the server does."""
+
+    asked_by: str  # the flags that ask for several turns
+    scheduler: str | None = None
+    max_turns: int | None = None
+    gym_env: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """vLLM behind one or more `swift rollout` processes."""
 
@@ -67,6 +77,7 @@ class ServerConfig:
     needed_length: int  # prompt and completion
     model: dict[str, Any]  # of config.json: what must be the same there
     lora_rank: int | None = None  # None: adapters are merged into what is sent
+    turns: RemoteTurnsConfig | None = None  # None: completions of one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +254,6 @@ class GRPOConfig:
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
-    turns: MultiTurnConfig | None = None  # None: one turn
+    turns: MultiTurnConfig | None = None  # in the training processes; None: one turn
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: they take turns
     top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss

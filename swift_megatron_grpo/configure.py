@@ -21,6 +21,7 @@ from swift_megatron_grpo.config import (
     PackingConfig,
     RecordingConfig,
     ReferenceConfig,
+    RemoteTurnsConfig,
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
@@ -38,7 +39,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
     """For the stages. After ms-swift has finished parsing."""
     plan = args.batch_plan()
     weights = args.reward_weights or [1.0] * len(args.reward_names)
-    turns = args.multi_turn_scheduler
+    turns = None if args.uses_servers else args.multi_turn_scheduler
     frozen_copy = None if args.beta == 0 or args.has_adapter else args.ref_model or args.model
     return GRPOConfig(
         batch=plan,
@@ -55,7 +56,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
-        server=_server(args) if args.uses_servers else None,
+        server=configure_server(args),
         grading=GradingConfig(
             num_generations=args.num_generations,
             reward_names=args.reward_names,
@@ -150,8 +151,10 @@ def _room_for_adapter(args: GRPOArguments) -> int | None:
     return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
 
 
-def _server(args: GRPOArguments) -> ServerConfig:
-    urls = args.server_urls()
+def configure_server(args: GRPOArguments) -> ServerConfig | None:
+    if not args.uses_servers:
+        return None
+    urls, turns = args.server_urls(), args.asks_servers_for_turns
     return ServerConfig(
         urls=urls,
         group_ports=group_ports(args.vllm_server_group_port, len(urls)),
@@ -162,4 +165,5 @@ def _server(args: GRPOArguments) -> ServerConfig:
         needed_length=(args.max_length or 1) + args.max_completion_length,
         model=read_model_identity(args.model_dir),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
+        turns=RemoteTurnsConfig(turns, args.multi_turn_scheduler, args.max_turns, args.gym_env) if turns else None,
     )

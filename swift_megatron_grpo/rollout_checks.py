@@ -81,16 +81,12 @@ def check_multi_turn(
             f"--multi_turn_scheduler {scheduler} leads the conversation in a run() of its own, which ms-swift calls "
             "behind `swift rollout` only; use a scheduler with step() and on_turn_end()"
         )
+    check_max_turns(max_turns)
+
+
+def check_max_turns(max_turns: int | None) -> None:
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be > 0, got {max_turns}; leave --max_turns out for no limit")
-
-
-def check_seeds(seed_completions: bool, scheduler: str | None) -> None:
-    if seed_completions and scheduler is not None:
-        raise ValueError(
-            f"--seed_completions true seeds completions of one turn, and --multi_turn_scheduler {scheduler} leads "
-            "several; leave one of them out"
-        )
 
 
 def _check_known(flag: str, name: str, known: Iterable[str], registry: str) -> None:

@@ -33,7 +33,10 @@ _SERVER_ONLY = {
     "vllm_server_timeout": 240.0,
     "vllm_server_group_port": None,
     "vllm_server_api_key": None,
+    "vllm_server_pass_dataset": False,
 }
+# which ask for several turns
+_TURNS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "vllm_server_pass_dataset")
 # of a config.json: two models that agree in these take the same weights
 MODEL_KEYS = (
     "architectures",
@@ -108,13 +111,18 @@ def check_mode(mode: str | None, values: Mapping[str, Any]) -> None:
             raise ValueError(f"{given[0]} is for --vllm_mode server; set that as well, or leave {given[0]} out")
 
 
-def check_combinations(multi_turn_scheduler: str | None, rollout_replay: str | None) -> None:
+def asks_for_turns(values: Mapping[str, Any]) -> str | None:
+    """The flags that ask a server for conversations, as typed. Scripts for ms-swift's trainer have
+    --vllm_server_pass_dataset alone, and the others on the server."""
+    return " ".join(f"--{flag} {_typed(values[flag])}" for flag in _TURNS if values[flag]) or None
+
+
+def _typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_combinations(rollout_replay: str | None) -> None:
     """What servers are not for."""
-    if multi_turn_scheduler is not None:
-        raise ValueError(
-            f"--multi_turn_scheduler {multi_turn_scheduler}: servers lead no conversations yet; use --vllm_mode "
-            "colocate"
-        )
     if rollout_replay is not None:
         raise ValueError(
             f"--rollout_replay {rollout_replay} generates nothing, so no server is asked; use --vllm_mode colocate, "

@@ -21,7 +21,7 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_s
 
 from swift_megatron_grpo.arguments import GRPOArguments
 from swift_megatron_grpo.completion_log import CompletionLog
-from swift_megatron_grpo.configure import configure
+from swift_megatron_grpo.configure import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.failures import SharedFailure
@@ -55,28 +55,29 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     args: GRPOArguments
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
-        self.settings = configure(args)
         for line in args.start_up_lines():
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
+        self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        self.remote = self._reach_servers(args)
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
+        self.settings = configure(args)
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
-        self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        self.remote = self._reach_servers()
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
         self.val_prompts: PromptSource | None = None
         super().__init__(args, template)
 
-    def _reach_servers(self) -> RemoteVllm | None:
+    def _reach_servers(self, args: GRPOArguments) -> RemoteVllm | None:
         """They are asked before the model loads."""
-        config = self.settings.server
+        config = configure_server(args)
         if config is None:
             return None
         transport = BucketTransport(torch.device(torch.cuda.current_device()), config.bucket_bytes)
         remote = RemoteVllm(config, transport, self.coordinator.rank)
-        self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
+        environments_grade = self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
+        args.learn_of_servers(any(environments_grade))
         return remote
 
     # ---- what the parent asks while it builds

@@ -6,7 +6,8 @@ Both ends use this file. PROTOCOL changes when one end would misunderstand the o
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,10 @@ class Completion:
     text: str
     finish_reason: str
     weights_version: int
+    # of a conversation:
+    sampled: list[bool] | None = None  # which of completion_ids are the policy's
+    messages: list[dict[str, Any]] | None = None
+    infos: dict[str, Any] = field(default_factory=dict)  # what scheduler and environment say of it
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -47,6 +52,10 @@ class Completion:
             "text": self.text,
             "finish_reason": self.finish_reason,
             "weights_version": self.weights_version,
+            "sampled": None if self.sampled is None else _packed(self.sampled, "?"),
+            # Texts, because web servers refuse NaN, which an environment's reward may be.
+            "messages": as_json("messages of the conversation", self.messages),
+            "infos": as_json("rollout_infos of the conversation", self.infos),
         }
 
     @classmethod
@@ -59,7 +68,20 @@ class Completion:
             text=str(said["text"]),
             finish_reason=str(said["finish_reason"]),
             weights_version=int(said["weights_version"]),
+            sampled=None if said["sampled"] is None else _unpacked(said["sampled"], "?"),
+            messages=json.loads(said["messages"]),
+            infos=json.loads(said["infos"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Leading:
+    """How a server leads conversations."""
+
+    scheduler: str  # key of swift.rollout.multi_turns
+    max_turns: int | None
+    gym_env: str | None  # key of swift.rollout.envs, for rows that name none
+    use_gym_env: bool  # the environment's reward is one of the rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +98,33 @@ class ServerStatus:
     max_logprobs: int  # that it tells of a token; -1: of the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
-    multi_turn: bool
+    leading: Leading | None  # None: a completion is one turn
     model: dict[str, Any]  # what of its config.json must be the trainer's
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> ServerStatus:
+        """Something may be missing in another protocol, which is refused when the status is looked at."""
+        leading = said.get("leading")
+        values = _fields_of(cls, said) | {"leading": leading and Leading(**_fields_of(Leading, leading))}
+        return cls(**values)
+
+
+def _fields_of(cls: type[ServerStatus | Leading], said: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: said.get(each.name) for each in fields(cls)}
+
+
+def as_json(what: str, value: Any) -> str:
+    """numpy's numbers and arrays, which environments are full of, as numbers and lists."""
+    try:
+        return json.dumps(value, default=_from_numpy)
+    except TypeError as error:
+        raise ValueError(f"the {what} must be what JSON has a word for, numbers, texts, lists: {error}") from error
+
+
+def _from_numpy(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{value!r:.100} is of type {type(value).__name__}")
 
 
 def packed_logprobs(values: list[float]) -> str:

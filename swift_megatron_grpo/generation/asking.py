@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from swift.utils import get_logger
 
@@ -22,7 +23,7 @@ from swift_megatron_grpo.generation.client import Refused, ServerFailure, Slow, 
 from swift_megatron_grpo.generation.dispatch import Assignment, Dispatcher
 from swift_megatron_grpo.generation.engine import News, Request
 from swift_megatron_grpo.generation.recovery import Recoveries
-from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.generation.requests import conversation_in_words, infer_request, request_config
 from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion
@@ -170,13 +171,8 @@ class RemoteGeneration:
 
     async def _ask(self, place: int, server: Server) -> None:
         request = self._requests[place]
-        asked = {
-            "request": asdict(infer_request(request.prompt)),
-            "sampling": asdict(request_config(self._sampling, request.seed)),
-            "weights_version": self._version,
-        }
         try:
-            answer = await server.client.generate(asked, self._servers.config.request_timeout)
+            answer = await server.client.generate(self._asked(request), self._servers.config.request_timeout)
         except Slow as failure:
             self._refused(place, server, failure)
         except Unreachable as failure:
@@ -195,6 +191,14 @@ class RemoteGeneration:
                 self._finished[place] = _rollout(request, answer)
                 for recovery in self._recoveries.finished(place, time.monotonic()):
                     logger.warning(recovery)
+
+    def _asked(self, request: Request) -> dict[str, Any]:
+        one_turn = self._servers.config.turns is None
+        return {
+            "request": asdict(infer_request(request.prompt)) if one_turn else conversation_in_words(request),
+            "sampling": asdict(request_config(self._sampling, request.seed)),
+            "weights_version": self._version,
+        }
 
     def _refused(self, place: int, server: Server, failure: ServerFailure) -> None:
         prompt = self._requests[place].prompt
@@ -215,4 +219,7 @@ def _rollout(request: Request, answer: Completion) -> Rollout:
         text=answer.text,
         finish_reason=answer.finish_reason,
         weights_version=answer.weights_version,
+        sampled=answer.sampled,
+        messages=answer.messages,
+        infos=answer.infos,
     )

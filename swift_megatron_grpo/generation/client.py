@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
 from typing import Any
 
 import aiohttp
@@ -44,8 +43,7 @@ class Client:
             task.cancel()
 
     async def status(self, timeout: float) -> ServerStatus:
-        said = await self._ask("GET", Routes.STATUS, timeout)
-        return ServerStatus(**{each.name: said[each.name] for each in fields(ServerStatus)})
+        return ServerStatus.from_json(await self._ask("GET", Routes.STATUS, timeout))
 
     async def generate(self, asked: dict[str, Any], timeout: float) -> Completion:
         return Completion.from_json(await self._ask("POST", Routes.GENERATE, timeout, asked))

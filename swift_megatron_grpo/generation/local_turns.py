@@ -3,22 +3,21 @@ first rank, and the other ranks of the engine are told what to generate."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 import torch.distributed as dist
-from swift.infer_engine.protocol import RolloutInferRequest, RolloutOutput
-from swift.rl_core.data import OnPolicySample
+from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequest
 from swift.template import Template
-from swift.utils import remove_response
+from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.config import MultiTurnConfig, SamplingConfig, VllmConfig
+from swift_megatron_grpo.conversations.scheduling import Finished, has_room
 from swift_megatron_grpo.generation.engine import Request
 from swift_megatron_grpo.generation.local import LocalVllm
-from swift_megatron_grpo.generation.multi_turn import Finished, converse, make_scheduler
-from swift_megatron_grpo.generation.requests import request_config
+from swift_megatron_grpo.generation.multi_turn import NextTurn, converse, make_scheduler
+from swift_megatron_grpo.generation.requests import conversation_request, request_config
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -38,48 +37,54 @@ class ConversingVllm(LocalVllm):
             self._follow(sampling)
             return []
 
-        def infer(asked: list[RolloutInferRequest]) -> list[RolloutOutput]:
-            self._lead(asked)
-            return self._infer(asked, sampling)
+        def infer(turns: list[NextTurn]) -> list[ChatCompletionResponse]:
+            self._lead(turns)
+            return self._infer(turns, sampling)
 
-        prompts = [request.prompt for request in requests]
-        finished = converse(_conversations(prompts), self._scheduler, self._max_turns, infer, self._has_room)
+        asked = [conversation_request(request) for request in requests]
+        seeds = [request.seed for request in requests]
+        finished = converse(asked, seeds, self._scheduler, self._max_turns, infer, self._has_room)
         self._lead(None)
+        prompts = [request.prompt for request in requests]
         return [_rollout(*each, self._weights_version) for each in zip(prompts, finished, strict=True)]
 
-    def _infer(self, requests: list[RolloutInferRequest], sampling: SamplingConfig) -> list[RolloutOutput]:
-        answers: list[RolloutOutput] = self._engine.infer(requests, request_config(sampling), use_tqdm=False)
-        return answers
+    def _infer(self, turns: Sequence[NextTurn], sampling: SamplingConfig) -> list[ChatCompletionResponse]:
+        """As ms-swift's `infer`, but each with a seed of its own."""
+        engine = self._engine
+        engine.template.set_mode("vllm")
+        encoded, _ = engine._batch_encode([turn.request for turn in turns], strict=True)
+        configs = [request_config(sampling, turn.seed) for turn in turns]
+        adapter = engine._get_grpo_lora_request()
+        for number, (inputs, config) in enumerate(zip(encoded, configs, strict=True)):
+            engine.set_default_max_tokens(config, inputs)
+            params = engine._prepare_generation_config(config)
+            engine._add_stop_words(params, config)
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+            engine._add_request(inputs, params, str(number), adapter_request=adapter)
+        finished: dict[str, Any] = {}
+        while engine.engine.has_unfinished_requests():
+            finished.update((output.request_id, output) for output in engine.engine.step())
+        return [
+            engine._create_chat_completion_response(finished[str(number)], inputs, config, str(number))
+            for number, (inputs, config) in enumerate(zip(encoded, configs, strict=True))
+        ]
 
     def _follow(self, sampling: SamplingConfig) -> None:
-        while (requests := self._lead(None)) is not None:
-            self._infer(requests, sampling)
+        while (turns := self._lead(None)) is not None:
+            self._infer(turns, sampling)
 
-    def _lead(self, requests: list[RolloutInferRequest] | None) -> list[RolloutInferRequest] | None:
+    def _lead(self, turns: list[NextTurn] | None) -> list[NextTurn] | None:
         """From the engine's first rank to its others."""
         if self._engine_ranks is not None:
-            box = [requests]
+            box = [turns]
             dist.broadcast_object_list(box, src=self._first_rank, group=self._engine_ranks)
-            requests = box[0]
-        return requests
+            turns = box[0]
+        return turns
 
     def _has_room(self, request: RolloutInferRequest) -> bool:
-        length: int = self._engine._get_num_tokens(self._engine.template.encode(request))
-        return length + self._engine.max_tokens_offset < self._engine.max_model_len
-
-
-def _conversations(prompts: Sequence[Prompt]) -> list[RolloutInferRequest]:
-    """With all of the dataset's columns, and a name of its own for each: environments are kept by it."""
-    drawn: Counter[str] = Counter()
-    requests = []
-    for prompt in prompts:
-        sample = OnPolicySample.from_row(prompt.row)  # a copy
-        remove_response(sample.messages)
-        request: Any = sample.to_infer_request(include_extra=True)
-        request.uuid = f"{prompt.prompt_id}-{drawn[prompt.prompt_id]}"
-        drawn[prompt.prompt_id] += 1
-        requests.append(request)
-    return requests
+        engine = self._engine
+        length = engine._get_num_tokens(engine.template.encode(request))
+        return has_room(length, engine.max_tokens_offset, engine.max_model_len)
 
 
 def _rollout(prompt: Prompt, finished: Finished, version: int) -> Rollout:
@@ -94,5 +99,5 @@ def _rollout(prompt: Prompt, finished: Finished, version: int) -> Rollout:
         weights_version=version,
         sampled=conversation.sampled,
         messages=finished.messages,
-        infos={**finished.infos, **({"lost_turns": conversation.lost_turns} if conversation.lost_turns else {})},
+        infos=finished.infos,
     )

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.generation.agreement import differences
 from swift_megatron_grpo.generation.asking import RemoteGeneration
 from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure
@@ -54,17 +55,20 @@ class RemoteVllm:
             self._servers = Servers(config)
             self._background.run(self._servers.open())
 
-    def check(self) -> None:
-        """Every server of this run is there and suits it; before the trainer loads a model."""
-        if self._background is not None:
-            self._background.run(self._check())
+    def check(self) -> bool:
+        """Every server of this run is there and suits it; before the trainer loads a model. Returns whether their
+        environments grade, as far as this rank knows."""
+        return self._background is not None and self._background.run(self._check())
 
-    async def _check(self) -> None:
+    async def _check(self) -> bool:
         results = await asyncio.gather(*map(self._problems, self._servers.all))
         problems = [problem for each in results for problem in each]
+        leading = {each.url: each.status.leading for each in self._servers.all if each.status is not None}
+        problems += differences(leading) if not problems else []
         if problems:
             raise ValueError("\n".join(problems))
         self._servers.watch()
+        return any(each is not None and each.use_gym_env for each in leading.values())
 
     async def _problems(self, server: Server) -> list[str]:
         try:

@@ -18,8 +18,9 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.agreement import disagreements
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
-from swift_megatron_grpo.wire import NO_WEIGHTS, ServerStatus
+from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, ServerStatus
 
 logger = get_logger()
 
@@ -199,10 +200,20 @@ class Servers:
         now = server.last_answer = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
             self.lose(server, "it was started anew")
+        if server.is_out and not self._still_suits(server, status):
+            return
         if server.is_out:
             logger.warning(f"rollout server {server.url} is back after {now - server.out_since:.1f} s")
             server.status = status
             self.tell_change()
+
+    def _still_suits(self, server: Server, status: ServerStatus) -> bool:
+        """It may have been started with another command line."""
+        problems = "; ".join(problems_of(status, self.config, PROTOCOL))
+        if problems and problems != server.why_out:
+            server.why_out = problems
+            logger.warning(f"rollout server {server.url} answers again and stays out: {problems}")
+        return not problems
 
 
 def _unreachable(url: str, waited: float, why: str) -> str:
@@ -238,8 +249,7 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             "it was started with max_logprobs 0 in --vllm_engine_kwargs and cannot tell the log-probs of what it "
             "samples, which tell how far the policy has moved since; leave that out"
         )
-    if status.multi_turn:
-        problems.append("it was started with --multi_turn_scheduler; leave it out")
+    problems += disagreements(status.leading, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
         problems.append("--vllm_enable_lora true needs it there as well; start it with --vllm_enable_lora true")
     elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:

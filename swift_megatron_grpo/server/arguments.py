@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 from swift.arguments import RolloutArguments
+from swift.rollout import envs, multi_turns
 
+from swift_megatron_grpo.rollout_checks import check_multi_turn
 from swift_megatron_grpo.wire import API_KEY_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +30,15 @@ class GRPORolloutArguments(RolloutArguments):
         port = self.port
         super().__post_init__()
         self.port = port
+        check_multi_turn(
+            self.multi_turn_scheduler,
+            self.max_turns,
+            self.use_gym_env,
+            self.gym_env,
+            schedulers=multi_turns,
+            led_by_run=(),  # a server leads by any
+            environments=envs,
+        )
         if _somebody_listens(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another one, or end that process")
 

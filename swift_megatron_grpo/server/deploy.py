@@ -1,7 +1,8 @@
 """`swift rollout` with routes for this package's trainer. ms-swift's own stay as they are, and so does its guard.
 
-One request is one completion; vLLM batches what is there. Weights have a version: from the moment new ones begin to
-arrive until the last has, nothing is generated, and a transfer that breaks off leaves the server without weights.
+One request is one completion, or with --multi_turn_scheduler one conversation; vLLM batches what is there. Weights have
+a version: from the moment new ones begin to arrive until the last has, nothing is generated, and a transfer that breaks
+off leaves the server without weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.server.disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.weights.channel import Rendezvous, listen
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, NO_WEIGHTS, PROTOCOL, Routes, ServerStatus
+from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, NO_WEIGHTS, PROTOCOL, Leading, Routes, ServerStatus
 
 logger = get_logger()
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
@@ -123,14 +124,15 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
-                multi_turn=bool(self.args.multi_turn_scheduler),
+                leading=self._leading,
                 model=self.description["model"],
             )
         )
 
     async def generate(self, asked: GenerateRequest, request: Request) -> dict[str, Any]:
         self._refuse_other_weights(asked.weights_version)
-        answering = self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
+        command = "generate" if self._leading is None else "converse"
+        answering = self._ask_engine(command, request=asked.request, sampling=asked.sampling)
         answer = await while_connected(request, answering)
         return {**answer, "weights_version": asked.weights_version}
 
@@ -181,6 +183,13 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             raise HTTPException(500, str(error)) from error
         except EngineGone as error:
             raise HTTPException(ENGINE_GONE, str(error)) from error
+
+    @property
+    def _leading(self) -> Leading | None:
+        args = self.args
+        if not args.multi_turn_scheduler:
+            return None
+        return Leading(args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env))
 
     @property
     def _world_size(self) -> int:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
-from swift.infer_engine import GRPOVllmEngine
+from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine.protocol import RolloutInferRequest
 from swift.pipelines.infer import rollout
 from vllm import SamplingParams
 
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completing import Completer
+from swift_megatron_grpo.server.conversations import Conversations, ConversingEngine
 from swift_megatron_grpo.server_flags import model_identity
-from swift_megatron_grpo.wire import packed_logprobs
+from swift_megatron_grpo.wire import NO_WEIGHTS, Completion, packed_logprobs
 
+T = TypeVar("T")
 _EVERY = 0.5  # seconds between two looks at vLLM's core
 WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
 
@@ -34,10 +37,10 @@ async def _main(
     args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
 ) -> None:
     """Until one of the two loops ends: the web server is gone or wants us gone, or the engine has failed."""
-    built: asyncio.Future[GRPOVllmEngine] = asyncio.get_running_loop().create_future()
+    built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
-        commands = EngineCommands(await built)
+        commands = EngineCommands(*await built)
         await asyncio.wait(
             [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failure())],
             return_when=asyncio.FIRST_COMPLETED,
@@ -48,30 +51,38 @@ async def _main(
     loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
     await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
     if built.done():
-        built.result().engine.shutdown()
+        built.result()[0].engine.shutdown()
     os._exit(0)  # a thread still waits for commands, and would be waited for
 
 
-def _on_engine(tell: Callable[[GRPOVllmEngine], object]) -> None:
-    """ms-swift's loop builds the engine; have it build one whose workers receive our weights, and tell of it."""
+def _on_engine(tell: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
+    """ms-swift's loop builds the engine, and its scheduler if there is one; have it build an engine whose workers
+    receive our weights, and tell of both."""
 
-    class Engine(GRPOVllmEngine):
+    class Engine(ConversingEngine):
         def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
             engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
             super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
-            tell(self)
 
-    rollout.GRPOVllmEngine = Engine
+    their_leader = rollout.get_rollout_engine_type
+
+    def leader(args: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
+        """ms-swift's scheduler, or the engine itself."""
+        made = their_leader(args, engine)
+        tell((engine, Conversations(made) if args.multi_turn_scheduler else None))
+        return made
+
+    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = Engine, leader
 
 
 class EngineCommands:
     """What the web server may ask of the engine."""
 
-    def __init__(self, engine: GRPOVllmEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
+        self._engine, self._conversations = engine, conversations
         self._completer = Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        each = (self.describe, self.generate, self.join, self.receive, self.score, self.holdings)
+        each = (self.describe, self.generate, self.converse, self.join, self.receive, self.score, self.holdings)
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in each
         }
@@ -99,13 +110,34 @@ class EngineCommands:
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        task = asyncio.ensure_future(self._completer.complete(request, sampling))
+        completion = await self._until_new_weights(self._completer.complete(request, sampling))
+        return completion.to_json()
+
+    async def converse(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+        assert self._conversations is not None
+        finished = await self._until_new_weights(
+            self._conversations.lead(RolloutInferRequest(**request), RequestConfig(**sampling))
+        )
+        conversation = finished.conversation
+        return Completion(
+            prompt_ids=conversation.prompt_ids,
+            completion_ids=conversation.completion_ids,
+            logprobs=conversation.logprobs,
+            text=finished.messages[-1]["content"],
+            finish_reason=finished.finish_reason,
+            weights_version=NO_WEIGHTS,
+            sampled=conversation.sampled,
+            messages=finished.messages,
+            infos=finished.infos,
+        ).to_json()
+
+    async def _until_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
         self._generating.add(task)
         try:
-            completion = await task
+            return await task
         finally:
             self._generating.discard(task)
-        return completion.to_json()
 
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))

@@ -16,7 +16,7 @@ def upstream() -> dict[str, Any]:
         """
         import swift.cli.main as swift_cli
         from swift.arguments import RolloutArguments
-        from swift.infer_engine import GRPOVllmEngine, RequestConfig
+        from swift.infer_engine import GRPOVllmEngine, RequestConfig, VllmEngine
         from swift.infer_engine.protocol import RolloutInferRequest
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
         from swift.pipelines.infer import rollout
@@ -32,6 +32,9 @@ def upstream() -> dict[str, Any]:
             "rollout_main": source(rollout.rollout_main),
             "async_llm_worker": source(rollout.async_llm_worker),
             "get_infer_engine": source(deploy.get_infer_engine),
+            "get_rollout_engine_type": source(rollout.get_rollout_engine_type),
+            "infer_async": source(VllmEngine.infer_async),
+            "set_default_max_tokens": parameters(VllmEngine.set_default_max_tokens),
             "__init__": source(deploy.__init__),
             "lifespan": source(deploy.lifespan),
             "routes": source(deploy._register_rl_rollout_app),
@@ -74,6 +77,21 @@ def test_the_worker_builds_its_engine_from_names_in_its_module() -> None:
     assert "return GRPOVllmEngine(**kwargs)" in source
     assert source.index("'worker_extension_cls'") < source.index("kwargs['engine_kwargs'] = engine_kwargs")
     assert "'logprobs_mode'] = 'processed_logprobs'" in source
+
+
+def test_the_worker_builds_its_scheduler_from_a_name_in_its_module_as_well() -> None:
+    """server/worker.py leads with that very one."""
+    assert "get_rollout_engine_type(args, engine)" in upstream()["async_llm_worker"]
+    source = upstream()["get_rollout_engine_type"]
+    assert "if args.multi_turn_scheduler:" in source and "scheduler_cls(infer_engine=engine" in source
+
+
+def test_the_engine_looks_for_room_when_it_has_encoded_a_prompt() -> None:
+    """server/conversations.py refuses there, in the task of the conversation."""
+    source = upstream()["infer_async"]
+    encoded, asked = source.index("self.template.encode"), source.index("self._infer_full_async")
+    assert encoded < source.index("self.set_default_max_tokens(request_config, inputs)") < asked
+    assert upstream()["set_default_max_tokens"] == ["self", "request_config", "inputs"]
 
 
 def test_the_server_starts_its_workers_when_it_is_built_and_waits_for_them_in_its_lifespan() -> None:

@@ -1,4 +1,4 @@
-"""What generation/multi_turn.py and local_turns.py lean on in ms-swift's schedulers."""
+"""What conversations/, generation/multi_turn.py, local_turns.py and server/conversations.py lean on in ms-swift."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import fields
 from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
 from swift.rl_core.data import OnPolicySample
 from swift.rollout import MultiTurnScheduler, envs, multi_turns, run_multi_turn
+from swift.rollout.multi_turn import GYMScheduler, OpenEnvScheduler
 
 
 def test_the_loop_asks_for_one_turn_of_all_that_go_on() -> None:
@@ -28,6 +29,38 @@ def test_schedulers_and_environments() -> None:
     assert "gym_scheduler" in multi_turns and "math_env" in envs
     by_run = {name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run}
     assert by_run == {"thinking_tips_scheduler"}
+
+
+def test_a_server_leads_by_the_schedulers_own_run() -> None:
+    """Which calls its hooks on itself, where ours ends a conversation without room, and the engine for every turn."""
+    assert list(inspect.signature(MultiTurnScheduler.run).parameters)[:3] == ["self", "infer_request", "request_config"]
+    source = inspect.getsource(MultiTurnScheduler.run)
+    for expected in (
+        "await self.on_trajectory_start([current_request])",
+        "await self.infer_engine.infer_async(",
+        "await self.on_turn_end(current_request, response_choice, current_turn)",
+        "if 'done' in turn_result:",
+    ):
+        assert expected in source
+
+
+def test_run_still_leaves_out_the_prefix_that_the_other_loop_puts_in() -> None:
+    """server/conversations.py puts it in. Once `run` does, that can go."""
+    assert "ret.setdefault('response_token_ids', response_ids)" in inspect.getsource(MultiTurnScheduler.run)
+    loop = inspect.getsource(inspect.getmodule(run_multi_turn))
+    assert "response_token_ids=step_result.get('response_token_ids')," in loop
+    assert list(inspect.signature(MultiTurnScheduler.get_response_token_data).parameters) == [
+        "self", "infer_request", "response_choice", "is_continuation", "response_token_ids", "response_loss_mask",
+    ]  # fmt: skip
+    assert list(inspect.signature(MultiTurnScheduler.append_assistant_completion).parameters)[1:] == [
+        "infer_request", "completion",
+    ]  # fmt: skip
+
+
+def test_an_environment_is_closed_by_its_conversations_name() -> None:
+    assert list(inspect.signature(GYMScheduler._close_and_remove).parameters) == ["self", "uuid"]
+    assert inspect.iscoroutinefunction(GYMScheduler._close_and_remove)
+    assert inspect.iscoroutinefunction(OpenEnvScheduler._close_and_remove)
 
 
 def test_requests_and_outputs() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset, make_model
+from tests.e2e.servers import HOST, free_port
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -27,11 +28,12 @@ SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float
          "--max_tokens_per_micro_batch", "256"]  # fmt: skip
 
 
-def run_template(model: Path, dataset: Path, folder: Path, flags: list[str]) -> Finished:
+def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *where: str, **more: str) -> Finished:
     environment = {**os.environ, "MODEL": str(model), "DATASET": str(dataset), "OUTPUT": str(folder),
-                   "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", "MASTER_PORT": "25931",
-                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # fmt: skip
-    done = subprocess.run([str(TEMPLATE), *SMALL, *flags], env=environment, text=True, timeout=400,
+                   "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1",
+                   "MASTER_PORT": str(free_port()), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                   **more}  # fmt: skip
+    done = subprocess.run([str(TEMPLATE), *where, *SMALL, *flags], env=environment, text=True, timeout=400,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
     folder.with_suffix(".txt").write_text(done.stdout)
     return Finished(done.returncode, done.stdout, folder)
@@ -61,6 +63,18 @@ def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
     check_by_hand(first, model, dumped)
+
+
+@pytest.mark.slow
+def test_the_template_with_a_server(tmp_path: Path) -> None:
+    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    server = "--model_type qwen3 --template qwen3 --torch_dtype float32 --vllm_enforce_eager true --check_model false "
+    server += "--vllm_gpu_memory_utilization 0.3 --vllm_max_model_len 256"
+    run = run_template(model, dataset, tmp_path / "run", [], "server", SERVER_GPUS="", TRAIN_GPUS="",
+                       SERVER=f"http://{HOST}:{free_port()}", SERVER_FLAGS=server)  # fmt: skip
+    assert run.code == 0, run.output[-4000:]
+    for step in run.log:
+        assert step["rollout/k3_kl"] < 1e-9 and step["num_turns"] == 3 and step["rewards/gym_reward/mean"] > 0
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift_megatron_grpo.config import SamplingConfig, ServerConfig
+from swift_megatron_grpo.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.engine import requests_for
 from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.server_flags import read_model_identity
@@ -261,6 +261,10 @@ class NotOurs(BaseHTTPRequestHandler):
         ({"needed_length": 300}, "start it with --vllm_max_model_len 300"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
+        (
+            {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},
+            "without --multi_turn_scheduler, and",
+        ),
         ({"urls": "not ours"}, "pip install swift-megatron-grpo"),
         ({}, None),
     ],

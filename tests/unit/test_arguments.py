@@ -267,6 +267,7 @@ def test_a_model_that_ms_swift_would_train_in_fp16(dtype: str, typed: dict[str, 
 
 ACCEPTED = """
 import json, os, sys
+from copy import copy
 from pathlib import Path
 from swift_megatron_grpo.platforms.cpu import activate
 activate()
@@ -289,6 +290,16 @@ lora = parse("--output_dir", "out", "--tuner_type", "lora", "--beta", "0", "--st
              "--bad_reward", "drop", "--reward_weights", "0.5", "--add_version", "false")
 lora.save_args(lora.output_dir)
 
+turns = parse("--output_dir", "out", "--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:1",
+              "--vllm_server_pass_dataset", "true", "--reward_weights", "1", "0.5")
+without, learned = copy(turns), []
+turns.learn_of_servers(True)
+learned.append(turns.reward_names)
+try:
+    without.learn_of_servers(False)
+except ValueError as error:
+    learned.append(str(error))
+
 from datasets import Dataset
 def init(rows, **values):
     for name, value in values.items():
@@ -307,6 +318,8 @@ print("RESULT" + json.dumps({
     "lines": full.start_up_lines(),
     "full": repr(configure(full)),
     "lora": repr(configure(lora)),
+    "learned": learned,
+    "turns": repr(configure(turns)),
     "saved": json.load(open("out/args.json"))["bad_reward"],
     "plan": [full.generation_batch_size, full.steps_per_generation, lora.generation_batch_size],
     "iterations": init([ask("a")] * 8, train_iters=None, num_train_epochs=2),
@@ -341,6 +354,15 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_what_ms_swift_itself_refuses_leaves_nothing_behind_either(accepted: dict[str, Any]) -> None:
     assert "recompute method" in accepted["late"]
+
+
+def test_whether_environments_grade_is_learned_of_servers(accepted: dict[str, Any]) -> None:
+    """As in ms-swift, where the trainer's script leaves it out: so reward weights are counted afterwards."""
+    names, complaint = accepted["learned"]
+    assert names == ["Format", "gym_reward"]
+    assert "reward_weights has 2 values for 1 reward functions" in complaint
+    assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
+    assert "turns=None, top_entropy_quantile" in accepted["turns"]  # none in the training processes
 
 
 def test_settings_that_only_ms_swift_cannot_do_get_through_its_parsing(accepted: dict[str, Any]) -> None:

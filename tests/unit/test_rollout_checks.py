@@ -11,7 +11,6 @@ from swift_megatron_grpo.rollout_checks import (
     check_deadlines,
     check_multi_turn,
     check_recording,
-    check_seeds,
     notes_ahead,
 )
 
@@ -84,10 +83,3 @@ def test_multi_turn_flags() -> None:
     ):
         with pytest.raises(ValueError, match=complaint):
             check(scheduler, **flags)
-
-
-def test_seeds_are_for_one_turn() -> None:
-    check_seeds(True, None)
-    check_seeds(False, "a")
-    with pytest.raises(ValueError, match="--seed_completions true seeds completions of one turn"):
-        check_seeds(True, "a")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from swift_megatron_grpo import server_flags as flags
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.generation.client import Refused
 from swift_megatron_grpo.generation.servers import problems_of, refusal
-from swift_megatron_grpo.wire import PROTOCOL, Completion, ServerStatus
+from swift_megatron_grpo.wire import PROTOCOL, Completion, Leading, ServerStatus
 
 
 def test_servers_by_host_and_port_or_by_address() -> None:
@@ -49,11 +52,19 @@ def test_flags_of_the_other_mode() -> None:
 
 
 def test_what_servers_are_not_for() -> None:
-    flags.check_combinations(None, None)
-    with pytest.raises(ValueError, match="servers lead no conversations yet; use --vllm_mode colocate"):
-        flags.check_combinations("gym_scheduler", None)
+    flags.check_combinations(None)
     with pytest.raises(ValueError, match="--rollout_replay folder generates nothing, so no server is asked"):
-        flags.check_combinations(None, "folder")
+        flags.check_combinations("folder")
+
+
+def test_which_flags_ask_for_conversations() -> None:
+    left_out = {"multi_turn_scheduler": None, "max_turns": None, "gym_env": None, "use_gym_env": None,
+                "vllm_server_pass_dataset": False}  # fmt: skip
+    assert flags.asks_for_turns(left_out) is None
+    assert flags.asks_for_turns({**left_out, "use_gym_env": False}) is None
+    assert flags.asks_for_turns({**left_out, "vllm_server_pass_dataset": True}) == "--vllm_server_pass_dataset true"
+    typed = {**left_out, "multi_turn_scheduler": "hints", "max_turns": 3}
+    assert flags.asks_for_turns(typed) == "--multi_turn_scheduler hints --max_turns 3"
 
 
 CONFIG = ServerConfig(
@@ -68,11 +79,14 @@ CONFIG = ServerConfig(
 )
 
 
+GYM = Leading("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
+
+
 def status(**said: Any) -> ServerStatus:
     usual: dict[str, Any] = {
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "weights_version": -1, "world_size": 1,
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
-        "multi_turn": False,
+        "leading": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
     return ServerStatus(**{**usual, **said})
@@ -90,7 +104,7 @@ def test_a_server_that_suits() -> None:
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
         ({"max_model_len": 256}, "start it with --vllm_max_model_len 300"),
         ({"max_logprobs": 0}, "cannot tell the log-probs of what it samples"),
-        ({"multi_turn": True}, "--multi_turn_scheduler"),
+        ({"leading": GYM}, "it leads conversations of several turns"),
     ],
 )
 def test_a_server_that_does_not(said: dict[str, Any], problem: str) -> None:
@@ -106,3 +120,22 @@ def test_what_a_server_says_no_with() -> None:
 def test_a_completion_travels_bit_by_bit() -> None:
     answer = Completion([1, 2], [3, 4], [-0.10000000149011612, -5.632891654968262], "ab", "stop", 7)
     assert Completion.from_json(answer.to_json()) == answer
+
+
+def test_a_conversation_travels_with_what_environments_say() -> None:
+    infos = {"total_reward": np.float32(0.5), "steps": np.array([1, 2]), "worst": float("-inf")}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    answer = Completion([1], [2, 3], [-0.5], "b", "stop", 7, [True, False], messages, infos)
+    sent = json.dumps(answer.to_json(), allow_nan=False)  # as web servers write it
+    told = Completion.from_json(json.loads(sent))
+    assert told.sampled == [True, False] and told.messages == messages
+    assert told.infos == {"total_reward": 0.5, "steps": [1, 2], "worst": float("-inf")}
+    with pytest.raises(ValueError, match=r"rollout_infos of the conversation must be .* is of type set"):
+        replace(answer, infos={"seen": {1}}).to_json()
+
+
+def test_a_status_travels() -> None:
+    for said in (status(), status(leading=GYM)):
+        assert ServerStatus.from_json(json.loads(json.dumps(asdict(said)))) == said
+    older = {"protocol": PROTOCOL - 1, "plugin": "0.1", "multi_turn": False}
+    assert "install the same version" in problems_of(ServerStatus.from_json(older), CONFIG, PROTOCOL)[0]

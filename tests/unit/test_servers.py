@@ -7,7 +7,7 @@ from typing import Any
 
 from swift_megatron_grpo.generation.client import Client
 from swift_megatron_grpo.generation.servers import Servers
-from tests.unit.test_server_flags import CONFIG, status
+from tests.unit.test_server_flags import CONFIG, GYM, status
 
 
 def servers(number: int) -> Servers:
@@ -46,3 +46,12 @@ def test_a_server_that_was_started_anew_has_accounted_for_nothing() -> None:
     found._answered(server, status(instance="second"))
     assert not server.is_out and server.is_new
     assert found.without_weights(3) == [server] and found.that_generate(3) == []
+
+
+def test_a_server_that_was_started_otherwise_stays_out() -> None:
+    found = servers(1)
+    [server] = found.all
+    found._answered(server, status(instance="second", leading=GYM))
+    assert server.is_out and "it leads conversations" in server.why_out
+    found._answered(server, status(instance="third"))
+    assert not server.is_out

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.generation.turns import Message, Turn, join
+from swift_megatron_grpo.conversations.turns import Message, Turn, join, turn_seed
 
 QUESTION, TOOL = [1, 2, 3], [90, 91]
 
 
 def turn(prompt: list[int], completion: list[int]) -> Turn:
     return Turn(prompt, completion, [-float(token) for token in completion])
+
+
+def test_turns_have_seeds_of_their_own() -> None:
+    seeds = [turn_seed(conversation, number) for conversation in (1, 2, 3) for number in (1, 2, 3)]
+    assert len(set(seeds)) == 9 and seeds == [turn_seed(c, n) for c in (1, 2, 3) for n in (1, 2, 3)]
+    assert turn_seed(None, 1) is None and all(0 <= seed < 2**63 for seed in seeds if seed is not None)
 
 
 def test_one_turn() -> None:

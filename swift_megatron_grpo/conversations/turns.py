@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import takewhile
 
 
@@ -35,6 +36,14 @@ class Conversation:
     sampled: list[bool]  # [c] by the policy; the others are a tool's or the environment's
     logprobs: list[float] | None  # of the sampled ones
     lost_turns: int  # whose words the scheduler has rewritten or taken out: the policy never saw what is there now
+
+
+def turn_seed(seed: int | None, number: int) -> int | None:
+    """Of the conversation's turn of this number, from 1. Not the conversation's own and not one beside it: neighbouring
+    conversations have neighbouring seeds."""
+    if seed is None:
+        return None
+    return int.from_bytes(blake2b(f"{seed}, {number}".encode(), digest_size=6).digest(), "big")
 
 
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:

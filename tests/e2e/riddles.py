@@ -1,0 +1,49 @@
+"""An external plugin: an environment whose dice follow from the conversation's name alone, so that it asks the same,
+and equally often, wherever the conversation is led. It reads a column of the dataset, and writes into the file
+RIDDLES_CLOSED when it is closed. Asked to wait, it does so for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+from swift.rollout.gym_env import Env, envs
+
+WAIT = "Wait!"
+
+
+class Riddles(Env):
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        super().__init__(env_config)
+        self._name = ""
+
+    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        self._name = config.uuid
+        self._dice = random.Random(config.uuid)
+        self._letters = config.data_dict["letters"]
+        self._turns = self._dice.randint(1, 5)  # more than --max_turns lets it have
+        self._waits = WAIT in config.messages[-1]["content"]
+        return f"{config.messages[-1]['content']} {self._ask()}", {}, ""
+
+    async def step(self, action: list[dict[str, Any]]) -> tuple[str, float, bool, dict[str, Any]]:
+        if self._waits:
+            await asyncio.Event().wait()
+        answer: str = action[-1]["content"]
+        reward = sum(character in self._wanted for character in answer) / max(len(answer), 1)
+        self._turns -= 1
+        return self._ask(), reward, self._turns == 0, {}
+
+    async def close(self) -> None:
+        if "RIDDLES_CLOSED" in os.environ:
+            with Path(os.environ["RIDDLES_CLOSED"]).open("a") as file:
+                file.write(f"{self._name}\n")
+
+    def _ask(self) -> str:
+        self._wanted = self._dice.sample(self._letters, k=8)
+        return f"Use {''.join(self._wanted)}."
+
+
+envs["riddles"] = Riddles
