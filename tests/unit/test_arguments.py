@@ -362,7 +362,7 @@ def test_whether_environments_grade_is_learned_of_servers(accepted: dict[str, An
     assert names == ["Format", "gym_reward"]
     assert "reward_weights has 2 values for 1 reward functions" in complaint
     assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
-    assert "turns=None, top_entropy_quantile" in accepted["turns"]  # none in the training processes
+    assert "turns=None, max_staleness=" in accepted["turns"]  # none in the training processes
 
 
 def test_settings_that_only_ms_swift_cannot_do_get_through_its_parsing(accepted: dict[str, Any]) -> None:
