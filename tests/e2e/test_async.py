@@ -127,6 +127,7 @@ def test_one_rollout_ahead_with_a_correction(folder: Path, model: Path, dataset:
     assert drawn and all(found == {int(name.split("-")[1])} for name, found in drawn.items())  # newest weights
 
 
+@pytest.mark.slow
 def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
     """It dies with a rollout ahead of training, whose weights the trainer no longer has: what is missing is made with
     those that it has now."""

@@ -174,7 +174,15 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["scripts/setup_venv.sh", "scripts/quickstart.sh", "scripts/test.sh", "templates/cpu_quickstart.sh", ".ci/run"],
+    [
+        "scripts/setup_venv.sh",
+        "scripts/quickstart.sh",
+        "scripts/test.sh",
+        "templates/cpu_quickstart.sh",
+        ".ci/run",
+        "templates/dense_server.sh",
+        "templates/async_server.sh",
+    ],
 )
 def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
     file = REPOSITORY / path
@@ -182,6 +190,22 @@ def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
     lines = file.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash" and "set -euo pipefail" in lines
     subprocess.run(["bash", "-n", str(file)], check=True)
+
+
+def test_the_template_for_rollouts_ahead_of_training_is_the_one_for_servers_with_more_flags(tmp_path: Path) -> None:
+    """With a `megatron` of our own first on the path, which prints what it was called with."""
+    fake = tmp_path / "megatron"
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATASET": "d"}
+    turns, ahead = (
+        subprocess.check_output([REPOSITORY / "templates" / name, "train", "--lr", "1"], env=environ, text=True).split()
+        for name in ("dense_server.sh", "async_server.sh")
+    )
+    assert turns[-2:] == ahead[-2:] == ["--lr", "1"]
+    assert ahead[: len(turns) - 2] == turns[:-2]
+    flags = [argument for argument in ahead[:-2] if argument.startswith("--")]
+    assert "--async_generate" in flags and len(flags) == len(set(flags))
 
 
 def test_the_template_passes_every_flag_once_and_further_ones_last(tmp_path: Path) -> None:
