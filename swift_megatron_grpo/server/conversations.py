@@ -130,8 +130,8 @@ class Conversations:
 
 def _prefix_what_steps_say(scheduler: MultiTurnScheduler) -> None:
     """A template may put words in front of every answer (`<think></think>`), which the policy saw when it sampled.
-    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so the
-    next turn would see another beginning."""
+    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so
+    the next turn would see another beginning."""
     append, step = scheduler.append_assistant_completion, scheduler.step
 
     def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
