@@ -116,8 +116,7 @@ class Conversations:
         try:
             output = _only(await self._scheduler.run(request, sampling), turns.kept)
         finally:
-            if self._led.get(uuid) is task:
-                del self._led[uuid]
+            del self._led[uuid]
             self._close(uuid)
         return finish(output, turns.kept, self._scheduler.tokenizer.decode)
 
