@@ -116,8 +116,7 @@ class Conversations:
         try:
             output = _only(await self._scheduler.run(request, sampling), turns.kept)
         finally:
-            if self._led.get(uuid) is task:
-                del self._led[uuid]
+            del self._led[uuid]
             self._close(uuid)
         return finish(output, turns.kept, self._scheduler.tokenizer.decode)
 
@@ -130,8 +129,8 @@ class Conversations:
 
 def _prefix_what_steps_say(scheduler: MultiTurnScheduler) -> None:
     """A template may put words in front of every answer (`<think></think>`), which the policy saw when it sampled.
-    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so the
-    next turn would see another beginning."""
+    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so
+    the next turn would see another beginning."""
     append, step = scheduler.append_assistant_completion, scheduler.step
 
     def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
