@@ -226,7 +226,8 @@ class GRPOArguments(MegatronRLHFArguments):
         default=3600.0,
         metadata={
             "help": "Seconds within which a rollout server must complete one request, or load new weights; then the "
-            "request goes to another one. Longer than the longest completion takes, waiting included. Default: 3600."
+            "request goes to another one, and the first one gives it up. Longer than the longest completion takes, "
+            "waiting included. Default: 3600."
         },
     )
     seed_completions: bool = field(
