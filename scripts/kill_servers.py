@@ -124,7 +124,7 @@ class Disturbance:
             server.kill_part(aim.part)
         both_down = not any(other is not server and other.status() is not None for other in self._servers)
         self._return_at[victim] = now + aim.absence
-        self.kills.append(Kill(now, now - began, step, phase, victim, aim.part, was, both_down))
+        self.kills.append(Kill(now, round(now - began, 1), step, phase, victim, aim.part, was, both_down))
         self._planned.pop(0)
         print(f"kill {len(self.kills)}: {aim.part} of server {victim} ({was}) in {phase!r} of step {step}", flush=True)
 
@@ -280,7 +280,7 @@ def main() -> int:
     print("\n".join(f"{name}: {value:g}" for name, value in told.items()))
     print("nothing was lost" if good else "this is not what an undisturbed run trains", flush=True)
     if args.json is not None:
-        kills = [asdict(kill) | {"at": None} for kill in disturbance.kills]
+        kills = [{name: value for name, value in asdict(kill).items() if name != "at"} for kill in disturbance.kills]
         story = {"seed": args.seed, "steps": args.steps, "good": good, "result": told, "kills": kills}
         args.json.write_text(json.dumps(story, indent=1) + "\n")
     return 0 if good else 1
