@@ -68,10 +68,11 @@ def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_template_with_a_server(tmp_path: Path) -> None:
     model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
-    server = "--model_type qwen3 --template qwen3 --torch_dtype float32 --vllm_enforce_eager true --check_model false "
+    server = "--model_type qwen3 --template qwen3 --torch_dtype float32 --vllm_enforce_eager true "
     server += "--vllm_gpu_memory_utilization 0.3 --vllm_max_model_len 256"
-    run = run_template(model, dataset, tmp_path / "run", [], "server", SERVER_GPUS="", TRAIN_GPUS="",
-                       SERVER=f"http://{HOST}:{free_port()}", SERVER_FLAGS=server)  # fmt: skip
+    run = run_template(model, dataset, tmp_path / "run", ["--vllm_server_timeout", "200"], "server",
+                       SERVER_GPUS="", TRAIN_GPUS="", SERVER=f"http://{HOST}:{free_port()}",
+                       SERVER_FLAGS=server)  # fmt: skip
     assert run.code == 0, run.output[-4000:]
     for step in run.log:
         assert step["rollout/k3_kl"] < 1e-9 and step["num_turns"] == 3 and step["rewards/gym_reward/mean"] > 0
