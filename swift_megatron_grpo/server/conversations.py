@@ -34,6 +34,7 @@ from swift_megatron_grpo.conversations.scheduling import (
     turn_of,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
+from swift_megatron_grpo.wire import NO_WEIGHTS, Completion
 
 
 class ConversingEngine(GRPOVllmEngine):
@@ -101,6 +102,22 @@ class Conversations:
             _prefix_what_steps_say(scheduler)
         self._led: dict[str, asyncio.Task[Any]] = {}  # by uuid
         self._closing: set[asyncio.Task[None]] = set()
+
+    async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
+        """Both in ms-swift's words. All that came after the first prompt is the completion."""
+        finished = await self.lead(RolloutInferRequest(**request), RequestConfig(**sampling))
+        conversation = finished.conversation
+        return Completion(
+            prompt_ids=conversation.prompt_ids,
+            completion_ids=conversation.completion_ids,
+            logprobs=conversation.logprobs,
+            text=finished.messages[-1]["content"],
+            finish_reason=finished.finish_reason,
+            weights_version=NO_WEIGHTS,  # the web server knows
+            sampled=conversation.sampled,
+            messages=finished.messages,
+            infos=finished.infos,
+        )
 
     async def lead(self, request: RolloutInferRequest, sampling: RequestConfig) -> Finished:
         """To its end, in a task of its own. Who asks for the same one again no longer waits for the first answer."""

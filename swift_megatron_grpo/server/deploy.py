@@ -131,8 +131,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
     async def generate(self, asked: GenerateRequest, request: Request) -> dict[str, Any]:
         self._refuse_other_weights(asked.weights_version)
-        command = "generate" if self._leading is None else "converse"
-        answering = self._ask_engine(command, request=asked.request, sampling=asked.sampling)
+        answering = self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
         answer = await while_connected(request, answering)
         return {**answer, "weights_version": asked.weights_version}
 

@@ -10,8 +10,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
-from swift.infer_engine.protocol import RolloutInferRequest
+from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 from vllm import SamplingParams
 
@@ -20,7 +19,7 @@ from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completing import Completer
 from swift_megatron_grpo.server.conversations import Conversations, ConversingEngine
 from swift_megatron_grpo.server_flags import model_identity
-from swift_megatron_grpo.wire import NO_WEIGHTS, Completion, packed_logprobs
+from swift_megatron_grpo.wire import packed_logprobs
 
 T = TypeVar("T")
 _EVERY = 0.5  # seconds between two looks at vLLM's core
@@ -79,10 +78,10 @@ class EngineCommands:
     """What the web server may ask of the engine."""
 
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
-        self._engine, self._conversations = engine, conversations
-        self._completer = Completer(engine)
+        self._engine = engine
+        self._answerer = conversations or Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        each = (self.describe, self.generate, self.converse, self.join, self.receive, self.score, self.holdings)
+        each = (self.describe, self.generate, self.join, self.receive, self.score, self.holdings)
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in each
         }
@@ -110,26 +109,9 @@ class EngineCommands:
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        completion = await self._until_new_weights(self._completer.complete(request, sampling))
+        """A completion; or a conversation, where this server leads them."""
+        completion = await self._until_new_weights(self._answerer.complete(request, sampling))
         return completion.to_json()
-
-    async def converse(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        assert self._conversations is not None
-        finished = await self._until_new_weights(
-            self._conversations.lead(RolloutInferRequest(**request), RequestConfig(**sampling))
-        )
-        conversation = finished.conversation
-        return Completion(
-            prompt_ids=conversation.prompt_ids,
-            completion_ids=conversation.completion_ids,
-            logprobs=conversation.logprobs,
-            text=finished.messages[-1]["content"],
-            finish_reason=finished.finish_reason,
-            weights_version=NO_WEIGHTS,
-            sampled=conversation.sampled,
-            messages=finished.messages,
-            infos=finished.infos,
-        ).to_json()
 
     async def _until_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)

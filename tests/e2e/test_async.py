@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -20,29 +20,14 @@ AHEAD = ["--async_generate", "true"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("async")
-
-
-@pytest.fixture(scope="module")
-def model(folder: Path) -> Path:
-    return make_model(folder / "model")
-
-
-@pytest.fixture(scope="module")
-def dataset(folder: Path) -> Path:
-    return make_dataset(folder / "data.jsonl")
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, model: Path) -> Iterator[RolloutServer]:
-    started = RolloutServer(model, folder / "server.txt").start().wait()
+def server(folder: Path, dense: Path) -> Iterator[RolloutServer]:
+    started = RolloutServer(dense, folder / "server.txt").start().wait()
     yield started
     started.stop()
 
 
 def train(
-    model: Path,
+    dense: Path,
     dataset: Path,
     folder: Path,
     server: RolloutServer,
@@ -52,7 +37,7 @@ def train(
 ) -> Finished:
     asked = [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags]
     variables = {API_KEY_VARIABLE: KEY, **(environment or {})}
-    run = megatron_rlhf(model, dataset, folder, 2, asked, variables, meanwhile=meanwhile)
+    run = megatron_rlhf(dense, dataset, folder, 2, asked, variables, meanwhile=meanwhile)
     assert run.code == 0, run.output[-4000:]
     return run
 
@@ -70,13 +55,13 @@ def versions(rollouts: Path) -> list[set[int]]:
 
 
 def test_at_staleness_0_it_is_the_synchronous_run_bit_by_bit(
-    folder: Path, model: Path, dataset: Path, server: RolloutServer
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--steps_per_generation", "2",
              "--train_iters", "6", "--save_steps", "6"]  # fmt: skip
     runs = [
-        train(model, dataset, folder / "turns", server, flags),
-        train(model, dataset, folder / "staleness 0", server, [*flags, *AHEAD, "--max_staleness", "0"]),
+        train(dense, dataset, folder / "turns", server, flags),
+        train(dense, dataset, folder / "staleness 0", server, [*flags, *AHEAD, "--max_staleness", "0"]),
     ]
     turns, ahead = (numbers(run) for run in runs)
     assert ahead == turns and len(turns) == 6
@@ -84,12 +69,12 @@ def test_at_staleness_0_it_is_the_synchronous_run_bit_by_bit(
     assert same == saved and len(saved) > 100_000
 
 
-def test_one_rollout_ahead(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+def test_one_rollout_ahead(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
     """Without a rollout correction, and with an evaluation in the middle of a rollout. The dump says which weights
     generated, so a replay has the same old policy, and the same numbers."""
     rollouts, validation = folder / "rollouts", make_dataset(folder / "validation.jsonl", rows=4)
     flags = ["--steps_per_generation", "2", "--train_iters", "8", "--save_steps", "100", "--lr", "3e-3"]
-    run = train(model, dataset, folder / "one ahead", server,
+    run = train(dense, dataset, folder / "one ahead", server,
                 [*flags, *AHEAD, "--log_completions", "true", "--rollout_dump", str(rollouts),
                  "--val_dataset", str(validation), "--eval_steps", "3", "--eval_iters", "1"])  # fmt: skip
     staleness = [step["rollout/staleness"] for step in run.log if "rollout/staleness" in step]
@@ -106,18 +91,18 @@ def test_one_rollout_ahead(folder: Path, model: Path, dataset: Path, server: Rol
     assert "time/old_logprobs" in run.log[0] and not any("time/old_logprobs" in step for step in run.log[1:])
     assert server.ask("GET", Routes.STATUS)["weights_version"] in (4, 6, 8)
 
-    again = megatron_rlhf(model, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
+    again = megatron_rlhf(dense, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
     assert again.code == 0, again.output[-4000:]
     assert numbers(again, "actor/approxkl") == numbers(run, "actor/approxkl")
 
 
-def test_one_rollout_ahead_with_a_correction(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+def test_one_rollout_ahead_with_a_correction(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
     """And dynamic sampling, which asks the engine for more before it may go ahead."""
     flags = ["--train_iters", "4", "--save_steps", "4", "--lr", "3e-3", "--dynamic_sample", "true",
              "--max_resample_times", "2", "--reward_funcs", "every_second", "--external_plugins", str(REWARDS),
              str(HERE / "uniform_groups.py"), "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
     rollouts = folder / "corrected rollouts"
-    run = train(model, dataset, folder / "corrected", server, [*flags, *AHEAD, "--rollout_dump", str(rollouts)])
+    run = train(dense, dataset, folder / "corrected", server, [*flags, *AHEAD, "--rollout_dump", str(rollouts)])
     assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
     assert all(step["actor/approxkl"] == 0 for step in run.log)  # the correction weighs, and no ratio
     k3 = [step["rollout/k3_kl"] for step in run.log]
@@ -128,7 +113,7 @@ def test_one_rollout_ahead_with_a_correction(folder: Path, model: Path, dataset:
 
 
 @pytest.mark.slow
-def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Path, server: RolloutServer) -> None:
+def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
     """It dies with a rollout ahead of training, whose weights the trainer no longer has: what is missing is made with
     those that it has now."""
     restarted: list[str] = []
@@ -142,7 +127,7 @@ def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Pa
     rollouts = folder / "restarted rollouts"
     flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100", "--save_steps", "100",
              "--vllm_server_timeout", "600"]  # fmt: skip
-    run = train(model, dataset, folder / "restarted", server,
+    run = train(dense, dataset, folder / "restarted", server,
                 [*flags, *AHEAD, "--rollout_dump", str(rollouts)], meanwhile=kill)  # fmt: skip
     assert restarted and "0 of 1 are left" in run.output and "is back after" in run.output
     assert "weights 3 were sent again to what lacked them" in run.output
@@ -154,11 +139,11 @@ def test_the_only_server_is_started_again(folder: Path, model: Path, dataset: Pa
 
 
 @pytest.mark.slow
-def test_it_takes_two_thirds_of_the_time(folder: Path, model: Path, dataset: Path) -> None:
+def test_it_takes_two_thirds_of_the_time(folder: Path, dense: Path, dataset: Path) -> None:
     """Where generation takes as long as training. Both take so long by force: the model is tiny."""
     seconds, steps = 6, 8
     environment = {"SECONDS": str(seconds)}
-    server = RolloutServer(model, folder / "slow server.txt", ["--external_plugins", str(HERE / "slow_generation.py")],
+    server = RolloutServer(dense, folder / "slow server.txt", ["--external_plugins", str(HERE / "slow_generation.py")],
                            environment=environment)  # fmt: skip
     flags = ["--train_iters", str(steps), "--save_steps", "100", "--callbacks", "stopwatch",
              "--external_plugins", str(REWARDS), str(HERE / "slow_training.py")]  # fmt: skip
@@ -166,7 +151,7 @@ def test_it_takes_two_thirds_of_the_time(folder: Path, model: Path, dataset: Pat
     try:
         server.start().wait()
         for name, ahead in (("slow turns", []), ("slow ahead", AHEAD)):
-            run = train(model, dataset, folder / name, server, [*flags, *ahead], environment=environment)
+            run = train(dense, dataset, folder / name, server, [*flags, *ahead], environment=environment)
             took[name] = json.loads((run.folder / "seconds.json").read_text())
             waited = [step["time/generation"] for step in run.log[1:]]
             assert all(each < seconds / 2 for each in waited) if ahead else all(each >= seconds for each in waited)

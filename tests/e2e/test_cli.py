@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import swift_megatron_grpo
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
@@ -20,21 +20,6 @@ PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
 SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
              "--external_plugins", str(REWARDS), str(PROBE), str(PROBE.with_name("small_gpu.py"))]  # fmt: skip
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("e2e")
-
-
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return make_model(folder / "dense")
-
-
-@pytest.fixture(scope="module")
-def dataset(folder: Path) -> Path:
-    return make_dataset(folder / "data.jsonl")
 
 
 def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff: float = 0.02) -> None:

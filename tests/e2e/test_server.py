@@ -25,28 +25,13 @@ from swift_megatron_grpo.server_flags import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from swift_megatron_grpo.weights.remote import BucketTransport
 from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
 
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("server")
-
-
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return make_model(folder / "dense")
-
-
-@pytest.fixture(scope="module")
-def dataset(folder: Path) -> Path:
-    return make_dataset(folder / "data.jsonl")
 
 
 @pytest.fixture(scope="module")

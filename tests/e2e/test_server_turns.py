@@ -25,7 +25,7 @@ from swift_megatron_grpo.server_flags import read_model_identity
 from swift_megatron_grpo.weights.remote import BucketTransport
 from swift_megatron_grpo.wire import API_KEY_VARIABLE, Completion, Routes
 from tests.e2e.riddles import WAIT
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -34,16 +34,6 @@ FLAGS = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "t
          "--save_steps", "100", "--max_tokens_per_micro_batch", "512", "--clip_grad", "100"]  # fmt: skip
 NUMBERS = ("loss", "grad_norm", "reward", "num_turns")
 TRAINED = ("prompt_ids", "completion_ids", "sampled", "conversation", "infos", "rewards", "text", "finish_reason")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("turns")
-
-
-@pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return make_model(folder / "dense")
 
 
 @pytest.fixture(scope="module")

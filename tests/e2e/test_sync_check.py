@@ -10,22 +10,12 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.wire import API_KEY_VARIABLE
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 PLUGINS = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("sync_faults.py"))]
 STOPPED = "EngineHasOtherWeights, generated 0 times"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sync")
-
-
-@pytest.fixture(scope="module")
-def dataset(folder: Path) -> Path:
-    return make_dataset(folder / "data.jsonl")
 
 
 def told(run: Finished) -> dict[str, str]:
