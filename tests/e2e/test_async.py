@@ -113,6 +113,21 @@ def test_one_rollout_ahead_with_a_correction(folder: Path, dense: Path, dataset:
 
 
 @pytest.mark.slow
+def test_two_rollouts_ahead(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
+    """Which weights generate depends on who is quicker; the bound, and that every prompt is trained once, do not."""
+    rollouts = folder / "rollouts of two"
+    run = train(dense, dataset, folder / "two ahead", server,
+                ["--train_iters", "8", "--save_steps", "100", *AHEAD, "--max_staleness", "2",
+                 "--rollout_dump", str(rollouts)])  # fmt: skip
+    found = versions(rollouts)
+    assert len(run.log) == len(found) == 8 and found[:2] == [{0}, {0}]
+    assert all(number - 2 <= min(each) and max(each) <= number for number, each in enumerate(found))
+    assert max(step["rollout/staleness_max"] for step in run.log) == 2
+    dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
+    assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 8 * 8
+
+
+@pytest.mark.slow
 def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
     """It dies with a rollout ahead of training, whose weights the trainer no longer has: what is missing is made with
     those that it has now."""

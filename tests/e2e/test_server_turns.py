@@ -99,6 +99,18 @@ def test_an_environment_behind_a_server(folder: Path, dense: Path, dataset: Path
     assert sorted(closed(folder)) == sorted({*closed(folder)}) and len(closed(folder)) == 16
 
 
+@pytest.mark.slow
+def test_conversations_ahead_of_training(folder: Path, dense: Path, dataset: Path, riddles: RolloutServer) -> None:
+    riddles.wait()
+    before = len(closed(folder)) if (folder / "closed.txt").exists() else 0
+    run, _ = train(dense, dataset, folder / "ahead", [
+        "--vllm_mode", "server", "--vllm_server_base_url", riddles.url, "--vllm_server_pass_dataset", "true",
+        "--async_generate", "true", "--train_iters", "4", "--reward_funcs", "turns",
+        "--external_plugins", str(HERE / "turns_reward.py")])  # fmt: skip
+    assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
+    assert len(closed(folder)) - before == 4 * 8
+
+
 def config_of(server: RolloutServer, model: Path) -> ServerConfig:
     return ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=10, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
