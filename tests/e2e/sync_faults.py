@@ -113,8 +113,12 @@ class Changed:
     generation: Generation
     change: Callable[[Rollout], Rollout]
 
-    def next(self) -> News:
-        news = self.generation.next()
+    @property
+    def runs(self) -> bool:
+        return self.generation.runs
+
+    def next(self, newest: int) -> News:
+        news = self.generation.next(newest)
         return replace(news, finished={index: self.change(rollout) for index, rollout in news.finished.items()})
 
 

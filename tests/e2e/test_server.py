@@ -146,7 +146,7 @@ def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
         generation = engine.generate(requests, 2, SamplingConfig(1.0, 1.0, -1, 1.0, 200, ()))
         rollouts: dict[int, Rollout] = {}
         while len(rollouts) < len(requests):
-            rollouts |= generation.next().finished
+            rollouts |= generation.next(7).finished
         before = stuck.cpu_seconds()
     finally:
         os.killpg(stuck.process.pid, signal.SIGCONT)
