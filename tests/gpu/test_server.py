@@ -59,7 +59,7 @@ def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus:
 def test_the_adapter_alone(tmp_path: Path) -> None:
     server = make_server(tmp_path, "1", "--vllm_enable_lora", "true")
     try:
-        train(server, tmp_path, "0", 4, "--tuner_type", "lora", "--vllm_enable_lora", "true")
+        train(server, tmp_path, "0", 4, "--tuner_type", "lora", "--vllm_enable_lora", "true", "--sync_check", "canary")
     finally:
         server.stop()
 
