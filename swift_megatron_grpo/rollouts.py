@@ -24,6 +24,7 @@ from swift_megatron_grpo.grading import grade, resample, score
 from swift_megatron_grpo.metrics import PhaseTimer
 from swift_megatron_grpo.parts import Parts
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.wire import NO_WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class Rollouts:
         self._ahead = ahead
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
         self._begun: deque[_Begun] = deque()  # that one, if it is begun, and those after it
-        self._engine_version = -1  # of the weights that were sent last
+        self._engine_version = NO_WEIGHTS  # of the weights that were sent last
 
     def take(self, step: Step) -> list[Graded]:
         """The next rollout, with its total rewards."""

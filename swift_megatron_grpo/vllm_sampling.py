@@ -6,6 +6,7 @@ turns each token into text once more beside its log-prob. On an H200 that was a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
@@ -31,3 +32,13 @@ def sampled_logprobs(answer: Any) -> list[float]:
     values: list[float] = list(answer.logprobs.logprobs)
     assert len(values) == len(answer.token_ids)
     return values
+
+
+def scoring_params() -> SamplingParams:
+    """For the log-probs of a text. Greedy: a sampled token would move the random numbers of the completions to come."""
+    return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+
+
+def text_logprobs(output: Any, tokens: Sequence[int]) -> list[float]:
+    """Of every token but the first, of an answer to scoring_params."""
+    return [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]

@@ -17,7 +17,6 @@ from swift.rlhf_trainers.utils import (
 )
 from swift.template import Template
 from swift.utils import get_logger
-from vllm import SamplingParams
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
@@ -28,6 +27,7 @@ from swift_megatron_grpo.holdings import Holding
 from swift_megatron_grpo.inventory import Inventory
 from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.vllm_adapter import load_adapter
+from swift_megatron_grpo.vllm_sampling import scoring_params, text_logprobs
 from swift_megatron_grpo.wire import NO_WEIGHTS
 
 logger = get_logger()
@@ -123,15 +123,12 @@ class LocalVllm:
 
     def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         vllm = self._engine.engine
-        # Greedy: a sampled token would move the random numbers of the completions to come.
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         adapter = self._engine._get_grpo_lora_request()
-        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, asked, lora_request=adapter)
+        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
         answer = None
         while vllm.has_unfinished_requests():
             [answer] = vllm.step() or [answer]
-        told = answer.prompt_logprobs  # type: ignore[union-attr]
-        return {self._name: [at[token].logprob for at, token in zip(told[1:], tokens[1:], strict=True)]}
+        return {self._name: text_logprobs(answer, tokens)}
 
     def holdings(self) -> list[Holding]:
         return [self._inventory.holding()]

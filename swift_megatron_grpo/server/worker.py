@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
-from vllm import SamplingParams
 
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completing import Completer
 from swift_megatron_grpo.server.conversations import Conversations, ConversingEngine
 from swift_megatron_grpo.server_flags import model_identity
+from swift_megatron_grpo.vllm_sampling import scoring_params, text_logprobs
 from swift_megatron_grpo.wire import packed_logprobs
 
 T = TypeVar("T")
@@ -144,18 +144,15 @@ class EngineCommands:
         return {"replicas": [packed_logprobs(values) for values in told]}
 
     async def _score(self, tokens: list[int], replica: int) -> list[float]:
-        # Greedy: a sampled token would move the random numbers of the completions to come.
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
         answers = self._engine.engine.generate(
             {"prompt_token_ids": tokens},
-            asked,
+            scoring_params(),
             f"score-{uuid.uuid4().hex}",
             lora_request=await self._engine._get_grpo_lora_request_async(),
             data_parallel_rank=replica,
         )
         [*_, last] = [answer async for answer in answers]
-        told = last.prompt_logprobs
-        return [at[token].logprob for at, token in zip(told[1:], tokens[1:], strict=True)]
+        return text_logprobs(last, tokens)
 
     async def holdings(self) -> dict[str, Any]:
         return {"workers": await self._engine.engine.collective_rpc("grpo_holdings")}
