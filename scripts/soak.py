@@ -100,7 +100,7 @@ def main() -> int:
     story: dict[str, object] = {"steps": args.steps, "warm_up": args.warm_up, "seconds": round(seconds)}
     for end in ("trainer", "server"):
         processes = by_process(readings, end, args.warm_up)
-        total = [sum(values) for values in zip(*processes.values(), strict=True)]
+        total = [sum(reading[end].values()) for reading in readings]  # also of those that come and stay
         grown[end] = growth(total, args.warm_up)
         print(f"{end}: {total[args.warm_up] / 2**20:.1f} MiB after {args.warm_up} steps, {total[-1] / 2**20:.1f} MiB "
               f"after {args.steps}: {grown[end]:+.2%}")  # fmt: skip

@@ -26,7 +26,6 @@ REPOSITORY = Path(__file__).parents[2]
 WITNESS = Path(__file__).with_name("witness.py")
 HOST = "127.0.0.1"
 _PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.server"}  # by name or command line
-CACHE = json.dumps({"kv_cache_memory_bytes": 2**27})  # what is there is filled, so several servers need room
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
@@ -67,8 +66,7 @@ class Server:
         """Returns before it answers."""
         command = [script("swift"), "rollout", "--model", str(self.model), "--model_type", "qwen3", "--template",
                    "qwen3", "--port", str(self.port), "--torch_dtype", "float32", "--vllm_max_model_len", "256",
-                   "--vllm_enforce_eager", "true", "--vllm_gpu_memory_utilization", "0.2",
-                   "--vllm_engine_kwargs", CACHE, *self.flags]  # fmt: skip
+                   "--vllm_enforce_eager", "true", "--vllm_gpu_memory_utilization", "0.2", *self.flags]  # fmt: skip
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
                 command, env={**os.environ, **OFFLINE}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
