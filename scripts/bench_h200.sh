@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The measurements on H200, in groups of less than ten minutes each; what one could not finish is left out of its file.
-#   scripts/bench_h200.sh GROUP...      fixed long-0.6b long-1.7b long-4b memory step-equal step-best (1 GPU), two, four
+#   scripts/bench_h200.sh GROUP...      fixed fixed-4b long-0.6b long-1.7b long-4b memory step-equal step-best (1 GPU), two, four
 #   OUT=folder                          for the JSON files (benchmarks/h200)
 #   ROUNDS=2 DEADLINE=570               rounds of each run; seconds for each group
 #   DRY=1                               the same on a CPU, with a tiny model and few tokens, to try the commands
@@ -47,6 +47,9 @@ group() {
         fixed)
             bench train fixed-1.7b 1.7b "${fixed[@]}" --ours mbs4 tokens16384 tokens32768 --stock mbs4 mbs8 mbs16 \
                 --goal "2.5 at equal flags, 1.6 at best" ;;
+        # How much of the chip a larger model reaches; all of its memory may be used.
+        fixed-4b)
+            bench train fixed-4b 4b "${fixed[@]}" --ours tokens12288 tokens8192 --stock mbs4+recompute --rounds 1 --goal "MFU 50 %" ;;
         # Long-tailed lengths, each at its best under 100 GB.
         long-0.6b)
             bench train long-0.6b 0.6b "${long[@]}" --ours tokens32768 --stock mbs8 mbs16 --goal 2.0 ;;
