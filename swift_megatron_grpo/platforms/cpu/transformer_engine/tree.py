@@ -90,6 +90,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         "pytorch.module": layers,
         "pytorch.module.base": {
             "TransformerEngineBaseModule": base.TransformerEngineBaseModule,
+            "_dummy_wgrads": {},
             **_functions("pytorch.module.base", "get_dummy_wgrad", "initialize_ub"),
         },
         "pytorch.ops": _classes("pytorch.ops", *_OPS, *_ACTIVATIONS),
