@@ -35,7 +35,6 @@ class RolloutServer:
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[str] | None = None
 
     @property

@@ -78,10 +78,11 @@ def round_trips(out: str, flags: list[str]) -> None:
 
     run = Run(flags, EVERYTHING)
     run.step(0)  # Adam's states
+    everything_leaves(run.residency)  # and with it, for good, what backward has left behind
     everything_returns(run.residency)
     size = sum(group.nbytes() for group in run.residency.groups.values())
     trips = []
-    for _ in range(3):
+    for _ in range(2):
         before = fingerprints(run)
         torch.cuda.empty_cache()
         levels, seconds, kept = [memory()], [], []

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def make_server(folder: Path, gpus: str, *flags: str) -> RolloutServer:
     model = make_model(folder / "model", "dense", SIZE)
-    ours = ["--torch_dtype", "bfloat16", "--vllm_enforce_eager", "false", "--vllm_max_model_len", "512", *flags]
+    ours = ["--torch_dtype", "bfloat16", "--vllm_max_model_len", "512", *flags]
     return RolloutServer(model, folder / "server.txt", ours, environment={"CUDA_VISIBLE_DEVICES": gpus}).start()
 
 
@@ -46,7 +46,14 @@ def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus:
     if len(server_gpus + trainer_gpus) > 2 and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     size = str(len(server_gpus.split(",")))
-    server = make_server(tmp_path, server_gpus, "--vllm_tensor_parallel_size", size)
+    server = make_server(
+        tmp_path,
+        server_gpus,
+        "--vllm_tensor_parallel_size",
+        size,
+        "--vllm_enforce_eager",
+        "false",  # CUDA graphs
+    )
     try:
         layout = ["--tensor_model_parallel_size", size, "--sequence_parallel", str(size != "1").lower()]
         finished = train(server, tmp_path, trainer_gpus, 6, *layout)
