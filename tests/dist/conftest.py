@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.check_layouts import DENSE, MOE, Layout, Task, base_flags, launch, layout_tasks, task
-from tests.e2e.runs import make_model
+from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 TUNERS = ["full", "lora"]
 LAYOUTS = {
@@ -111,6 +111,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
     tasks[1] += engine_tasks(ranks, "golden", [])
     tasks[1] += engine_tasks(ranks, "quiet", [])
+    for kind in ("dense", "moe"):
+        make_model(ranks.model(f"{kind}-for-gpus"), kind, SIZE_FOR_GPUS)
+        tasks[1] += engine_tasks(ranks, "one_step", [], name=f"{kind}-step", kind=f"{kind}-for-gpus")
     two = ["--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2"]
     others = [{"infer_max_tokens": 64}, {"infer_max_tokens": 400}, {"infer_micro_batch_size": 1},
               {"infer_micro_batch_size": 8}]  # fmt: skip

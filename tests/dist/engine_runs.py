@@ -56,6 +56,16 @@ def inference(out: str, flags: list[str], others: list[dict[str, int]]) -> None:
     tell(out, told)
 
 
+def one_step(out: str, flags: list[str]) -> None:
+    """Log-probs, entropies and a step of one given batch: what kernels of another kind are compared with."""
+    trainer = make_trainer(flags)
+    engine = trainer.build_engine()
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    values = engine.infer(samples, outputs=("logprob", "entropy"))
+    metrics = engine.train_step(samples, make_loss())
+    tell(out, {"values": {index: [v.logprobs, v.entropies] for index, v in values.items()}, "metrics": metrics})
+
+
 def odd_batches(out: str, flags: list[str]) -> None:
     """Right results or errors that say what is wrong; the engine goes on afterwards. The learning rate is 0."""
     trainer = make_trainer(flags)

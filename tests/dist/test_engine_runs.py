@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.dist.conftest import REFERENCE_LAYOUTS, Ranks
+from tests.e2e.runs import first_weights
 
 pytestmark = pytest.mark.dist
-GOLDEN = Path(__file__).parents[1] / "golden" / "dense_ten_steps.json"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def told(ranks: Ranks, run: str, rank: int) -> dict[str, Any]:
@@ -23,11 +24,23 @@ def told(ranks: Ranks, run: str, rank: int) -> dict[str, Any]:
 def test_ten_steps_have_the_losses_they_always_had(ranks: Ranks) -> None:
     """To change what is computed on purpose: write `steps` of the new run to the golden file, and say why."""
     steps = told(ranks, "golden", 0)["steps"]
-    golden = json.loads(GOLDEN.read_text())["steps"]
+    golden = json.loads((GOLDEN / "dense_ten_steps.json").read_text())["steps"]
     assert len(steps) == len(golden) == 10
     for step, expected in zip(steps, golden, strict=True):
         for name, value in expected.items():
             assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_the_stand_in_computes_what_gpus_are_compared_with(ranks: Ranks, kind: str) -> None:
+    """tests/gpu/test_layouts.py has real Transformer Engine beside the same file."""
+    step, golden = told(ranks, f"{kind}-step", 0), json.loads((GOLDEN / f"{kind}_step.json").read_text())
+    assert first_weights(ranks.model(f"{kind}-for-gpus")) == pytest.approx(golden["first_weights"], rel=1e-6)
+    for name, value in golden["metrics"].items():
+        assert step["metrics"][name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    for index, (logprobs, entropies) in golden["values"].items():
+        assert step["values"][index][0] == pytest.approx(logprobs, abs=1e-5)
+        assert step["values"][index][1] == pytest.approx(entropies, abs=1e-5)
 
 
 @pytest.mark.parametrize(("run", "rank"), [("inference-one", 0), ("inference", 1)])

@@ -14,15 +14,26 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from safetensors import safe_open
+
 REPOSITORY = Path(__file__).parents[2]
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
 PROBE = Path(__file__).with_name("probe.py")
+# Fused attention on a GPU wants heads of 64 or 128.
+SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
 
 def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:
     script = REPOSITORY / "scripts" / "make_tiny_model.py"
     subprocess.run([sys.executable, str(script), "--out", str(folder), "--kind", kind, *extra], check=True)
     return folder
+
+
+def first_weights(model: Path) -> list[float]:
+    """A few, to see that two machines have made the same model."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        weights: list[float] = file.get_tensor("model.embed_tokens.weight")[0, :4].tolist()
+    return weights
 
 
 def make_dataset(path: Path, rows: int = 32) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scripts.check_layouts import base_flags, launch, layout_tasks, task
-from tests.e2e.runs import make_model
+from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
     ("dense", "full"): ["mbs1", "tokens64", "tokens400", "tp2", "tp2+sp", "tp2+sp+recompute", "pp2", "pp2+vpp2", "cp2",
@@ -26,8 +26,6 @@ VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
     ("moe-given", "moe", [], ["given"]),
     ("plain-kernels", "dense", ["--fast_kernels", "false"], BATCHES["dense"]),
 ]
-# Fused attention wants heads of 64 or 128.
-SIZE = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,9 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         pytest.skip("needs a CUDA device")
     tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
     for kind in ("dense", "moe"):
-        make_model(gpus.model(kind), kind, SIZE)
+        make_model(gpus.model(kind), kind, SIZE_FOR_GPUS)
+        step = {"out": str(gpus.folder / f"{kind}-step"), "flags": make_flags(gpus, kind, "full")}
+        tasks[1].append(task("tests.dist.engine_runs:one_step", **step))
     for (kind, tuner), layouts in LAYOUTS.items():
         flags = make_flags(gpus, kind, tuner)
         if tuner == "lora":

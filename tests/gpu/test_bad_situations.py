@@ -9,15 +9,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
-from tests.gpu.conftest import SIZE
+from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 TROUBLE = Path(__file__).with_name("trouble.py")
 
 
 def run_into(trouble: str, tmp_path: Path, *flags: str) -> tuple[Finished, float]:
-    model, dataset = make_model(tmp_path / "model", "dense", SIZE), make_dataset(tmp_path / "data.jsonl", rows=64)
+    model, dataset = (
+        make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS),
+        make_dataset(tmp_path / "data.jsonl", rows=64),
+    )
     began = time.monotonic()
     finished = megatron_rlhf(model, dataset, tmp_path / "run", 2, [
         "--attention_backend", "fused", "--train_iters", "6", "--save_steps", "2", "--global_batch_size", "16",

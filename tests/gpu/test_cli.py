@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.runs import Finished, make_dataset, make_model, megatron_rlhf
-from tests.gpu.conftest import SIZE
+from tests.e2e.runs import SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")]
 MEMORY = Path(__file__).with_name("memory_callback.py")
@@ -19,7 +18,7 @@ LETTERS = Path(__file__).parents[2] / "templates" / "plugins" / "letters.py"
 def run_and_check(tmp_path: Path, ranks: int, steps: int, flags: list[str], kind: str = "dense") -> Finished:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    model = make_model(tmp_path / "model", kind, SIZE)
+    model = make_model(tmp_path / "model", kind, SIZE_FOR_GPUS)
     dataset = make_dataset(tmp_path / "data.jsonl", rows=64)
     finished = megatron_rlhf(model, dataset, tmp_path / "run", ranks, [
         "--attention_backend", "fused", "--vllm_enforce_eager", "false", "--vllm_max_model_len", "512",

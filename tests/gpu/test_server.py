@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from swift_megatron_grpo.wire import API_KEY_VARIABLE
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
-from tests.gpu.conftest import SIZE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 
 
 def make_server(folder: Path, gpus: str, *flags: str) -> RolloutServer:
-    model = make_model(folder / "model", "dense", SIZE)
+    model = make_model(folder / "model", "dense", SIZE_FOR_GPUS)
     ours = ["--torch_dtype", "bfloat16", "--vllm_max_model_len", "512", *flags]
     return RolloutServer(model, folder / "server.txt", ours, environment={"CUDA_VISIBLE_DEVICES": gpus}).start()
 
