@@ -271,6 +271,19 @@ def check_reward_functions(names: Sequence[Any], known: Iterable[str]) -> None:
             )
 
 
+def check_callbacks(callbacks: Sequence[str], report_to: Sequence[str], known: Iterable[str]) -> None:
+    """ms-swift looks for both in one registry, when the model is loaded."""
+    known = sorted(known)
+    for flag, names in (("callbacks", callbacks), ("report_to", report_to)):
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"unknown --{flag} {name}; known are {', '.join(known)}, and what a file given to "
+                    "--external_plugins adds to swift.megatron.callbacks.megatron_callbacks_map"
+                    + ("; none, alone, reports to nothing" if flag == "report_to" else "")
+                )
+
+
 def check_reward_weights(weights: Sequence[float] | None, num_functions: int) -> None:
     if weights is not None and len(weights) != num_functions:
         raise ValueError(

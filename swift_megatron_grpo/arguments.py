@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swift.megatron.callbacks import megatron_callbacks_map
 from swift.rewards import orms
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import get_dist_setting, import_external_file
@@ -50,6 +51,7 @@ class GRPOArguments(GRPOFlags):
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
         if self.vllm_server_api_key is not None:  # not for args.json, and not for the log
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
+        self._report_to_none()
         self._check_what_is_typed()
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift would, for its own estimators, and refuse ours
@@ -60,6 +62,12 @@ class GRPOArguments(GRPOFlags):
         except Exception:
             _remove_empty(_with_parents(Path(self.output_dir or "megatron_output")), but=existing)
             raise
+
+    def _report_to_none(self) -> None:
+        """As under transformers; for ms-swift's Megatron `none` would be the name of a callback."""
+        if _listed(self.report_to) == ["none"]:
+            self.report_to: list[str] = []
+            self.callbacks[:] = [name for name in self.callbacks if name != "none"]
 
     # ---- checks
 
@@ -83,6 +91,7 @@ class GRPOArguments(GRPOFlags):
                 self._check_lengths,
                 lambda: checks.check_duration(self.train_iters, self.num_train_epochs),
                 self._check_rewards,
+                self._check_callbacks,
                 self._check_turns,
                 self._check_recording,
                 lambda: rollouts.check_deadlines(self.reward_timeout, self.phase_timeout),
@@ -100,9 +109,11 @@ class GRPOArguments(GRPOFlags):
 
     def check_adopted(self) -> None:
         """For arguments that ms-swift's own class has parsed: what __post_init__ would have refused."""
+        self._report_to_none()
         checks.check_all(
             [
                 self._check_flags,
+                self._check_callbacks,
                 self._check_layout,
                 self._check_interleaving,
                 self._check_modality,
@@ -131,6 +142,9 @@ class GRPOArguments(GRPOFlags):
             )
         if problems:
             raise ValueError("\n".join(problems))
+
+    def _check_callbacks(self) -> None:
+        checks.check_callbacks(_listed(self.callbacks), _listed(self.report_to), megatron_callbacks_map)
 
     def _check_model_path(self) -> None:
         resumes = self.mcore_model or self.mcore_adapter or self.adapters  # their args.json names the model

@@ -57,6 +57,6 @@ args=(
     --save_total_limit 3
     --logging_steps 1
     --log_completions true
-    --report_to tensorboard         # or wandb, swanlab
+    --report_to tensorboard         # or wandb, swanlab, none
 )
 exec megatron rlhf "${args[@]}" "$@"

@@ -70,7 +70,7 @@ train() {
         --save_total_limit 3
         --logging_steps 1
         --log_completions true
-        --report_to tensorboard     # or wandb, swanlab
+        --report_to tensorboard     # or wandb, swanlab, none
     )
     CUDA_VISIBLE_DEVICES=$TRAIN_GPUS exec megatron rlhf "${args[@]}" "$@"
 }

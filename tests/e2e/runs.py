@@ -86,7 +86,8 @@ def megatron_rlhf(
                  "--train_iters", "2", "--lr", "1e-3", "--beta", "0", "--save_steps", "2", "--logging_steps", "1",
                  "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
                  "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
-                 "--recompute_granularity", "none", "--temperature", "1.0", *flags]  # fmt: skip
+                 "--recompute_granularity", "none", "--temperature", "1.0",
+                 "--report_to", "none", *flags]  # fmt: skip
     variables = {
         **os.environ,
         "NPROC_PER_NODE": str(ranks),

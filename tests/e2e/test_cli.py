@@ -38,7 +38,7 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
 def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
-             "--ref_tensor_model_parallel_size", "1", *PROBED]  # fmt: skip
+             "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "full", ranks=2, flags=flags)
     check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout trains on an older policy's
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def test_same_numbers_as_the_stock_trainer(tmp_path: Path, dtype: str, tolerance: float) -> None:
     model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl")
     flags = ["--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04", "--save_steps", "100",
-             "--global_batch_size", "8", "--torch_dtype", dtype, "--adam_eps", "1e-5",
+             "--global_batch_size", "8", "--torch_dtype", dtype, "--adam_eps", "1e-5", "--report_to", "tensorboard",
              *(["--fp16", "false"] if dtype == "float32" else [])]  # fmt: skip
     record = tmp_path / "record.json"
 
