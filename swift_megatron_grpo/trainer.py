@@ -94,6 +94,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             use_fast_kernels(models, trained=True, remake=self.args.recompute_elementwise)
         return peft_models
 
+    @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+
     def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:
         """A frozen copy where the reference policy is one, and what exists for its sake alone."""
         wanted, args = self.settings.reference, self.args

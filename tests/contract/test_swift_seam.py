@@ -61,12 +61,13 @@ def upstream() -> dict[str, Any]:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from mcore_bridge import GPTBridge
         from mcore_bridge.model.gpt_model import GPTModel
 
         methods = ("train", "run_train_step", "train_step", "setup_training", "finalize_training", "prepare_model",
-                   "save_checkpoint", "_aggregated_metrics", "merge_lora_adapters", "unmerge_lora_adapters",
-                   "get_optimizer_and_scheduler", "on_log", "evaluate", "__init__")
+                   "save_checkpoint", "_load_checkpoint", "_aggregated_metrics", "merge_lora_adapters",
+                   "unmerge_lora_adapters", "get_optimizer_and_scheduler", "on_log", "evaluate", "__init__")
         seen = {
             "trainer": {name: parameters(getattr(BaseMegatronTrainer, name)) for name in methods},
             "prepare_trainer": source(MegatronRLHF.prepare_trainer),
@@ -85,6 +86,8 @@ def upstream() -> dict[str, Any]:
             "megatron_routes": ROUTE_MAPPING,
             "_forward_output_layer": str(inspect.signature(GPTModel._forward_output_layer)),
             "_postprocess": source(GPTModel._postprocess),
+            "load_state_as_saved": source(DistributedOptimizer.load_parameter_state_from_dp_reshardable),
+            "load_state_of_others": source(DistributedOptimizer.load_parameter_state_from_fully_reshardable),
             "export_weights": parameters(GPTBridge.export_weights),
             "engine": {name: parameters(getattr(GRPOVllmEngine, name)) for name in
                        ("_add_request", "_batch_encode", "_prepare_generation_config", "_add_stop_words",
@@ -173,12 +176,19 @@ def test_torch_calls_the_entry_points_of_torch_backends() -> None:
         ("evaluate", ["self", "val_data_iterator"]),
         ("finalize_training", ["self"]),
         ("save_checkpoint", ["self"]),
+        ("_load_checkpoint", ["self"]),
         ("merge_lora_adapters", ["self", "adapter_name"]),
         ("unmerge_lora_adapters", ["self"]),
     ],
 )
 def test_base_megatron_trainer(method: str, parameters: list[str]) -> None:
     assert upstream()["trainer"][method] == parameters
+
+
+def test_megatron_still_forgets_that_loading_needs_no_gradients() -> None:
+    """In one of its two ways of loading, which trainer.py makes up for. When this fails, it may stop."""
+    assert "@torch.no_grad()" in upstream()["load_state_of_others"]
+    assert "@torch.no_grad()" not in upstream()["load_state_as_saved"]
 
 
 # ---- the head, the weights, the engine

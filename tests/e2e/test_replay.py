@@ -67,13 +67,10 @@ def test_a_replay_gives_the_numbers_of_the_run(inputs: tuple[Path, Path, Path]) 
 
 
 def test_a_resumed_run_goes_on_dumping(inputs: tuple[Path, Path, Path]) -> None:
-    """With dynamic sampling, so that a rollout has several draws; the replay of both halves is one run.
-
-    In bf16: megatron-core's distributed optimizer cannot load its state where the weights themselves are fp32.
-    """
+    """With dynamic sampling, so that a rollout has several draws; both halves are one run, number by number."""
     folder, model, dataset = inputs
     rollouts, crashed = folder / "canned", folder / "crashed"
-    flags = [*CANNED, "--save_steps", "100", "--reward_funcs", "every_second", "--dynamic_sample", "true",
+    flags = [*FP32, *CANNED, "--save_steps", "100", "--reward_funcs", "every_second", "--dynamic_sample", "true",
              "--max_resample_times", "2",
              "--no_save_optim", "false", "--no_save_rng", "false", "--lr_decay_style", "constant"]  # fmt: skip
     dump = ["--rollout_dump", str(rollouts)]
@@ -86,11 +83,7 @@ def test_a_resumed_run_goes_on_dumping(inputs: tuple[Path, Path, Path]) -> None:
     end = megatron_rlhf(model, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
     whole = megatron_rlhf(model, dataset, folder / "whole", 1,
                           [*flags, "--rollout_replay", str(rollouts), "--train_iters", "4"])  # fmt: skip
-    # A resumed run on the CPU platform begins with Adam's moments at 0, so after its first update the weights differ.
-    # Up to there, and in what was generated and graded, the two halves are one run.
-    halves = [*numbers(begin)[:2], *numbers(end)]
-    assert numbers(whole)[:3] == halves[:3]
-    assert [step["reward"] for step in numbers(whole)] == [step["reward"] for step in halves]
+    assert numbers(whole) == [*numbers(begin)[:2], *numbers(end)]
 
     too_long = megatron_rlhf(model, dataset, folder / "long", 1,
                              [*flags, "--rollout_replay", str(rollouts), "--train_iters", "5"])  # fmt: skip

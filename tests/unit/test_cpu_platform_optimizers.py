@@ -139,6 +139,13 @@ def test_a_run_goes_on_from_its_state_dict(kwargs: dict[str, torch.dtype]) -> No
     assert resumed.param_groups[0]["step"] == 2
 
 
+def test_a_new_optimizer_has_no_states_after_loading_its_own() -> None:
+    """Megatron loads an optimizer's own state when it builds it, and asks later whether there is any."""
+    optimizer = FusedAdam(parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.state) == 0
+
+
 def test_states_that_megatron_sets_one_by_one() -> None:
     params = parameters(torch.bfloat16)
     optimizer = FusedAdam(params, master_weights=True, exp_avg_dtype=torch.float16)
