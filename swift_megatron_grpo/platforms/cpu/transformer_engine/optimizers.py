@@ -154,7 +154,7 @@ class FusedAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "state": {}})  # torch would cast the states to the parameter's dtype
         for parameter, index in self._indices(state_dict):
-            if index not in state_dict["state"]:  # an empty entry would tell Megatron that there are states to load into
+            if index not in state_dict["state"]:  # an empty entry tells Megatron that there are states to load into
                 continue
             self.state[parameter] = {}
             for name, value in state_dict["state"][index].items():
