@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
+from transformer_engine.pytorch.module.base import _dummy_wgrads
 
 from swift_megatron_grpo.config import ResidencyConfig
 from swift_megatron_grpo.training import storages as found
@@ -179,8 +180,6 @@ def _give_unused_memory_back() -> None:
     Transformer Engine keeps a placeholder for the gradient of every shape of weight. Backward makes them, among torch's
     largest segments, and no segment goes back that holds one: 16 MiB have kept 3 GiB. Backward makes them anew.
     """
-    from transformer_engine.pytorch.module.base import _dummy_wgrads
-
     _dummy_wgrads.clear()
     torch.cuda.empty_cache()
 
