@@ -258,30 +258,23 @@ def _use(flag: str, works: Sequence[int]) -> str:
 
 def check_reward_functions(names: Sequence[Any], known: Iterable[str]) -> None:
     """`names` as in --reward_funcs; a callable, from a script, needs no registry."""
-    known = sorted(known)
     if not names:
-        raise ValueError(f"no reward function is set; use --reward_funcs with one or more of {', '.join(known)}")
+        choices = ", ".join(sorted(known))
+        raise ValueError(f"no reward function is set; use --reward_funcs with one or more of {choices}")
+    check_registered("reward_funcs", [name for name in names if isinstance(name, str)], known, "swift.rewards.orms")
+
+
+def check_registered(flag: str, names: Iterable[str], known: Iterable[str], registry: str) -> None:
+    """What ms-swift looks up by name, some of it only when the model is loaded."""
+    known = sorted(known)
     for name in names:
-        if isinstance(name, str) and name not in known:
+        if name not in known:
             close = difflib.get_close_matches(name, known)
             meant = f"; did you mean {' or '.join(close)}?" if close else ";"
             raise ValueError(
-                f"unknown reward function {name!r} in --reward_funcs{meant} known are {', '.join(known)}, and what a "
-                "file given to --external_plugins adds to swift.rewards.orms"
+                f"unknown name {name!r} in --{flag}{meant} known are {', '.join(known)}, and what a "
+                f"file given to --external_plugins adds to {registry}"
             )
-
-
-def check_callbacks(callbacks: Sequence[str], report_to: Sequence[str], known: Iterable[str]) -> None:
-    """ms-swift looks for both in one registry, when the model is loaded."""
-    known = sorted(known)
-    for flag, names in (("callbacks", callbacks), ("report_to", report_to)):
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"unknown --{flag} {name}; known are {', '.join(known)}, and what a file given to "
-                    "--external_plugins adds to swift.megatron.callbacks.megatron_callbacks_map"
-                    + ("; none, alone, reports to nothing" if flag == "report_to" else "")
-                )
 
 
 def check_reward_weights(weights: Sequence[float] | None, num_functions: int) -> None:

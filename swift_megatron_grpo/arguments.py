@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from swift.megatron.callbacks import megatron_callbacks_map
+from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
 from swift.rewards import orms
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import get_dist_setting, import_external_file
@@ -41,6 +41,8 @@ _LAYOUT_FLAGS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )  # in the order of LayoutConfig
+# --report_to none, as under transformers: for ms-swift's Megatron it is the name of a callback
+megatron_callbacks_map.setdefault("none", MegatronCallback)
 _STOCK_TRAINER = f"{VARIABLE}=off for ms-swift's own trainer"
 
 
@@ -51,7 +53,6 @@ class GRPOArguments(GRPOFlags):
             raise ValueError(f"GRPOArguments are those of --rlhf_type grpo, got {self.rlhf_type}")
         if self.vllm_server_api_key is not None:  # not for args.json, and not for the log
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
-        self._report_to_none()
         self._check_what_is_typed()
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift would, for its own estimators, and refuse ours
@@ -62,12 +63,6 @@ class GRPOArguments(GRPOFlags):
         except Exception:
             _remove_empty(_with_parents(Path(self.output_dir or "megatron_output")), but=existing)
             raise
-
-    def _report_to_none(self) -> None:
-        """As under transformers; for ms-swift's Megatron `none` would be the name of a callback."""
-        if _listed(self.report_to) == ["none"]:
-            self.report_to: list[str] = []
-            self.callbacks[:] = [name for name in self.callbacks if name != "none"]
 
     # ---- checks
 
@@ -109,7 +104,6 @@ class GRPOArguments(GRPOFlags):
 
     def check_adopted(self) -> None:
         """For arguments that ms-swift's own class has parsed: what __post_init__ would have refused."""
-        self._report_to_none()
         checks.check_all(
             [
                 self._check_flags,
@@ -144,7 +138,9 @@ class GRPOArguments(GRPOFlags):
             raise ValueError("\n".join(problems))
 
     def _check_callbacks(self) -> None:
-        checks.check_callbacks(_listed(self.callbacks), _listed(self.report_to), megatron_callbacks_map)
+        for flag in ("callbacks", "report_to"):
+            registry = "swift.megatron.callbacks.megatron_callbacks_map"
+            checks.check_registered(flag, _listed(getattr(self, flag)), megatron_callbacks_map, registry)
 
     def _check_model_path(self) -> None:
         resumes = self.mcore_model or self.mcore_adapter or self.adapters  # their args.json names the model

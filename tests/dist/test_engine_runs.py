@@ -33,7 +33,10 @@ def test_ten_steps_have_the_losses_they_always_had(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_stand_in_computes_what_gpus_are_compared_with(ranks: Ranks, kind: str) -> None:
-    """tests/gpu/test_layouts.py has real Transformer Engine beside the same file."""
+    """tests/gpu/test_layouts.py has real Transformer Engine beside the same file.
+
+    To change what is computed on purpose: write what `one_step` tells, and the model's first weights, to the golden file.
+    """
     step, golden = told(ranks, f"{kind}-step", 0), json.loads((GOLDEN / f"{kind}_step.json").read_text())
     assert first_weights(ranks.model(f"{kind}-for-gpus")) == pytest.approx(golden["first_weights"], rel=1e-6)
     for name, value in golden["metrics"].items():

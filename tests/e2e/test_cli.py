@@ -55,6 +55,7 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
     run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
+    assert not (run.folder / "runs").exists() and not (run.folder / "images").exists()  # --report_to none
     checkpoint = run.last_checkpoint
     assert hf_difference(checkpoint, base=dense)["mean"] < 2e-2
     merged = checkpoint.with_name(checkpoint.name + "-merged")

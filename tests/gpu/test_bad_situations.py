@@ -16,10 +16,8 @@ TROUBLE = Path(__file__).with_name("trouble.py")
 
 
 def run_into(trouble: str, tmp_path: Path, *flags: str) -> tuple[Finished, float]:
-    model, dataset = (
-        make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS),
-        make_dataset(tmp_path / "data.jsonl", rows=64),
-    )
+    model = make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS)
+    dataset = make_dataset(tmp_path / "data.jsonl", rows=64)
     began = time.monotonic()
     finished = megatron_rlhf(model, dataset, tmp_path / "run", 2, [
         "--attention_backend", "fused", "--train_iters", "6", "--save_steps", "2", "--global_batch_size", "16",

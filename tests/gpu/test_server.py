@@ -45,14 +45,8 @@ def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus:
     if len(server_gpus + trainer_gpus) > 2 and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     size = str(len(server_gpus.split(",")))
-    server = make_server(
-        tmp_path,
-        server_gpus,
-        "--vllm_tensor_parallel_size",
-        size,
-        "--vllm_enforce_eager",
-        "false",  # CUDA graphs
-    )
+    with_graphs = ["--vllm_enforce_eager", "false"]
+    server = make_server(tmp_path, server_gpus, "--vllm_tensor_parallel_size", size, *with_graphs)
     try:
         layout = ["--tensor_model_parallel_size", size, "--sequence_parallel", str(size != "1").lower()]
         finished = train(server, tmp_path, trainer_gpus, 6, *layout)

@@ -12,7 +12,6 @@ from swift_megatron_grpo.argument_checks import (
     ModelShape,
     Parallelism,
     check_adapter_sync,
-    check_callbacks,
     check_interleaving,
     check_layout,
     check_lengths,
@@ -108,17 +107,6 @@ def test_hub_ids_are_left_to_ms_swift() -> None:
 
 def test_a_callable_needs_no_registry() -> None:
     check_reward_functions([len], [])
-
-
-def test_callbacks_are_known_before_a_model_is_loaded() -> None:
-    check_callbacks(["print"], ["wandb"], ["print", "wandb"])
-    check_callbacks([], [], [])
-    with pytest.raises(
-        ValueError, match=r"unknown --report_to wanbd; known are print, wandb, .*none, alone, reports to"
-    ):
-        check_callbacks(["print"], ["wanbd"], ["print", "wandb"])
-    with pytest.raises(ValueError, match=r"unknown --callbacks none; known are print, .*megatron_callbacks_map$"):
-        check_callbacks(["none"], [], ["print"])
 
 
 def test_lengths_that_fit_and_that_do_not() -> None:

@@ -114,7 +114,7 @@ def test_what_is_not_there_yet_is_refused_by_name(flag: str, typed: dict[str, An
 
 def test_all_that_is_wrong_is_reported_at_once(typed: dict[str, Any]) -> None:
     message = refuse(typed, loss_type="ppo", global_batch_size=50, reward_funcs=["nothing"], train_iters=None)
-    for part in ("--loss_type ppo", "--global_batch_size 48", "unknown reward function", "--num_train_epochs"):
+    for part in ("--loss_type ppo", "--global_batch_size 48", "'nothing' in --reward_funcs", "--num_train_epochs"):
         assert part in message
 
 
@@ -175,17 +175,22 @@ def test_a_model_that_is_not_there(typed: dict[str, Any], model: Path) -> None:
 
 def test_unknown_reward_functions(typed: dict[str, Any]) -> None:
     message = refuse(typed, reward_funcs=["format", "acuracy"])
-    assert "unknown reward function 'acuracy' in --reward_funcs; did you mean accuracy?" in message
+    assert "unknown name 'acuracy' in --reward_funcs; did you mean accuracy?" in message
     assert "soft_overlong" in message
     assert "no reward function is set" in refuse(typed, reward_funcs=[])
     assert "3 values for 1 reward functions" in refuse(typed, reward_weights=[1.0, 2.0, 3.0])
+
+
+def test_unknown_trackers_and_callbacks(typed: dict[str, Any]) -> None:
+    assert "unknown name 'wanbd' in --report_to; did you mean wandb?" in refuse(typed, report_to=["none", "wanbd"])
+    assert "unknown name 'nothing' in --callbacks" in refuse(typed, callbacks=["print", "nothing"])
 
 
 def test_reward_functions_of_a_plugin_count(typed: dict[str, Any], tmp_path: Path) -> None:
     plugin = tmp_path / "my_rewards.py"
     plugin.write_text("from swift.rewards import orms\norms['of_a_plugin'] = lambda args=None: None\n")
     message = refuse(typed, external_plugins=[str(plugin)], reward_funcs=["of_a_plugin"], loss_type="dapo")
-    assert "reward function" not in message
+    assert "of_a_plugin" not in message
     assert "there is no file" in refuse(typed, external_plugins=[str(tmp_path / "none.py")])
 
 
