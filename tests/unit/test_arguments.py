@@ -182,7 +182,7 @@ def test_unknown_reward_functions(typed: dict[str, Any]) -> None:
 
 
 def test_unknown_trackers_and_callbacks(typed: dict[str, Any]) -> None:
-    assert "unknown name 'wanbd' in --report_to; did you mean wandb?" in refuse(typed, report_to=["none", "wanbd"])
+    assert "unknown name 'wanbd' in --report_to; did you mean wandb" in refuse(typed, report_to=["none", "wanbd"])
     assert "unknown name 'nothing' in --callbacks" in refuse(typed, callbacks=["print", "nothing"])
 
 
