@@ -12,12 +12,15 @@ from typing import Any
 
 import numpy as np
 
-PROTOCOL = 3
+PROTOCOL = 4
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
+RUN_HEADER = "X-GRPO-Run"  # who asks
 # HTTP statuses of a server
 CONFLICT = 409  # it has other weights than the trainer counts on
+TAKEN = 423  # it serves another run
 ENGINE_GONE = 503
+USELESS = (TAKEN, ENGINE_GONE)  # for this run, and not because of what it was asked
 
 
 class Routes:
@@ -91,6 +94,7 @@ class ServerStatus:
     plugin: str  # this package's version there
     protocol: int
     instance: str  # another one after every start
+    run: str | None  # that it serves: one that has joined it, and is still there
     weights_version: int
     world_size: int  # workers that receive weights
     max_model_len: int
@@ -107,6 +111,13 @@ class ServerStatus:
         leading = said.get("leading")
         values = _fields_of(cls, said) | {"leading": leading and Leading(**_fields_of(Leading, leading))}
         return cls(**values)
+
+
+def serves_another(run: str) -> str:
+    return (
+        f"it serves another run ({run}), and a server serves one at a time; "
+        "end that run, or start a `swift rollout` for this one"
+    )
 
 
 def _fields_of(cls: type[ServerStatus | Leading], said: dict[str, Any]) -> dict[str, Any]:

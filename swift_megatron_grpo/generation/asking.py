@@ -26,7 +26,7 @@ from swift_megatron_grpo.generation.recovery import Recoveries
 from swift_megatron_grpo.generation.requests import conversation_in_words, infer_request, request_config
 from swift_megatron_grpo.generation.servers import Server, Servers
 from swift_megatron_grpo.types import Rollout
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, Completion
+from swift_megatron_grpo.wire import CONFLICT, USELESS, Completion
 
 logger = get_logger()
 
@@ -180,7 +180,7 @@ class RemoteGeneration:
         except Refused as failure:
             if failure.status == CONFLICT:
                 server.drop_line()  # somebody else's weights; it gets ours again
-            elif failure.status == ENGINE_GONE:
+            elif failure.status in USELESS:
                 self._servers.lose(server, str(failure))
             else:
                 self._refused(place, server, failure)

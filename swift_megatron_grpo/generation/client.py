@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from swift_megatron_grpo.holdings import Holding
-from swift_megatron_grpo.wire import Completion, Routes, ServerStatus, unpacked_logprobs
+from swift_megatron_grpo.wire import RUN_HEADER, Completion, Routes, ServerStatus, unpacked_logprobs
 
 
 class ServerFailure(Exception):
@@ -102,9 +102,9 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
         return text[:500]
 
 
-def make_session(api_key: str | None) -> aiohttp.ClientSession:
+def make_session(api_key: str | None, run: str) -> aiohttp.ClientSession:
     """Inside the event loop that will use it."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {RUN_HEADER: run} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     # One connection for each completion in flight. None is kept: a server may close one just as it is used again.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)

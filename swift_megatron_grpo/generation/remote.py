@@ -18,9 +18,9 @@ from swift_megatron_grpo.generation.asking import RemoteGeneration
 from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.client import Refused, ServerFailure
 from swift_megatron_grpo.generation.engine import AdapterConfig, Generation, NamedWeights, News, Request, Share
-from swift_megatron_grpo.generation.servers import Line, NoServer, Server, Servers, problems_of, refusal
+from swift_megatron_grpo.generation.servers import Line, NoServer, Server, Servers, refusal
 from swift_megatron_grpo.holdings import Holding
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, NO_WEIGHTS, PROTOCOL
+from swift_megatron_grpo.wire import CONFLICT, NO_WEIGHTS, USELESS
 
 T = TypeVar("T")
 logger = get_logger()
@@ -77,7 +77,7 @@ class RemoteVllm:
             return [str(failure)]
         except Refused as failure:
             return [refusal(server.url, failure)]
-        return [f"rollout server {server.url}: {each}" for each in problems_of(status, self._config, PROTOCOL)]
+        return [f"rollout server {server.url}: {each}" for each in self._servers.problems(status)]
 
     # ---- weights
 
@@ -140,10 +140,10 @@ class RemoteVllm:
             if failure is not None and not reply.done():
                 server.drop_line()
             reply.result()
-        except Refused as refused:
-            server.drop_line()
-            return str(refused)
         except ServerFailure as gone:
+            if isinstance(gone, Refused) and gone.status not in USELESS:
+                server.drop_line()
+                return str(gone)
             self._background.run(self._lose(server, f"it went while weights were sent: {gone}"))
             return None
         if failure is not None:
@@ -202,7 +202,7 @@ class RemoteVllm:
         for server, answer in zip(servers, answers, strict=True):
             if isinstance(answer, Refused) and answer.status == CONFLICT:
                 server.drop_line()
-            elif isinstance(answer, Refused) and answer.status != ENGINE_GONE:
+            elif isinstance(answer, Refused) and answer.status not in USELESS:
                 raise RuntimeError(f"rollout server {server.url} does not tell what it runs: {answer}")
             elif isinstance(answer, ServerFailure):
                 self._servers.lose(server, str(answer))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -20,11 +22,12 @@ from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.agreement import disagreements
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
-from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, ServerStatus
+from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, ServerStatus, serves_another
 
 logger = get_logger()
 
 _EVERY = 1.0  # seconds between two looks at a server
+_UNTIL_FREE = 15.0  # that a run which has just ended may count as one that the server serves
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -85,13 +88,15 @@ class Server:
 class Servers:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        # by which servers tell this run from others, and people in a log
+        self.run = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.all: list[Server] = []
         self.listeners: list[Callable[[], None]] = []  # called after a server came, went, or has a slot more
         self._watching: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        self._session = session = make_session(self.config.api_key)
+        self._session = session = make_session(self.config.api_key, self.run)
         self.adopt([Client(url, session) for url in self.config.urls])
 
     def adopt(self, clients: Sequence[Client]) -> None:
@@ -130,13 +135,18 @@ class Servers:
     # ---- coming and going
 
     async def first_status(self, server: Server) -> ServerStatus:
-        """Waits for it to start, as long as the configuration allows."""
+        """Waits for it to start, as long as the configuration allows, and a little for another run to be over."""
         began = time.monotonic()
+        told = False
         while True:
             try:
-                server.status = await server.client.status(timeout=5)
-                server.last_answer = time.monotonic()
-                return server.status
+                status = await server.client.status(timeout=5)
+                if self._serves_this(status) or time.monotonic() - began > _UNTIL_FREE:
+                    server.status, server.last_answer = status, time.monotonic()
+                    return status
+                if not told:
+                    logger.info(f"rollout server {server.url} serves another run ({status.run}); waiting for its end")
+                    told = True
             except Refused:
                 raise
             except ServerFailure as failure:
@@ -200,6 +210,8 @@ class Servers:
         now = server.last_answer = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
             self.lose(server, "it was started anew")
+        if server.status is not None and not self._serves_this(status):
+            self.lose(server, "; ".join(self.problems(status)))
         if server.is_out and not self._still_suits(server, status):
             return
         if server.is_out:
@@ -207,9 +219,18 @@ class Servers:
             server.status = status
             self.tell_change()
 
+    def problems(self, status: ServerStatus) -> list[str]:
+        """Why it cannot serve this run."""
+        other = [] if self._serves_this(status) else [serves_another(str(status.run))]
+        return other or problems_of(status, self.config, PROTOCOL)
+
+    def _serves_this(self, status: ServerStatus) -> bool:
+        """Or nobody."""
+        return status.run in (None, self.run)
+
     def _still_suits(self, server: Server, status: ServerStatus) -> bool:
         """It may have been started with another command line."""
-        problems = "; ".join(problems_of(status, self.config, PROTOCOL))
+        problems = "; ".join(self.problems(status))
         if problems and problems != server.why_out:
             server.why_out = problems
             logger.warning(f"rollout server {server.url} answers again and stays out: {problems}")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from multiprocessing import Pipe, Process
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
@@ -28,11 +29,24 @@ from swift_megatron_grpo.server import worker
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.server.disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
+from swift_megatron_grpo.server.tenancy import Tenancy
 from swift_megatron_grpo.weights.channel import Rendezvous, listen
-from swift_megatron_grpo.wire import CONFLICT, ENGINE_GONE, NO_WEIGHTS, PROTOCOL, Leading, Routes, ServerStatus
+from swift_megatron_grpo.wire import (
+    CONFLICT,
+    ENGINE_GONE,
+    NO_WEIGHTS,
+    PROTOCOL,
+    RUN_HEADER,
+    TAKEN,
+    Leading,
+    Routes,
+    ServerStatus,
+    serves_another,
+)
 
 logger = get_logger()
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
+Run = Annotated[str | None, Header(alias=RUN_HEADER)]
 
 
 class GenerateRequest(BaseModel):
@@ -65,6 +79,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     def __init__(self, args: list[str] | GRPORolloutArguments | None = None) -> None:
         self.instance = uuid.uuid4().hex
         self.weights_version = NO_WEIGHTS
+        self.tenancy = Tenancy()
         self.description: dict[str, Any] = {}
         self.store: TCPStore | None = None  # of the newest group; it lives as long as this
         self.joining: asyncio.Task[Any] | None = None
@@ -111,12 +126,15 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.SCORE, dependencies=guard)(self.score)
         self.app.get(Routes.HOLDINGS, dependencies=guard)(self.holdings)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self, run: Run = None) -> dict[str, Any]:
+        now = time.monotonic()
+        self.tenancy.hear(run, now)
         return asdict(
             ServerStatus(
                 plugin=__version__,
                 protocol=PROTOCOL,
                 instance=self.instance,
+                run=self.tenancy.served(now),
                 weights_version=self.weights_version,
                 world_size=self._world_size,
                 max_model_len=self.description["max_model_len"],
@@ -129,27 +147,42 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             )
         )
 
-    async def generate(self, asked: GenerateRequest, request: Request) -> dict[str, Any]:
-        self._refuse_other_weights(asked.weights_version)
+    async def generate(self, asked: GenerateRequest, request: Request, run: Run = None) -> dict[str, Any]:
+        self._refuse_other_weights(run, asked.weights_version)
         answering = self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
         answer = await while_connected(request, answering)
         return {**answer, "weights_version": asked.weights_version}
 
-    async def score(self, asked: ScoreRequest) -> dict[str, Any]:
+    async def score(self, asked: ScoreRequest, run: Run = None) -> dict[str, Any]:
         """Log-probs of every token but the first, by each replica of the model."""
-        self._refuse_other_weights(asked.weights_version)
+        self._refuse_other_weights(run, asked.weights_version)
         return await self._ask_engine("score", tokens=asked.tokens)
 
-    async def holdings(self) -> dict[str, Any]:
+    async def holdings(self, run: Run = None) -> dict[str, Any]:
         """What each worker holds of the weights that it was last sent."""
+        if run is not None:  # who has no run may look
+            self._refuse_other_runs(run)
         return await self._ask_engine("holdings")
 
-    def _refuse_other_weights(self, version: int) -> None:
+    def _refuse_other_weights(self, run: str | None, version: int) -> None:
+        self._refuse_other_runs(run)
         if self.weights_version == NO_WEIGHTS or self.weights_version != version:
             raise HTTPException(CONFLICT, f"this server has weights {self.weights_version} and not {version}")
 
-    async def join(self, asked: JoinRequest, request: Request) -> dict[str, Any]:
-        """Opens a rendezvous, to which the trainer comes next. Whoever joined before is out."""
+    def _refuse_other_runs(self, run: str | None) -> None:
+        self._refuse_while_taken(run)
+        if not self.tenancy.belongs_to(run):
+            raise HTTPException(CONFLICT, f"it has no weights of this run; POST {Routes.JOIN} first")
+
+    def _refuse_while_taken(self, run: str | None) -> None:
+        served = self.tenancy.served(time.monotonic())
+        if served not in (None, run):
+            raise HTTPException(TAKEN, serves_another(served))
+
+    async def join(self, asked: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
+        """Opens a rendezvous, to which the trainer comes next. A run that joined before, and has ended, is out."""
+        self._refuse_while_taken(run)
+        self.tenancy.admit(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
         self.store = listen(self.args.host or "::", asked.port)
@@ -164,10 +197,10 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.joining.add_done_callback(_log_failure)
         return asdict(rendezvous) | {"host": asked.host}
 
-    async def receive(self, asked: ReceiveRequest) -> dict[str, Any]:
+    async def receive(self, asked: ReceiveRequest, run: Run = None) -> dict[str, Any]:
         """The trainer is sending. Answers when all of it has been loaded."""
-        if self.joining is None:
-            raise HTTPException(CONFLICT, f"no trainer has joined; POST {Routes.JOIN} first")
+        self._refuse_other_runs(run)
+        assert self.joining is not None  # or no run would be served
         self.weights_version = NO_WEIGHTS
         await self.joining
         report: dict[str, Any] = await self._ask_engine("receive", lora=asked.lora, accounted=asked.accounted)

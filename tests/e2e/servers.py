@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from swift_megatron_grpo.wire import RUN_HEADER
+
 HOST = "127.0.0.1"
 KEY = "a key for tests"
 
@@ -88,8 +90,9 @@ class RolloutServer:
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
         return sum(each.user + each.system for each in times)
 
-    def ask(self, method: str, route: str, asked: Any = None, key: str | None = KEY) -> Any:
+    def ask(self, method: str, route: str, asked: Any = None, key: str | None = KEY, run: str | None = None) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers |= {RUN_HEADER: run} if run else {}
         data = None if asked is None else json.dumps(asked).encode()
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -157,6 +158,41 @@ def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
     stuck.ask("GET", "/health")  # it goes on
     time.sleep(6)
     assert stuck.cpu_seconds() - before < 1  # seconds; generating takes more than two
+
+
+def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutServer]) -> None:
+    """Versions are counted by each run for itself: another one's weights of the same version must not generate."""
+    config = ServerConfig(
+        urls=(servers[1].url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY,
+        bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
+    )  # fmt: skip
+    weights = load_file(dense / "model.safetensors")
+    ours, another = (RemoteVllm(config, BucketTransport(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
+    requests = requests_for([Prompt("a", {"messages": [{"role": "user", "content": "question"}]})], 1, None, version=7)
+    asked = {"tokens": [5, 6, 7], "weights_version": 7}
+    try:
+        ours.check()
+        assert ours.lacks(7)
+        ours.load_weights(weights.items(), 7, None, accounted=False)
+        ours.trust()
+        began = time.monotonic()
+        with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run)}\), and"):
+            another.check()
+        assert time.monotonic() - began > 10  # it might have been about to end
+        receive = {"version": 7, "lora": False, "accounted": False}
+        for route, said in ((Routes.SCORE, asked), (Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
+                            (Routes.RECEIVE, receive)):  # fmt: skip
+            with pytest.raises(urllib.error.HTTPError, match="423"):
+                servers[1].ask("POST", route, said, run=another._servers.run)
+        generation = ours.generate(requests, 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ()))
+        assert generation.next(7).finished[0].weights_version == 7  # it was not disturbed
+        ours.shutdown()
+        another.check()  # now it is free
+        with pytest.raises(urllib.error.HTTPError, match="409"):  # and has no weights of this run
+            servers[1].ask("POST", Routes.SCORE, asked, run=another._servers.run)
+    finally:
+        ours.shutdown()
+        another.shutdown()
 
 
 ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]

@@ -159,7 +159,7 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
         }
         asked = {"request": request, "sampling": sampling, "weights_version": 7}
         try:
-            return Completion.from_json(riddles.ask("POST", Routes.GENERATE, asked))
+            return Completion.from_json(riddles.ask("POST", Routes.GENERATE, asked, run=engine._servers.run))
         except urllib.error.HTTPError as error:
             return error.read().decode()
 

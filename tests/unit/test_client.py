@@ -30,7 +30,7 @@ async def _silent_server() -> tuple[web.AppRunner, str]:
 def test_who_waits_for_a_lost_server_learns_of_it() -> None:
     async def story() -> None:
         runner, url = await _silent_server()
-        async with make_session(None) as session:
+        async with make_session(None, "a run") as session:
             client = Client(url, session)
             with pytest.raises(Slow):
                 await client.status(timeout=0.2)

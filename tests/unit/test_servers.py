@@ -55,3 +55,17 @@ def test_a_server_that_was_started_otherwise_stays_out() -> None:
     assert server.is_out and "it leads conversations" in server.why_out
     found._answered(server, status(instance="third"))
     assert not server.is_out
+
+
+def test_a_server_that_another_run_has_joined_is_out_until_that_ends() -> None:
+    """Which could happen only while this run was silent, as one that is stopped and continued."""
+    found = servers(1)
+    [server] = found.all
+    server.received(3, accounted=True)
+    server.trusted = True
+    found._answered(server, status(instance="first", run=found.run))
+    assert found.that_generate(3) == [server]
+    found._answered(server, status(instance="first", run="a machine, process 7, 1234"))
+    assert server.is_out and "it serves another run (a machine, process 7, 1234)" in server.why_out
+    found._answered(server, status(instance="first", run=None))
+    assert not server.is_out and found.without_weights(3) == [server]  # it has the other run's
