@@ -30,6 +30,7 @@ class Routes:
     RECEIVE = "/grpo/weights/receive"
     SCORE = "/grpo/score"
     HOLDINGS = "/grpo/holdings"
+    LEAVE = "/grpo/leave"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class ServerStatus:
     plugin: str  # this package's version there
     protocol: int
     instance: str  # another one after every start
-    run: str | None  # that it serves: one that has joined it, and is still there
+    run: str | None  # that it serves: the first that asked since another ended
     weights_version: int
     world_size: int  # workers that receive weights
     max_model_len: int

@@ -64,6 +64,9 @@ class Client:
         answer = await self._ask("GET", Routes.HOLDINGS, timeout)
         return [Holding.from_json(worker) for worker in answer["workers"]]
 
+    async def leave(self, timeout: float) -> None:
+        await self._ask("POST", Routes.LEAVE, timeout)
+
     async def _ask(
         self, method: str, route: str, timeout: float, asked: dict[str, Any] | None = None
     ) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class Servers:
             task.cancel()
         for server in self.all:
             server.drop_line()
+        # One that does not answer notices the silence.
+        await asyncio.gather(*(server.client.leave(timeout=2) for server in self.present), return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 

@@ -125,10 +125,12 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.RECEIVE, dependencies=guard)(self.receive)
         self.app.post(Routes.SCORE, dependencies=guard)(self.score)
         self.app.get(Routes.HOLDINGS, dependencies=guard)(self.holdings)
+        self.app.post(Routes.LEAVE, dependencies=guard)(self.leave)
 
     async def status(self, run: Run = None) -> dict[str, Any]:
+        """A run that asks while no other is served has the server from now on."""
         now = time.monotonic()
-        self.tenancy.hear(run, now)
+        self._hear(run, now)
         return asdict(
             ServerStatus(
                 plugin=__version__,
@@ -164,10 +166,19 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             self._refuse_other_runs(run)
         return await self._ask_engine("holdings")
 
+    async def leave(self, run: Run = None) -> dict[str, Any]:
+        """The next run need not wait for this one's silence."""
+        self.tenancy.leave(run)
+        return {}
+
     def _refuse_other_weights(self, run: str | None, version: int) -> None:
         self._refuse_other_runs(run)
         if self.weights_version == NO_WEIGHTS or self.weights_version != version:
             raise HTTPException(CONFLICT, f"this server has weights {self.weights_version} and not {version}")
+
+    def _hear(self, run: str | None, now: float) -> None:
+        if self.tenancy.hear(run, now):
+            self.weights_version = NO_WEIGHTS  # they are another run's
 
     def _refuse_other_runs(self, run: str | None) -> None:
         self._refuse_while_taken(run)
@@ -180,9 +191,9 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             raise HTTPException(TAKEN, serves_another(served))
 
     async def join(self, asked: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
-        """Opens a rendezvous, to which the trainer comes next. A run that joined before, and has ended, is out."""
+        """Opens a rendezvous, to which the trainer comes next. Who joined before is out."""
         self._refuse_while_taken(run)
-        self.tenancy.admit(run, time.monotonic())
+        self._hear(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
         self.store = listen(self.args.host or "::", asked.port)
@@ -204,7 +215,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.weights_version = NO_WEIGHTS
         await self.joining
         report: dict[str, Any] = await self._ask_engine("receive", lora=asked.lora, accounted=asked.accounted)
-        self.weights_version = asked.version
+        if self.tenancy.belongs_to(run):
+            self.weights_version = asked.version
         return report
 
     async def _ask_engine(self, command: str, **arguments: Any) -> dict[str, Any]:

@@ -64,7 +64,8 @@ def test_doors(servers: list[RolloutServer]) -> None:
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
-    posts = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, "/infer/", "/update_flattened_params/"]
+    ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
+    posts = [*ours, "/infer/", "/update_flattened_params/"]
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HOLDINGS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
@@ -187,7 +188,9 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
         generation = ours.generate(requests, 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ()))
         assert generation.next(7).finished[0].weights_version == 7  # it was not disturbed
         ours.shutdown()
+        began = time.monotonic()
         another.check()  # now it is free
+        assert time.monotonic() - began < 5
         with pytest.raises(urllib.error.HTTPError, match="409"):  # and has no weights of this run
             servers[1].ask("POST", Routes.SCORE, asked, run=another._servers.run)
     finally:

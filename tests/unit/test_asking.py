@@ -55,6 +55,7 @@ class Place:
     def __init__(self) -> None:
         self.background = Background("test")
         self.answers = [Answers(), Answers()]
+        self.generations: list[RemoteGeneration] = []
         self.background.run(self._open())
 
     async def _open(self) -> None:
@@ -72,6 +73,8 @@ class Place:
         await self.servers.open()
 
     def close(self) -> None:
+        for generation in self.generations:
+            self.background.run(generation.stop())
         self.background.run(self._close())
         self.background.stop()
 
@@ -104,7 +107,9 @@ class Place:
         """One completion for each letter."""
         prompts = [Prompt(name, {"messages": [{"role": "user", "content": name}]}) for name in names]
         requests = requests_for(prompts, 1, None, version)
-        return RemoteGeneration(self.background, self.servers, requests, 1, SAMPLING, version, older or [])
+        made = RemoteGeneration(self.background, self.servers, requests, 1, SAMPLING, version, older or [])
+        self.generations.append(made)
+        return made
 
     def let_go(self, *names: str) -> None:
         async def let_go() -> None:
