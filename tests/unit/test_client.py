@@ -20,7 +20,7 @@ async def _never(_: web.Request) -> web.Response:
 async def _silent_server() -> tuple[web.AppRunner, str]:
     app = web.Application()
     app.router.add_get(Routes.STATUS, _never)
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
