@@ -16,6 +16,7 @@ PROTOCOL = 4
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
 RUN_HEADER = "X-GRPO-Run"  # who asks
+SILENCE = 20.0  # seconds after which a run that has not asked for the status counts as ended
 # HTTP statuses of a server
 CONFLICT = 409  # it has other weights than the trainer counts on
 TAKEN = 423  # it serves another run

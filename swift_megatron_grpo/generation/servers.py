@@ -22,12 +22,11 @@ from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.agreement import disagreements
 from swift_megatron_grpo.generation.client import Client, Refused, ServerFailure, Slow, make_session
-from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, ServerStatus, serves_another
+from swift_megatron_grpo.wire import NO_WEIGHTS, PROTOCOL, SILENCE, ServerStatus, serves_another
 
 logger = get_logger()
 
 _EVERY = 1.0  # seconds between two looks at a server
-_UNTIL_FREE = 15.0  # that a run which has just ended may count as one that the server serves
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -143,11 +142,12 @@ class Servers:
         while True:
             try:
                 status = await server.client.status(timeout=5)
-                if self._serves_this(status) or time.monotonic() - began > _UNTIL_FREE:
+                other = self._other_run(status)
+                if other is None or time.monotonic() - began > SILENCE + 5:
                     server.status, server.last_answer = status, time.monotonic()
                     return status
                 if not told:
-                    logger.info(f"rollout server {server.url} serves another run ({status.run}); waiting for its end")
+                    logger.info(f"rollout server {server.url} serves another run ({other}); waiting for its end")
                     told = True
             except Refused:
                 raise
@@ -212,7 +212,7 @@ class Servers:
         now = server.last_answer = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
             self.lose(server, "it was started anew")
-        if server.status is not None and not self._serves_this(status):
+        if server.status is not None and self._other_run(status) is not None:
             self.lose(server, "; ".join(self.problems(status)))
         if server.is_out and not self._still_suits(server, status):
             return
@@ -223,12 +223,12 @@ class Servers:
 
     def problems(self, status: ServerStatus) -> list[str]:
         """Why it cannot serve this run."""
-        other = [] if self._serves_this(status) else [serves_another(str(status.run))]
-        return other or problems_of(status, self.config, PROTOCOL)
+        other = self._other_run(status)
+        return problems_of(status, self.config, PROTOCOL) if other is None else [serves_another(other)]
 
-    def _serves_this(self, status: ServerStatus) -> bool:
-        """Or nobody."""
-        return status.run in (None, self.run)
+    def _other_run(self, status: ServerStatus) -> str | None:
+        """That it serves."""
+        return None if status.run == self.run else status.run
 
     def _still_suits(self, server: Server, status: ServerStatus) -> bool:
         """It may have been started with another command line."""

@@ -130,7 +130,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     async def status(self, run: Run = None) -> dict[str, Any]:
         """A run that asks while no other is served has the server from now on."""
         now = time.monotonic()
-        self._hear(run, now)
+        if self.tenancy.hear(run, now):
+            self.weights_version = NO_WEIGHTS  # they are another run's
         return asdict(
             ServerStatus(
                 plugin=__version__,
@@ -176,10 +177,6 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         if self.weights_version == NO_WEIGHTS or self.weights_version != version:
             raise HTTPException(CONFLICT, f"this server has weights {self.weights_version} and not {version}")
 
-    def _hear(self, run: str | None, now: float) -> None:
-        if self.tenancy.hear(run, now):
-            self.weights_version = NO_WEIGHTS  # they are another run's
-
     def _refuse_other_runs(self, run: str | None) -> None:
         self._refuse_while_taken(run)
         if not self.tenancy.belongs_to(run):
@@ -193,7 +190,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     async def join(self, asked: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
         """Opens a rendezvous, to which the trainer comes next. Who joined before is out."""
         self._refuse_while_taken(run)
-        self._hear(run, time.monotonic())
+        self.tenancy.hear(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
         self.store = listen(self.args.host or "::", asked.port)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SILENT = 10.0  # seconds after which a run counts as ended; a trainer asks for the status every second
+from swift_megatron_grpo.wire import SILENCE
 
 
 class Tenancy:
@@ -31,4 +31,4 @@ class Tenancy:
 
     def served(self, now: float) -> str | None:
         """The run that has moved in, and is still there."""
-        return self._run if now - self._heard < _SILENT else None
+        return self._run if now - self._heard < SILENCE else None

@@ -25,7 +25,7 @@ from swift_megatron_grpo.generation.remote import RemoteVllm
 from swift_megatron_grpo.server_flags import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from swift_megatron_grpo.weights.remote import BucketTransport
-from swift_megatron_grpo.wire import API_KEY_VARIABLE, Routes
+from swift_megatron_grpo.wire import API_KEY_VARIABLE, SILENCE, Routes
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
 
@@ -179,12 +179,16 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
         began = time.monotonic()
         with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run)}\), and"):
             another.check()
-        assert time.monotonic() - began > 10  # it might have been about to end
-        receive = {"version": 7, "lora": False, "accounted": False}
-        for route, said in ((Routes.SCORE, asked), (Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
-                            (Routes.RECEIVE, receive)):  # fmt: skip
+        assert time.monotonic() - began > SILENCE  # it might have ended a moment ago
+        for method, route, said in [
+            ("POST", Routes.GENERATE, {"request": {}, "sampling": {}, "weights_version": 7}),
+            ("POST", Routes.SCORE, asked),
+            ("POST", Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
+            ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "accounted": False}),
+            ("GET", Routes.HOLDINGS, None),
+        ]:
             with pytest.raises(urllib.error.HTTPError, match="423"):
-                servers[1].ask("POST", route, said, run=another._servers.run)
+                servers[1].ask(method, route, said, run=another._servers.run)
         generation = ours.generate(requests, 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ()))
         assert generation.next(7).finished[0].weights_version == 7  # it was not disturbed
         ours.shutdown()

@@ -18,7 +18,7 @@ from swift_megatron_grpo.generation.background import Background
 from swift_megatron_grpo.generation.engine import News, requests_for
 from swift_megatron_grpo.generation.servers import NoServer, Server, Servers
 from swift_megatron_grpo.types import Prompt, Rollout
-from swift_megatron_grpo.wire import Completion, Routes
+from swift_megatron_grpo.wire import USELESS, Completion, Routes
 from tests.unit.test_server_flags import CONFIG, status
 
 SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=())
@@ -30,6 +30,7 @@ class Answers:
 
     asked: list[str] = field(default_factory=list)  # questions, as they came
     given_up: list[str] = field(default_factory=list)  # whose asker went away
+    refusal: int | None = None  # what it answers instead
     most_at_once: int = 0
     waiting: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -37,6 +38,8 @@ class Answers:
         said = await request.json()
         question = said["request"]["messages"][0]["content"]
         self.asked.append(question)
+        if self.refusal is not None:
+            return web.json_response({"detail": "no"}, status=self.refusal)
         self.waiting[question] = asyncio.Event()
         self.most_at_once = max(self.most_at_once, len(self.waiting))
         try:
@@ -231,6 +234,21 @@ def test_nobody_is_missed_before_completions_are_wanted(place: Place) -> None:
     place.lose(server)
     with pytest.raises(NoServer, match="no rollout server has answered"):
         generation.next(newest=1)
+
+
+@pytest.mark.parametrize("refusal", USELESS)
+def test_a_server_that_cannot_serve_this_run_is_out(place: Place, refusal: int) -> None:
+    """It is no fault of the prompt, which would end the run the second time."""
+    (fails, well), (refusing, answers) = place.servers.all, place.answers
+    refusing.refusal = refusal
+    place.has_weights(fails, 0)
+    generation = place.generate("abcd", 0)
+    until(lambda: fails.is_out)
+    assert str(refusal) in fails.why_out and len(refusing.asked) == 4 and generation.runs
+    place.has_weights(well, 0)
+    until(lambda: len(answers.asked) == 4)
+    place.let_go("a", "b", "c", "d")
+    assert [rollout.text for rollout in collect(generation, 0, 4)] == ["a", "b", "c", "d"]
 
 
 def test_what_nobody_waits_for_is_given_up(place: Place) -> None:
