@@ -230,9 +230,9 @@ class megatron_torn_down:
         mpu.destroy_model_parallel()
         gpt_bridge.EP_PP_GROUP = None  # mcore-bridge makes it once a process
         unset_num_microbatches_calculator()
-        # A layout leaves 50 groups, and gloo gives each three threads, one of which wakes a hundred times a second:
-        # after twenty layouts waking took most of two cores. A group ends when torch and the model forget it, and the
-        # model when its hooks do, which hold it where Python's garbage collector does not look.
+        # A layout leaves about 20 groups, and gloo gives each three threads, one of which wakes a hundred times a
+        # second: after forty layouts waking took most of two cores. A group ends when torch and the model forget it,
+        # and the model when its hooks do, which hold it where Python's garbage collector does not look.
         for each in gc.get_objects():
             if type(each) is DistributedDataParallel:
                 vars(each).clear()
