@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -12,3 +13,16 @@ if not torch.cuda.is_available():
     from swift_megatron_grpo.platforms.cpu import activate
 
     activate()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--alone", choices=("yes", "no"), help="only tests that are marked `alone`, or only those that are not"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if asked := config.getoption("--alone"):
+        others = [item for item in items if (item.get_closest_marker("alone") is None) == (asked == "yes")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]

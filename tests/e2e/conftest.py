@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return tmp_path_factory.mktemp(request.node.name.removeprefix("tests/e2e/").removesuffix(".py"))
 
 
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "dense")
+
+
 @pytest.fixture(scope="module")
-def dense(folder: Path) -> Path:
-    return make_model(folder / "dense")
+def dense(folder: Path, made_once: Path) -> Path:
+    return Path(shutil.copytree(made_once, folder / "dense"))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.train_every_algorithm import ALGORITHMS
-from tests.e2e.runs import REPOSITORY, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REPOSITORY, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -32,12 +32,10 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
-    folder = tmp_path_factory.mktemp("algorithms")
-    model, dataset = make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+def runs(folder: Path, dense: Path, dataset: Path) -> dict[str, Finished]:
     found = {}
     for name, layout in LAYOUTS.items():
-        found[name] = megatron_rlhf(model, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
+        found[name] = megatron_rlhf(dense, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
         assert found[name].code == 0, found[name].output[-4000:]
     return found
 

@@ -154,6 +154,7 @@ def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_it_takes_two_thirds_of_the_time(folder: Path, dense: Path, dataset: Path) -> None:
     """Where generation takes as long as training. Both take so long by force: the model is tiny."""
     seconds, steps = 6, 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(__file__).with_name("bad_rewards.py")
@@ -18,9 +18,8 @@ REPLAY = Path(__file__).with_name("canned_completions.py")
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    folder = tmp_path_factory.mktemp("bad_rewards")
-    return folder, make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
+    return folder, dense, dataset
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, make_dataset, megatron_rlhf
 
 
 @pytest.mark.e2e
-def test_evaluation_logs_rewards_and_leaves_training_alone(tmp_path: Path) -> None:
-    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl")
+def test_evaluation_logs_rewards_and_leaves_training_alone(tmp_path: Path, dense: Path, dataset: Path) -> None:
     validation = make_dataset(tmp_path / "validation.jsonl", rows=4)
     small_gpu = Path(__file__).with_name("small_gpu.py")  # everything is back before a checkpoint
     canned = Path(__file__).with_name("canned_completions.py")
     flags = ["--val_dataset", str(validation), "--eval_steps", "1", "--eval_iters", "1", "--train_iters", "2",
              "--save_steps", "1", "--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
              "--sync_check", "off", "--external_plugins", str(REWARDS), str(canned), str(small_gpu)]  # fmt: skip
-    run = megatron_rlhf(model, dataset, tmp_path / "run", 1, flags)
+    run = megatron_rlhf(dense, dataset, tmp_path / "run", 1, flags)
     assert run.code == 0, run.output[-3000:]
     assert len(run.log) == 2
     lines = [json.loads(line) for line in (run.folder / "logging.jsonl").read_text().splitlines()]

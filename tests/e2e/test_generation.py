@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY, make_model
+from tests.e2e.runs import REPOSITORY
 
 
 def said_by(script: str, model: Path) -> Any:
@@ -26,9 +26,8 @@ def said_by(script: str, model: Path) -> Any:
 
 
 @pytest.mark.e2e
-def test_the_answers_are_those_of_ms_swifts_engine(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model")
-    plain, stopped = said_by("tests.e2e.same_answers", model)
+def test_the_answers_are_those_of_ms_swifts_engine(dense: Path) -> None:
+    plain, stopped = said_by("tests.e2e.same_answers", dense)
     for told in (plain, stopped):
         assert told["mine"] == told["theirs"] and len(told["mine"]) == 9
         assert told["versions"] == [3] * 9
@@ -38,8 +37,8 @@ def test_the_answers_are_those_of_ms_swifts_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-def test_a_servers_answers_are_those_of_ms_swifts_and_cost_less(tmp_path: Path) -> None:
-    told = said_by("tests.e2e.server_engine", make_model(tmp_path / "model"))
+def test_a_servers_answers_are_those_of_ms_swifts_and_cost_less(dense: Path) -> None:
+    told = said_by("tests.e2e.server_engine", dense)
     for mine, theirs in told["pairs"]:  # greedy, seeded, with a stop word
         assert mine == theirs
     assert [len(ids) for (_, ids, *_), _ in told["pairs"]][:6] == [24, 24, 20] * 2

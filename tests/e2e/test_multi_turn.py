@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset, make_model
+from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset
 from tests.e2e.servers import HOST, free_port
 
 pytestmark = pytest.mark.e2e
@@ -39,13 +39,13 @@ def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *wh
     return Finished(done.returncode, done.stdout, folder)
 
 
-def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
+def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> None:
     """One engine over both ranks, and an environment that throws dice: the ranks must not throw different ones."""
-    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(HERE / "turns_reward.py")]
     flags = ["--vllm_tensor_parallel_size", "2", "--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100",
              "--external_plugins", *plugins, "--reward_funcs", "turns"]  # fmt: skip
-    run = run_template(model, dataset, tmp_path / "run", flags)
+    run = run_template(dense, dataset, tmp_path / "run", flags)
     assert run.code == 0, run.output[-4000:]
     first, second = run.log
     # What vLLM said of each sampled token in its turn is what the trainer says of it in the whole conversation.
@@ -62,15 +62,15 @@ def test_the_template_trains_on_conversations(tmp_path: Path) -> None:
         assert len(row["conversation"]) == 6 and len(words) > 0
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
-    check_by_hand(first, model, dumped)
+    check_by_hand(first, dense, dumped)
 
 
 @pytest.mark.slow
-def test_the_template_with_a_server(tmp_path: Path) -> None:
-    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+def test_the_template_with_a_server(tmp_path: Path, dense: Path) -> None:
+    dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     server = "--model_type qwen3 --template qwen3 --torch_dtype float32 --vllm_enforce_eager true "
     server += "--vllm_gpu_memory_utilization 0.3 --vllm_max_model_len 256"
-    run = run_template(model, dataset, tmp_path / "run", ["--vllm_server_timeout", "200"], "server",
+    run = run_template(dense, dataset, tmp_path / "run", ["--vllm_server_timeout", "200"], "server",
                        SERVER_GPUS="", TRAIN_GPUS="", SERVER=f"http://{HOST}:{free_port()}",
                        SERVER_FLAGS=server)  # fmt: skip
     assert run.code == 0, run.output[-4000:]
@@ -79,13 +79,13 @@ def test_the_template_with_a_server(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path) -> None:
+def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path, dense: Path) -> None:
     """What it cut off is gone, what it put in is not trained, and the conversation ends where there is no room left."""
-    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl", rows=4)
+    dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     flags = ["--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100", "--multi_turn_scheduler", "hints",
              "--max_turns", "50", "--external_plugins", str(REWARDS), str(HERE / "hints.py"), "--reward_funcs",
              "letters", "--use_gym_env", "false", "--gym_env", "math_env"]  # fmt: skip
-    run = run_template(model, dataset, tmp_path / "run", flags)
+    run = run_template(dense, dataset, tmp_path / "run", flags)
     assert run.code == 0, run.output[-4000:]
     first, second = run.log
     assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
@@ -98,7 +98,7 @@ def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path) -> None
         hint = b" wait, "
         assert row["sampled"][: 4 + len(hint)] == [True] * 4 + [False] * len(hint)
         assert row["finish_reason"] == "length" and len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
-    check_by_hand(first, model, dumped)
+    check_by_hand(first, dense, dumped)
 
 
 def check_by_hand(step: dict[str, Any], model: Path, dumped: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, megatron_rlhf
 
 HERE = Path(__file__).parent
 
@@ -16,8 +16,9 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 1e-3, marks=pytest.mark.slow)]
 )
-def test_same_numbers_as_the_stock_trainer(tmp_path: Path, dtype: str, tolerance: float) -> None:
-    model, dataset = make_model(tmp_path / "model"), make_dataset(tmp_path / "data.jsonl")
+def test_same_numbers_as_the_stock_trainer(
+    tmp_path: Path, dense: Path, dataset: Path, dtype: str, tolerance: float
+) -> None:
     flags = ["--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04", "--save_steps", "100",
              "--global_batch_size", "8", "--torch_dtype", dtype, "--adam_eps", "1e-5", "--report_to", "tensorboard",
              *(["--fp16", "false"] if dtype == "float32" else [])]  # fmt: skip
@@ -25,7 +26,7 @@ def test_same_numbers_as_the_stock_trainer(tmp_path: Path, dtype: str, tolerance
 
     def run(plugin: str, name: str, mode: str, *more: str) -> Path:
         plugins = ["--external_plugins", str(REWARDS), str(HERE / plugin)]
-        finished = megatron_rlhf(model, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
+        finished = megatron_rlhf(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
                                  {"SWIFT_MEGATRON_GRPO": mode, "RECORD": str(record)})  # fmt: skip
         assert finished.code == 0, finished.output[-4000:]
         assert ("trains this run" in finished.output) == (mode == "on")

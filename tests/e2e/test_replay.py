@@ -9,7 +9,7 @@ from typing import Any
 import pandas
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -25,9 +25,8 @@ CANNED = [
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    folder = tmp_path_factory.mktemp("replay")
-    return folder, make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
+    return folder, dense, dataset
 
 
 def numbers(run: Finished) -> list[dict[str, Any]]:

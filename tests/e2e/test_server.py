@@ -29,7 +29,7 @@ from swift_megatron_grpo.wire import API_KEY_VARIABLE, SILENCE, Routes
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")

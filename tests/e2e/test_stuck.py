@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    folder = tmp_path_factory.mktemp("stuck")
-    return folder, make_model(folder / "model"), make_dataset(folder / "data.jsonl")
+def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
+    return folder, dense, dataset
 
 
 def run(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.runs import REPOSITORY
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 
 def story_of(script: str, folder: Path, *arguments: str) -> dict[str, Any]:

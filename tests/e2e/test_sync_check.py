@@ -77,15 +77,14 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: 
 
 
 @WHERE
-def test_twenty_syncs_of_an_adapter(folder: Path, dataset: Path, where: str) -> None:
+def test_twenty_syncs_of_an_adapter(folder: Path, dense: Path, dataset: Path, where: str) -> None:
     """The engine equals the trainer after each, bit by bit, and the base is what it was."""
-    model = make_model(folder / f"dense {where}")
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
              "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
              "--save_steps", "100", *PLUGINS]  # fmt: skip
-    with generating(where, model, ["--torch_dtype", "bfloat16"]) as (more, _):
+    with generating(where, dense, ["--torch_dtype", "bfloat16"]) as (more, _):
         environment = {"FAULTS": "adapter", API_KEY_VARIABLE: KEY}
-        run = megatron_rlhf(model, dataset, folder / f"adapter {where}", 2, [*flags, *more], environment)
+        run = megatron_rlhf(dense, dataset, folder / f"adapter {where}", 2, [*flags, *more], environment)
     assert run.code == 0, run.output[-4000:]
     assert len(run.log) == 20 and all(step["sync_check/mean_diff"] < 5e-3 for step in run.log)
     assert run.output.count("failed its check") == 0

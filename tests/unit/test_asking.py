@@ -21,6 +21,8 @@ from swift_megatron_grpo.types import Prompt, Rollout
 from swift_megatron_grpo.wire import USELESS, Completion, Routes
 from tests.unit.test_server_flags import CONFIG, status
 
+pytestmark = pytest.mark.alone
+
 SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=())
 
 

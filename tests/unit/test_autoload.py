@@ -13,6 +13,8 @@ import pytest
 from swift_megatron_grpo import autoload
 from swift_megatron_grpo.autoload import RANK, ROLLOUT, SWIFT_MEGATRON, VARIABLE, asks_for_grpo, classify
 
+pytestmark = pytest.mark.alone
+
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
 ROLLOUT_SCRIPT = "/venv/lib/python3.11/site-packages/swift/cli/rollout.py"

@@ -24,6 +24,8 @@ from benchmark.results import Process, Run, Step, merge_ranks  # noqa: E402
 from benchmark.workload import SHAPES, Lengths, Shape, Workload, row_of, training_flops, write_dataset  # noqa: E402
 from make_tiny_model import make_tokenizer  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 # ---- workload
 
 

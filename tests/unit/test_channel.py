@@ -19,6 +19,8 @@ from swift_megatron_grpo.weights.buckets import buckets, unpack
 from swift_megatron_grpo.weights.channel import Channel, Rendezvous, listen
 from swift_megatron_grpo.weights.remote import BucketTransport, Line
 
+pytestmark = pytest.mark.alone
+
 CPU = torch.device("cpu")
 WEIGHTS = [
     ("a", torch.arange(7, dtype=torch.bfloat16)),

@@ -11,6 +11,8 @@ from aiohttp import web
 from swift_megatron_grpo.generation.client import Client, Slow, Unreachable, make_session
 from swift_megatron_grpo.wire import Routes
 
+pytestmark = pytest.mark.alone
+
 
 async def _never(_: web.Request) -> web.Response:
     await asyncio.sleep(60)

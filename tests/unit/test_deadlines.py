@@ -15,6 +15,8 @@ import pytest
 from swift_megatron_grpo.deadlines.collectives import in_words
 from swift_megatron_grpo.deadlines.interrupt import TimeIsUp, interrupted_after
 
+pytestmark = pytest.mark.alone
+
 RANK = Path(__file__).with_name("stuck_rank.py")
 
 

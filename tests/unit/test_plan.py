@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, padded_lengths, plan_by_tokens, refill, regroup
 
+pytestmark = pytest.mark.alone
+
 PLAIN = Alignment(sequence=1, total=1)
 # Forward FLOPs; the smaller the model, the more attention weighs.
 SMALL = FlopsModel(per_token=0.88e9, per_token_squared=1.15e5, per_completion_token=0.31e9)  # Qwen3-0.6B

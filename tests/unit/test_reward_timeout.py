@@ -15,6 +15,8 @@ from swift_megatron_grpo.deadlines.interrupt import interrupted_after
 from swift_megatron_grpo.grading import RewardError, score
 from tests.unit.test_grading import functions, length, make_rollouts
 
+pytestmark = pytest.mark.alone
+
 SECONDS = 0.5
 
 
