@@ -236,9 +236,8 @@ class megatron_torn_down:
         for each in gc.get_objects():
             if type(each) is DistributedDataParallel:
                 vars(each).clear()
-        groups = dist.distributed_c10d._world.pg_names
-        for group in sorted(groups, key=lambda each: groups[each], reverse=True):  # NCCL wants one order on all ranks
-            if group is not dist.group.WORLD:
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         gc.collect()
 
