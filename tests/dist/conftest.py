@@ -128,7 +128,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         flags = make_flags(ranks, kind, tuner, "bfloat16", extra)
         tasks[2].append(task("tests.dist.offloading:main", out=str(folder / f"offload-{what}"), flags=flags))
     for number in sorted(tasks):
-        launch(number, tasks[number], folder)
+        last = task("tests.dist.engine_runs:threads", out=str(folder / f"threads-{number}"))
+        launch(number, [*tasks[number], last], folder)
     return ranks
 
 

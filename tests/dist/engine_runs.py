@@ -34,6 +34,10 @@ def tell(out: str, told: Told) -> None:
     Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
 
 
+def threads(out: str) -> None:
+    tell(out, {"threads": len(list(Path("/proc/self/task").iterdir()))})
+
+
 def golden(out: str, flags: list[str]) -> None:
     """Ten steps on ten fixed batches, on-policy and off-policy in turn."""
     trainer = make_trainer(flags)

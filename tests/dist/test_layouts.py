@@ -26,3 +26,10 @@ def test_there_was_something_to_compare(ranks: Ranks, tuner: str) -> None:
     assert first["actor/approxkl"] == 0 and first["actor/clipfrac"] == 0  # on-policy: the ratio is 1
     assert second["actor/approxkl"] > 0 and second["kl"] > 0  # off-policy, and away from the reference
     assert first["grad_norm"] > 0.05  # so it was clipped: a wrong norm would show in the weights
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_no_layout_leaves_its_threads_to_the_next(ranks: Ranks, number: int) -> None:
+    """gloo has 60 and more for a layout, which never sleep for long."""
+    for rank in range(number):
+        assert json.loads(ranks.told(f"threads-{number}", rank).read_text())["threads"] < 300
