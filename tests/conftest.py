@@ -23,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if asked := config.getoption("--alone"):
-        others = [item for item in items if (item.get_closest_marker("alone") is None) == (asked == "yes")]
+        found: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
+        for item in items:
+            found["yes" if item.get_closest_marker("alone") else "no"].append(item)
+        items[:] = found.pop(asked)
+        [others] = found.values()
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
