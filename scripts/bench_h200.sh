@@ -67,10 +67,10 @@ group() {
             memory "${1#memory-}" "$([ "$1" = memory-0.6b ] && echo 0.65 || echo 0.75)" ;;
         # The whole step with vLLM and CUDA graphs.
         step-equal)
-            bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --goal "1.8" \
+            bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --steps 6 --goal "1.8" \
                 --flags "${colocated[*]} --sleep_level 1" ;;
         step-best)
-            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 --rounds 1 --goal "1.5" \
+            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 --rounds 1 --steps 6 --goal "1.5" \
                 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
         two)
             bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
