@@ -40,7 +40,7 @@ args=(
     --vllm_tensor_parallel_size 2
     --vllm_gpu_memory_utilization 0.5
     --vllm_max_model_len 4096
-    --sleep_level 1
+    --sleep_level 2                 # every sync sends merged weights, so vLLM need not keep any
     --offload_model true            # may leave the GPU while vLLM generates; nothing does while everything fits
 
     --num_train_epochs 1

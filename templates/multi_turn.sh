@@ -29,7 +29,7 @@ colocate=(
     "${room[@]}"
     --vllm_tensor_parallel_size 1
     --vllm_gpu_memory_utilization 0.4
-    --sleep_level 1
+    --sleep_level 2
     --offload_model true
     --offload_optimizer true
 )
