@@ -1,4 +1,4 @@
-"""docs/performance.md: everything it says is read from the files in benchmarks/."""
+"""docs/performance.md, and the table in README.md: everything they say is read from the files in benchmarks/."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from .results import ARMS, PHASES, Comparison, Measured, Run
 
 Row = TypeVar("Row")
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
+README, IN_README = Path("README.md"), ("<!-- speed, by scripts/bench.py report -->\n", "<!-- end of speed -->\n")
+HEADLINES = ("step-best-1.7b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b", "pp2-1.7b", "tp2-1.7b")
 WHATS = {
     "equal flags": "Equal flags",
     "each at its best": "Each at its best setting, of those tried under the same memory cap",
@@ -46,6 +48,8 @@ def write_page(repository: Path) -> None:
     runs = read_runs(repository)
     (repository / PAGE).write_text(page(runs))
     (repository / PICTURE).write_text(draw(runs))
+    readme = repository / README
+    readme.write_text(with_headlines(readme.read_text(), runs))
 
 
 def read_runs(repository: Path) -> list[Run]:
@@ -63,6 +67,40 @@ def page(runs: Sequence[Run]) -> str:
     parts += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## Every setting that was tried\n", _tried(runs)]
     parts += ["## Runs\n", *map(_describe, runs)]
     return "\n".join(parts)
+
+
+def with_headlines(readme: str, runs: Sequence[Run]) -> str:
+    begin, end = IN_README
+    before, rest = readme.split(begin)
+    return before + begin + headlines(runs) + end + rest.split(end)[1]
+
+
+def headlines(runs: Sequence[Run]) -> str:
+    by_name = {run.name: run for run in runs}
+    rows = [each for name in HEADLINES for each in by_name[name].comparisons() if each.what == "each at its best"]
+    return _table(
+        {
+            "": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind],
+            "Qwen3": lambda row: row.ours.run.workload["shape"].upper(),
+            "tokens of a completion": lambda row: _in_words(row.ours.run.workload["lengths"]),
+            "GPUs": lambda row: _gpus(row.ours),
+            "ms-swift": lambda row: f"{row.stock.median:.2f} s",
+            "here": lambda row: f"{row.ours.median:.2f} s",
+            "times as fast": lambda row: f"**{row.ratio:.2f}**",
+        },
+        rows,
+    )
+
+
+def _in_words(lengths: str) -> str:
+    kind, *numbers = lengths.split(":")
+    return numbers[0] if kind == "constant" else f"long-tailed, median {numbers[0]}, at most {int(numbers[2]):,}"
+
+
+def _gpus(each: Measured) -> str:
+    """The setting's layout, without its micro batches."""
+    layout = [part.upper() for part in each.setting.split("+") if not part.startswith(("mbs", "tokens"))]
+    return " ".join([str(each.run.ranks), *(["as", "+".join(layout)] if layout else [])])
 
 
 def _ratios(rows: Sequence[Comparison]) -> str:

@@ -7,6 +7,7 @@ import random
 import statistics
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,17 @@ def test_the_committed_page_is_that_of_the_committed_files() -> None:
     again = "run python scripts/bench.py report"
     assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), again
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), again
+    readme = (REPOSITORY / page.README).read_text()
+    assert readme == page.with_headlines(readme, runs), again
+
+
+def test_the_readme_gets_the_table_and_keeps_the_rest() -> None:
+    begin, end = page.IN_README
+    runs = [replace(some_run(), name=name) for name in page.HEADLINES]
+    readme = page.with_headlines(f"before\n{begin}| old |\n{end}after\n", runs)
+    assert readme.startswith(f"before\n{begin}|  | Qwen3 |") and readme.endswith(f"|\n{end}after\n")
+    row = "| train phase | TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
+    assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
 
 
 def test_the_train_phase_on_one_cpu_rank_is_half_as_fast_again_as_ms_swifts() -> None:
