@@ -17,11 +17,6 @@ PLUGIN = Path(__file__).with_name("bad_rewards.py")
 REPLAY = Path(__file__).with_name("canned_completions.py")
 
 
-@pytest.fixture(scope="module")
-def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
-    return folder, dense, dataset
-
-
 @pytest.mark.parametrize(
     ("function", "complaint"),
     [
@@ -30,18 +25,16 @@ def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
     ],
 )
 def test_the_default_stops_the_run_and_names_the_function(
-    inputs: tuple[Path, Path, Path], function: str, complaint: str
+    folder: Path, dense: Path, dataset: Path, function: str, complaint: str
 ) -> None:
-    folder, model, dataset = inputs
     flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", function]
-    run = megatron_rlhf(model, dataset, folder / function, ranks=2, flags=flags)
+    run = megatron_rlhf(dense, dataset, folder / function, ranks=2, flags=flags)
     assert run.code != 0
     assert complaint in run.output, run.output[-3000:]
     assert not list(run.folder.glob("checkpoint-*"))
 
 
-def test_drop_trains_the_others(inputs: tuple[Path, Path, Path]) -> None:
-    folder, model, dataset = inputs
+def test_drop_trains_the_others(folder: Path, dense: Path, dataset: Path) -> None:
     flags = [
         "--sync_check",
         "off",
@@ -53,7 +46,7 @@ def test_drop_trains_the_others(inputs: tuple[Path, Path, Path]) -> None:
         "--bad_reward",
         "drop",
     ]
-    run = megatron_rlhf(model, dataset, folder / "drop", ranks=2, flags=flags)
+    run = megatron_rlhf(dense, dataset, folder / "drop", ranks=2, flags=flags)
     assert run.code == 0, run.output[-3000:]
     for step in run.log:
         assert step["rewards/dropped"] == 2  # each of the two ranks asked the function once

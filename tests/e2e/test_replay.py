@@ -24,11 +24,6 @@ CANNED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
-    return folder, dense, dataset
-
-
 def numbers(run: Finished) -> list[dict[str, Any]]:
     assert run.code == 0, run.output[-4000:]
     no_number_of_training = ("time/", "train_speed", "memory", "elapsed", "remaining", "rollout/seconds", "sync_check/")
@@ -42,60 +37,57 @@ def numbers(run: Finished) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_replay_gives_the_numbers_of_the_run(inputs: tuple[Path, Path, Path]) -> None:
-    folder, model, dataset = inputs
+def test_a_replay_gives_the_numbers_of_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     rollouts = folder / "vllm"
     flags = [*FP32, "--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04",
              "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
-    first = megatron_rlhf(model, dataset, folder / "first", 2, [*flags, "--rollout_dump", str(rollouts)])
+    first = megatron_rlhf(dense, dataset, folder / "first", 2, [*flags, "--rollout_dump", str(rollouts)])
     frame = pandas.concat(pandas.read_json(file, lines=True) for file in sorted(rollouts.glob("*.jsonl")))
     assert len(frame) == 2 * 16 and frame.weights_version.max() == 2
     assert {len(ids) for ids in frame.completion_ids} != {24} and frame.rewards.str[0].between(0, 1).all()
 
     flags += ["--rollout_replay", str(rollouts)]
-    again = megatron_rlhf(model, dataset, folder / "again", 2, flags)
+    again = megatron_rlhf(dense, dataset, folder / "again", 2, flags)
     assert "time/generation" in first.log[0] and "time/generation" not in again.log[0]
     assert "vllm" not in "".join(line for line in again.output.splitlines() if "EngineCore" in line)
     assert numbers(again) == numbers(first) and len(again.log) == 4
 
-    other = megatron_rlhf(model, dataset, folder / "tp2", 2, [*flags, "--tensor_model_parallel_size", "2",
+    other = megatron_rlhf(dense, dataset, folder / "tp2", 2, [*flags, "--tensor_model_parallel_size", "2",
                                                               "--sequence_parallel", "true"])  # fmt: skip
     for mine, theirs in zip(numbers(other), numbers(first), strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
 
 
-def test_a_resumed_run_goes_on_dumping(inputs: tuple[Path, Path, Path]) -> None:
+def test_a_resumed_run_goes_on_dumping(folder: Path, dense: Path, dataset: Path) -> None:
     """With dynamic sampling, so that a rollout has several draws; both halves are one run, number by number."""
-    folder, model, dataset = inputs
     rollouts, crashed = folder / "canned", folder / "crashed"
     flags = [*FP32, *CANNED, "--save_steps", "100", "--reward_funcs", "every_second", "--dynamic_sample", "true",
              "--max_resample_times", "2",
              "--no_save_optim", "false", "--no_save_rng", "false", "--lr_decay_style", "constant"]  # fmt: skip
     dump = ["--rollout_dump", str(rollouts)]
-    begin = megatron_rlhf(model, dataset, crashed, 1, [*flags, *dump, "--train_iters", "3", "--save_steps", "2"])
+    begin = megatron_rlhf(dense, dataset, crashed, 1, [*flags, *dump, "--train_iters", "3", "--save_steps", "2"])
     assert begin.code == 0, begin.output[-4000:]
     assert sorted(path.name for path in rollouts.glob("rollout-??????.jsonl"))[-1] == "rollout-000002.jsonl"
     assert list(rollouts.glob("rollout-*-draw-1.jsonl"))
 
     resume = ["--finetune", "false", "--mcore_model", str(crashed / "checkpoint-2"), "--train_iters", "4"]
-    end = megatron_rlhf(model, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
-    whole = megatron_rlhf(model, dataset, folder / "whole", 1,
+    end = megatron_rlhf(dense, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
+    whole = megatron_rlhf(dense, dataset, folder / "whole", 1,
                           [*flags, "--rollout_replay", str(rollouts), "--train_iters", "4"])  # fmt: skip
     assert numbers(whole) == [*numbers(begin)[:2], *numbers(end)]
 
-    too_long = megatron_rlhf(model, dataset, folder / "long", 1,
+    too_long = megatron_rlhf(dense, dataset, folder / "long", 1,
                              [*flags, "--rollout_replay", str(rollouts), "--train_iters", "5"])  # fmt: skip
     assert too_long.code != 0 and "has no rollout 4 (rollout-000004.jsonl)" in too_long.output
     assert "use --train_iters 4 or less" in too_long.output
 
 
-def test_rollout_only_trains_nothing(inputs: tuple[Path, Path, Path]) -> None:
-    folder, model, dataset = inputs
+def test_rollout_only_trains_nothing(folder: Path, dense: Path, dataset: Path) -> None:
     rollouts = folder / "only"
     flags = [*FP32, *CANNED, "--rollout_only", "true", "--rollout_dump", str(rollouts), "--train_iters", "4",
              "--steps_per_generation", "2"]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder / "rolled", 2, flags)
+    run = megatron_rlhf(dense, dataset, folder / "rolled", 2, flags)
     assert run.code == 0, run.output[-4000:]
     assert len(list(rollouts.glob("rollout-*.jsonl"))) == 2 and not list(run.folder.glob("checkpoint-*"))
     logged = [json.loads(line) for line in (run.folder / "logging.jsonl").read_text().splitlines()]
