@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from swift_megatron_grpo.wire import RUN_HEADER
+from tests.e2e.runs import SMALL_CACHE, environment_of_processes
 
 HOST = "127.0.0.1"
 KEY = "a key for tests"
@@ -51,9 +52,8 @@ class RolloutServer:
         command = [*program, "--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
                    "--port", str(self.port), "--api_key", KEY, "--torch_dtype", "float32",
                    "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
-                   "--vllm_gpu_memory_utilization", "0.3", *self.flags]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1",
-                       **self.environment}  # fmt: skip
+                   "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip
+        environment = {**environment_of_processes(), **self.environment}
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, env=environment, text=True, cwd=self.log.parent, stdout=log,
                                             stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
