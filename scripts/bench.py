@@ -6,7 +6,7 @@
 
 train: the train phase alone (log-prob passes, forward and backward, optimizer); completions are made up, vLLM does not
 start. step: the whole step, vLLM in the training processes, every completion stopped at its length.
-report: docs/performance.md and its picture, from benchmarks/*/*.json.
+report: docs/performance.md, its picture and the table in README.md, from benchmarks/*/*.json.
 
 A setting is written as in check_layouts.py: mbs4 (--micro_batch_size), tokens16384 (--max_tokens_per_micro_batch), and
 a layout with it, tp2+sp+mbs8. A setting of both arms is compared as "equal flags", the fastest of each as "its best".
@@ -44,7 +44,7 @@ PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("report", help="write docs/performance.md")
+    kinds.add_parser("report", help="write docs/performance.md, and the table in README.md")
     for kind in ("train", "step"):
         add = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
         add("--json", type=Path, required=True, help="file for the results; its name is the run's")
