@@ -24,18 +24,15 @@ PROBE = Path(__file__).with_name("probe.py")
 SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
 # Seconds of every start that prove nothing: a cache of 1 GiB that is filled with zeros, and Python's own end.
-# On a GPU both stay: its tests are about memory.
+# On a GPU both stay: its tests are about memory. The templates' runs (test_multi_turn.py) end as a user's do.
 ON_CPU = not torch.cuda.is_available()
 SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 2**26})] if ON_CPU else []
 QUICK_END = Path(__file__).with_name("quick_end")
 
 
 def environment_of_processes() -> dict[str, str]:
-    paths = [str(QUICK_END)] if ON_CPU else []
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    offline = {"HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
-    return {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    paths = os.pathsep.join(filter(None, [str(QUICK_END) if ON_CPU else None, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", "PYTHONPATH": paths}
 
 
 def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:

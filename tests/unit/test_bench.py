@@ -205,6 +205,9 @@ def test_the_committed_page_is_that_of_the_committed_files() -> None:
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), again
     readme = (REPOSITORY / page.README).read_text()
     assert readme == page.with_headlines(readme, runs), again
+    for run in (run for run in runs if run.name in page.HEADLINES):  # what the words above the table say of all of it
+        assert run.device == "NVIDIA H200" and run.versions["ms-swift"] == "4.6.0"
+        assert (run.workload["completions"], run.workload["generations"]) == (128, 8)
 
 
 def test_the_readme_gets_the_table_and_keeps_the_rest() -> None:
