@@ -30,7 +30,7 @@ tests() { # tests FOLDER ARGUMENT...
     python -m pytest "tests/$1" --durations=10 --alone yes "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status" # not every folder has tests that measure time
 }
-code=(swift_megatron_grpo scripts templates tests)
+code=(swift_megatron_grpo scripts benchmarks templates tests)
 
 stage "ruff check" ruff check "${code[@]}"
 stage "ruff format" ruff format --check "${code[@]}"

@@ -8,8 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from swift_megatron_grpo.batching import BatchPlan
-
 BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
@@ -17,6 +15,71 @@ RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Sizes that fit together. Made by `resolve`."""
+
+    world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    micro_batch_size: int
+    global_batch_size: int
+    generation_batch_size: int
+    steps_per_generation: int
+    num_generations: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Micro batches of one optimizer step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def rollout_prompts(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def train_prompts(self) -> int:
+        """Whole prompts of one optimizer step, at least one: a step may also end inside a prompt's completions."""
+        return max(1, self.global_batch_size // self.num_generations)
+
+    @property
+    def prompts_per_dp_group(self) -> float:
+        """global_batch_size / num_generations / data parallel size; ms-swift's page wants a whole number."""
+        return self.global_batch_size / self.num_generations / self.data_parallel
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line if ms-swift's own trainer would refuse these sizes: nobody should learn it when switching back."""
+        objection = self._objection_of_ms_swift()
+        if objection is None:
+            return ()
+        here = "ms-swift's own trainer refuses that; this one deals single completions to its ranks and works as set"
+        return (f"{objection}. {here}.",)
+
+    def _objection_of_ms_swift(self) -> str | None:
+        dp, prompts = self.data_parallel, self.rollout_prompts
+        count = f"generation_batch_size ({self.generation_batch_size}) // num_generations ({self.num_generations})"
+        if prompts % dp:
+            return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
+        per_device = prompts // dp
+        if per_device % self.micro_batch_size:
+            return (
+                f"Per-device rollout prompt count ({per_device}) = ({count}) // dp_size ({dp}) is not divisible by "
+                f"micro_batch_size ({self.micro_batch_size})"
+            )
+        if self.generation_batch_size % self.world_size:
+            return (
+                f"generation_batch_size ({self.generation_batch_size}) is not divisible by the world size "
+                f"({self.world_size})"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,34 +19,34 @@ from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
 
-from swift_megatron_grpo.arguments import GRPOArguments
-from swift_megatron_grpo.completion_log import CompletionLog
-from swift_megatron_grpo.configure import configure, configure_server
+from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.failures import SharedFailure
-from swift_megatron_grpo.first_rollout import FirstRollout
-from swift_megatron_grpo.generation.engine import GenerationEngine
-from swift_megatron_grpo.generation.local import LocalVllm, memory_to_start
-from swift_megatron_grpo.generation.local_turns import ConversingVllm
-from swift_megatron_grpo.generation.remote import RemoteVllm
+from swift_megatron_grpo.generation.interface import GenerationEngine
+from swift_megatron_grpo.generation.local.conversations import ConversingVllm
+from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
+from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
-from swift_megatron_grpo.loop import GRPOLoop
+from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.loop.logprob_check import FirstRollout
+from swift_megatron_grpo.loop.stages import Parts
+from swift_megatron_grpo.loop.step import GRPOLoop
+from swift_megatron_grpo.loop.weight_sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
 from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.parts import Parts
 from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.replay import RolloutReplay
-from swift_megatron_grpo.sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
-from swift_megatron_grpo.training.expert_marks import mark_experts
-from swift_megatron_grpo.training.kernels import use_fast_kernels
+from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
+from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
+from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyElsewhere, Reference
-from swift_megatron_grpo.training.residency import Residency
-from swift_megatron_grpo.training.second_layout import SecondLayout
-from swift_megatron_grpo.training.tensor_parallel_marks import mark_sharded_parameters
+from swift_megatron_grpo.training.reference_layout import SecondLayout
 from swift_megatron_grpo.weights.export import WeightExport, merged_on_read
-from swift_megatron_grpo.weights.remote import BucketTransport
 
 logger = get_logger()
 

@@ -15,7 +15,7 @@ args=(
     --torch_dtype bfloat16
     --tuner_type full
 
-    # The layout: ranks = TP * PP * CP * DP. Prove another one first: scripts/check_layouts.py.
+    # The layout: ranks = TP * PP * CP * DP. Prove another one first: python -m swift_megatron_grpo.tools.check_layouts.
     --tensor_model_parallel_size 2
     --sequence_parallel true
     --attention_backend flash       # fused (cuDNN) where flash-attn is not installed

@@ -6,6 +6,6 @@ ms-swift puts the folder of an external plugin at the head of sys.path. That is 
 in the package's folder lie files such as types.py, which would then stand in for the standard library's.
 """
 
-from swift_megatron_grpo.plugin import register
+from swift_megatron_grpo.plugin.register import register
 
 register()

@@ -12,9 +12,9 @@ from swift.rl_core.data import OnPolicySample
 from swift.utils import remove_response
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import Request
+from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.protocol.messages import as_json
 from swift_megatron_grpo.types import Prompt
-from swift_megatron_grpo.wire import as_json
 
 
 def request_config(sampling: SamplingConfig, seed: int | None = None) -> RequestConfig:

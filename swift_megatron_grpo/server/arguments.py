@@ -11,8 +11,8 @@ import torch
 from swift.arguments import RolloutArguments
 from swift.rollout import envs, multi_turns
 
-from swift_megatron_grpo.rollout_checks import check_multi_turn
-from swift_megatron_grpo.wire import API_KEY_VARIABLE
+from swift_megatron_grpo.conversations.checks import check_multi_turn
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 

@@ -34,7 +34,7 @@ from swift_megatron_grpo.conversations.scheduling import (
     turn_of,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
-from swift_megatron_grpo.wire import NO_WEIGHTS, Completion
+from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
 
 
 class ConversingEngine(GRPOVllmEngine):

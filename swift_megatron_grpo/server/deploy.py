@@ -25,13 +25,8 @@ from swift.utils import get_logger
 from torch.distributed import TCPStore
 
 from swift_megatron_grpo import __version__
-from swift_megatron_grpo.server import worker
-from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
-from swift_megatron_grpo.server.disconnect import while_connected
-from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
-from swift_megatron_grpo.server.tenancy import Tenancy
-from swift_megatron_grpo.weights.channel import Rendezvous, listen
-from swift_megatron_grpo.wire import (
+from swift_megatron_grpo.protocol.channel import Rendezvous, listen
+from swift_megatron_grpo.protocol.messages import (
     CONFLICT,
     ENGINE_GONE,
     NO_WEIGHTS,
@@ -43,6 +38,11 @@ from swift_megatron_grpo.wire import (
     ServerStatus,
     serves_another,
 )
+from swift_megatron_grpo.server import worker
+from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
+from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
+from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
+from swift_megatron_grpo.server.run_lease import Tenancy
 
 logger = get_logger()
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")

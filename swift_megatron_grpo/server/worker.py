@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 
+from swift_megatron_grpo.protocol.messages import packed_logprobs
+from swift_megatron_grpo.protocol.model_identity import model_identity
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
-from swift_megatron_grpo.server.completing import Completer
+from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import Conversations, ConversingEngine
-from swift_megatron_grpo.server_flags import model_identity
-from swift_megatron_grpo.vllm_sampling import scoring_params, text_logprobs
-from swift_megatron_grpo.wire import packed_logprobs
+from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
 
 T = TypeVar("T")
 _EVERY = 0.5  # seconds between two looks at vLLM's core
-WORKER_EXTENSION = "swift_megatron_grpo.server.receive.WeightReceiver"
+WORKER_EXTENSION = "swift_megatron_grpo.server.weight_receiver.WeightReceiver"
 
 
 def main(

@@ -25,9 +25,9 @@ from megatron.core.transformer.module import MegatronModule
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
-from swift_megatron_grpo.training.layer_losses import take_layer_losses
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
-from swift_megatron_grpo.training.out_of_memory import explained
+from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import take_layer_losses
+from swift_megatron_grpo.training.memory.out_of_memory import explained
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 

@@ -15,9 +15,9 @@ from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
 from swift_megatron_grpo.parallel import Parallel
 from swift_megatron_grpo.training import schedule
-from swift_megatron_grpo.training.logprob import HeadSettings
+from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
-from swift_megatron_grpo.training.out_of_memory import explained, smaller_micro_batches
+from swift_megatron_grpo.training.memory.out_of_memory import explained, smaller_micro_batches
 from swift_megatron_grpo.types import Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]

@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.second_layout import SecondLayout
+from swift_megatron_grpo.training.reference_layout import SecondLayout
 from swift_megatron_grpo.types import Sample, TokenValues
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
 from swift_megatron_grpo.parallel import Parallel
-from swift_megatron_grpo.training.logprob import HeadSettings, gather_completion, log_prob_head
+from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
 
 # What becomes of a micro batch's output: (what backward starts from, what the caller wants to keep).

@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 
-from swift_megatron_grpo.holdings import Held, Holding, checksum, resolve
+from swift_megatron_grpo.protocol.held_weights import Held, Holding, checksum, resolve
 
 NAMED = 8  # tensors of a kind that a message names
 

@@ -21,7 +21,7 @@ from swift.rl_core.data import GRPOBatch
 
 from swift_megatron_grpo.config import LossConfig
 from tests.contract.cases import CASES, GROUP, LENGTHS, LIMIT, Case
-from tests.unit.losses import Step, make_step
+from tests.unit.training.loss.losses import Step, make_step
 
 
 def grid(rows: list[list[float]], fill: float = 0.0) -> torch.Tensor:

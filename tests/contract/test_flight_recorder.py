@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.paths import REPOSITORY
+
 PROGRAM = """
 import sys
 import torch.distributed as dist
@@ -21,5 +23,5 @@ dist.destroy_process_group()
 def test_a_collective_is_recorded(tmp_path: Path) -> None:
     """In a process of its own: the recorder is the process's."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
-    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY)
     assert "gloo:barrier of [] in group 0 default_pg" in done.stdout

@@ -18,7 +18,7 @@ import pytest
 
 from swift_megatron_grpo.training.loss import effective_sample_size
 from tests.contract.cases import CASES, LENGTHS, Case
-from tests.unit.losses import Step, make_step, run
+from tests.unit.training.loss.losses import Step, make_step, run
 
 
 @cache

@@ -154,7 +154,7 @@ def test_torch_calls_the_entry_points_of_torch_backends() -> None:
 
     assert torch._is_device_backend_autoload_enabled()
     names = {entry.name: entry.value for entry in entry_points(group="torch.backends")}
-    assert names["swift_megatron_grpo"] == "swift_megatron_grpo.autoload:arm"
+    assert names["swift_megatron_grpo"] == "swift_megatron_grpo.plugin.autoload:arm"
     assert callable(torch.accelerator.current_accelerator)
 
 
@@ -237,7 +237,7 @@ def registered() -> dict[str, Any]:
     """register() before ms-swift is imported, as in a rank. Nothing is parsed: the class is chosen before that."""
     seen: dict[str, Any] = look(
         """
-        from swift_megatron_grpo.plugin import register
+        from swift_megatron_grpo.plugin.register import register
         register(); register()
 
         import types
@@ -305,7 +305,7 @@ def test_a_broken_trainer_is_an_error_and_not_ms_swifts_trainer() -> None:
 
 
 def test_register_changes_the_flags_of_grpo_only() -> None:
-    ours, theirs = "swift_megatron_grpo.arguments", "swift.megatron.arguments.rlhf_args"
+    ours, theirs = "swift_megatron_grpo.arguments.grpo_arguments", "swift.megatron.arguments.rlhf_args"
     assert registered()["parsed with"] == {
         "command line: grpo": ours,
         "command line: dpo": theirs,
@@ -342,7 +342,7 @@ def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> 
     )
     assert seen == {
         "trainer": ["swift.megatron.trainers.grpo_trainer", "swift_megatron_grpo.trainer"],
-        "run": "swift_megatron_grpo.plugin",
+        "run": "swift_megatron_grpo.plugin.register",
         "folder": ["__init__.py", "plugin.py"],
         "types": True,
     }

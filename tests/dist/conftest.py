@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_layouts import DENSE, MOE, Layout, Task, base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Layout, Task, base_flags, launch, layout_tasks, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 TUNERS = ["full", "lora"]
@@ -82,7 +82,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
         flags = make_flags(ranks, kind, tuner, "float32")
         if tuner == "lora":
             adapter = str(folder / f"{kind}-adapter")
-            tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
+            tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
             flags = [*flags, "--adapters", adapter]
         Path(ranks.layouts(kind, tuner)).mkdir()
         job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": ranks.layouts(kind, tuner)}

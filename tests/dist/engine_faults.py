@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from scripts.check_layouts import fixed_samples
+from swift_megatron_grpo.tools.check_layouts import fixed_samples
 
 
 def main(out: str, flags: list[str]) -> None:

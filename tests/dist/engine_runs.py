@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scripts.check_layouts import fixed_samples, make_batches
+from swift_megatron_grpo.tools.check_layouts import fixed_samples, make_batches
 
 Told = dict[str, Any]
 

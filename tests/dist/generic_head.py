@@ -6,7 +6,7 @@ from scripts import check_layouts
 
 
 def run_layout(flags: list[str], batches: list[str], folder: str) -> None:
-    from swift_megatron_grpo.training import logprob
+    from swift_megatron_grpo.training.head import logprob
 
     plain = logprob.logits_are_a_plain_product
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 VOCABULARY, MICRO_BATCHES, LENGTHS = 264, 4, (16, 24, 8)
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY, make_model
+from tests.e2e.runs import make_model
+from tests.paths import REPOSITORY
 
 
 @pytest.mark.dist

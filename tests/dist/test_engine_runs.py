@@ -11,9 +11,9 @@ import pytest
 
 from tests.dist.conftest import REFERENCE_LAYOUTS, Ranks
 from tests.e2e.runs import first_weights
+from tests.paths import GOLDEN
 
 pytestmark = pytest.mark.dist
-GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def told(ranks: Ranks, run: str, rank: int) -> dict[str, Any]:

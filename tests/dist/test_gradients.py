@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dist.conftest import LEARNING_RATE, Ranks
-from tests.e2e.runs import REPOSITORY
+from tests.paths import REPOSITORY
 
 
 @pytest.mark.dist

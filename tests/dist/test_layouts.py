@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.check_layouts import compare
+from swift_megatron_grpo.tools.check_layouts import compare
 from tests.dist.conftest import LAYOUTS, TUNERS, Ranks
 
 pytestmark = pytest.mark.dist

@@ -10,8 +10,8 @@ import torch
 
 import swift_megatron_grpo.trainer
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
-from swift_megatron_grpo.holdings import Holding
+from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.protocol.held_weights import Holding
 from swift_megatron_grpo.types import Prompt, Rollout
 
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.paths import REPOSITORY
+
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
 PROBE = Path(__file__).with_name("probe.py")
 # Fused attention on a GPU wants heads of 64 or 128.

@@ -12,7 +12,7 @@ import sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
-from swift_megatron_grpo.autoload import hook_platform
+from swift_megatron_grpo.plugin.autoload import hook_platform
 
 hook_platform()
 
@@ -21,9 +21,9 @@ import torch  # noqa: E402
 from swift.infer_engine import GRPOVllmEngine  # noqa: E402
 
 from swift_megatron_grpo.config import SamplingConfig  # noqa: E402
-from swift_megatron_grpo.generation.engine import Request, requests_for  # noqa: E402
+from swift_megatron_grpo.generation.interface import Request, requests_for  # noqa: E402
+from swift_megatron_grpo.generation.local.sampling import sample  # noqa: E402
 from swift_megatron_grpo.generation.requests import infer_request, request_config  # noqa: E402
-from swift_megatron_grpo.generation.sampling import sample  # noqa: E402
 from swift_megatron_grpo.types import Prompt  # noqa: E402
 
 GENERATIONS, TOKENS = 3, 24

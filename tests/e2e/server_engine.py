@@ -26,7 +26,7 @@ async def compare(model: str) -> dict[str, Any]:
     from swift.infer_engine import GRPOVllmEngine, RequestConfig
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_megatron_grpo.server.completing import Completer
+    from swift_megatron_grpo.server.completions import Completer
     from swift_megatron_grpo.server.worker import WORKER_EXTENSION
 
     engine = GRPOVllmEngine(

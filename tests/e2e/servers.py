@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from swift_megatron_grpo.wire import RUN_HEADER
+from swift_megatron_grpo.protocol.messages import RUN_HEADER
 from tests.e2e.runs import SMALL_CACHE, environment_of_processes
 
 HOST = "127.0.0.1"

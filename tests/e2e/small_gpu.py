@@ -17,4 +17,4 @@ def _vllm_wants_it_all(local: Any) -> None:
 
 
 torch.cuda.mem_get_info = lambda device=None: (0, 2**30)
-after_import("swift_megatron_grpo.generation.local", _vllm_wants_it_all)
+after_import("swift_megatron_grpo.generation.local.engine", _vllm_wants_it_all)

@@ -19,9 +19,9 @@ from mcore_bridge import LoraParallelLinear
 
 import swift_megatron_grpo.weights.export as export
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.engine import Generation, NamedWeights, News, Request
-from swift_megatron_grpo.generation.remote import RemoteVllm
-from swift_megatron_grpo.loop import GRPOLoop
+from swift_megatron_grpo.generation.interface import Generation, NamedWeights, News, Request
+from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.types import Rollout
 
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]

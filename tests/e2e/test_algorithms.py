@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.train_every_algorithm import ALGORITHMS
-from tests.e2e.runs import REPOSITORY, Finished, megatron_rlhf
+from benchmarks.train_every_algorithm import ALGORITHMS
+from tests.e2e.runs import Finished, megatron_rlhf
+from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent

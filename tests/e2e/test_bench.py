@@ -1,4 +1,4 @@
-"""scripts/bench.py on this machine: both arms through the command line, the same work, and ours faster."""
+"""benchmarks/bench.py on this machine: both arms through the command line, the same work, and ours faster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
-
 
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path) -> None:
     results = tmp_path / "here.json"
-    command = [sys.executable, str(REPOSITORY / "scripts" / "bench.py"), "train", "--json", str(results),
+    command = [sys.executable, "-m", "benchmarks.bench", "train", "--json", str(results),
                "--work", str(tmp_path / "work"), "--shape", "tiny", "--completions", "32", "--generations", "4",
                "--lengths", "lognormal:48:0.9:192", "--dtype", "float32", "--ours", "tokens1024", "--stock", "mbs8",
                "--steps", "4", "--rounds", "2"]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY
+from tests.paths import REPOSITORY
 
 
 def said_by(script: str, model: Path) -> Any:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY, REWARDS, Finished, make_dataset
+from tests.e2e.runs import REWARDS, Finished, make_dataset
 from tests.e2e.servers import HOST, free_port
+from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent

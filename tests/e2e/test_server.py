@@ -20,12 +20,12 @@ import torch
 from safetensors.torch import load_file
 
 from swift_megatron_grpo.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
-from swift_megatron_grpo.generation.engine import requests_for
-from swift_megatron_grpo.generation.remote import RemoteVllm
-from swift_megatron_grpo.server_flags import read_model_identity
+from swift_megatron_grpo.generation.interface import requests_for
+from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, SILENCE, Routes
+from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
-from swift_megatron_grpo.weights.remote import BucketTransport
-from swift_megatron_grpo.wire import API_KEY_VARIABLE, SILENCE, Routes
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
 

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
-from swift_megatron_grpo.generation.remote import RemoteVllm
-from swift_megatron_grpo.server_flags import read_model_identity
-from swift_megatron_grpo.weights.remote import BucketTransport
-from swift_megatron_grpo.wire import API_KEY_VARIABLE, Completion, Routes
+from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Completion, Routes
+from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from tests.e2e.riddles import WAIT
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer

@@ -1,5 +1,5 @@
 """The two scripts that put a run with servers through what long runs meet. They judge; their judgement is tested in
-tests/unit/test_survival_scripts.py."""
+tests/unit/stress/test_survival_scripts.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REPOSITORY
+from tests.paths import REPOSITORY
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 

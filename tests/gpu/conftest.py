@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.check_layouts import base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.tools.check_layouts import base_flags, launch, layout_tasks, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
@@ -64,7 +64,7 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         flags = make_flags(gpus, kind, tuner)
         if tuner == "lora":
             adapter = str(gpus.folder / f"{kind}-adapter")
-            tasks[1].append(task("scripts.check_layouts:make_adapter", flags=flags, adapter=adapter))
+            tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
             flags = [*flags, "--adapters", adapter]
         Path(gpus.layouts(kind, tuner)).mkdir()
         job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner)}

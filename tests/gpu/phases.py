@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from scripts.check_layouts import fixed_samples
+from swift_megatron_grpo.tools.check_layouts import fixed_samples
 from swift_megatron_grpo.training.loss import make_loss
-from swift_megatron_grpo.training.residency import Residency
+from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export import export_weights
 
 
@@ -55,8 +55,9 @@ def memory() -> dict[str, int]:
 
 def forgetful(**job: Any) -> None:
     """A layout of check_layouts.py in which even small micro batches make cheap activations again."""
-    from scripts.check_layouts import run_layout
-    from swift_megatron_grpo.training import forgotten, kernels
+    from swift_megatron_grpo.tools.check_layouts import run_layout
+    from swift_megatron_grpo.training import fast_kernels as kernels
+    from swift_megatron_grpo.training.memory import recompute_elementwise as forgotten
 
     forget, limit, calls = kernels.forget, kernels.TOKENS_TO_FORGET, []
 

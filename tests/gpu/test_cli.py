@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.e2e.runs import SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.paths import REPOSITORY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")]
 MEMORY = Path(__file__).with_name("memory_callback.py")
-LETTERS = Path(__file__).parents[2] / "templates" / "plugins" / "letters.py"
+LETTERS = REPOSITORY / "templates" / "plugins" / "letters.py"
 
 
 def run_and_check(tmp_path: Path, ranks: int, steps: int, flags: list[str], kind: str = "dense") -> Finished:

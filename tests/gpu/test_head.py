@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.bench_head import peak_bytes
-from swift_megatron_grpo.training.chunks import rows_per_chunk
-from swift_megatron_grpo.training.fused_head import Head, fused_log_probs
-from swift_megatron_grpo.training.products import add_d_weight_
-from swift_megatron_grpo.training.softmax_rows import Vocabulary, combine, sums_of_rows, to_gradient_
-from tests.unit.test_logprob_head import error, in_fp64, rounded_like_bf16, run
+from benchmarks.bench_head import peak_bytes
+from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
+from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
+from swift_megatron_grpo.training.head.matmuls import add_d_weight_
+from swift_megatron_grpo.training.head.row_statistics import Vocabulary
+from swift_megatron_grpo.training.head.softmax import combine, sums_of_rows, to_gradient_
+from tests.unit.training.head.test_fused import error, in_fp64, rounded_like_bf16, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +35,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_kernels_compute_what_torch_computes(entropy: bool) -> None:
-    from tests.unit.kernel_cases import CASES, check, check_nan
+    from tests.unit.training.head.kernel_cases import CASES, check, check_nan
 
     for case in CASES:
         check(case, entropy, "cuda")

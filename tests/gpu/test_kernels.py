@@ -39,7 +39,7 @@ def test_making_activations_again_changes_nothing(gpus: Gpus) -> None:
 def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
     import transformer_engine.pytorch as te
 
-    from swift_megatron_grpo.training import kernels
+    from swift_megatron_grpo.training import fast_kernels as kernels
 
     class First(te.LayerNormLinear):  # as megatron's classes do, they return a bias beside
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -90,7 +90,7 @@ def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
 def test_a_norm_and_its_gradients(width: int) -> None:
     import transformer_engine.pytorch as te
 
-    from swift_megatron_grpo.training.kernels import _rms_norm
+    from swift_megatron_grpo.training.fast_kernels import _rms_norm
 
     torch.manual_seed(0)
     module = te.RMSNorm(width, eps=1e-6, device="cuda", dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def test_a_norm_and_its_gradients(width: int) -> None:
 
 
 def test_swiglu_and_its_gradient() -> None:
-    from swift_megatron_grpo.training.kernels import _swiglu
+    from swift_megatron_grpo.training.fast_kernels import _swiglu
 
     torch.manual_seed(0)
     x = torch.randn(100, 1, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.check_layouts import Layout, compare, fixed_samples
-from tests.e2e.runs import REPOSITORY, first_weights
+from swift_megatron_grpo.tools.check_layouts import Layout, compare, fixed_samples
+from tests.e2e.runs import first_weights
 from tests.gpu.conftest import LAYOUTS, Gpus
+from tests.paths import GOLDEN, REPOSITORY
 
 pytestmark = pytest.mark.gpu
-GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 
 

@@ -9,12 +9,12 @@ import argparse
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.tools.check_layouts import base_flags, launch, task
+from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
@@ -33,7 +33,7 @@ SHARES = {
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("residency")
-    script = Path(__file__).parents[2] / "scripts" / "make_tiny_model.py"
+    script = REPOSITORY / "scripts" / "make_tiny_model.py"
     subprocess.run([sys.executable, str(script), "--out", str(folder / "model"), *SHAPE], check=True)
 
     def flags(*extra: str) -> list[str]:

@@ -1,0 +1,92 @@
+#!/usr/bin/env bash
+# The measurements on H200, in groups of less than ten minutes each; what one could not finish is left out of its file.
+#   benchmarks/bench_h200.sh GROUP...      fixed fixed-4b long-0.6b long-1.7b long-4b memory step-equal step-best (1 GPU), two, four
+#   OUT=folder                          for the JSON files (benchmarks/h200)
+#   ROUNDS=2 DEADLINE=570               rounds of each run; seconds for each group
+#   DRY=1                               the same on a CPU, with a tiny model and few tokens, to try the commands
+# Afterwards: python -m benchmarks.bench report
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=${OUT:-benchmarks/h200}
+python=$(command -v python || command -v python3)
+began=$SECONDS
+
+# bench KIND NAME SHAPE ARGUMENT...      a later argument wins over an earlier one
+bench() {
+    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) smaller=()
+    shift 3
+    if [ "$left" -lt 60 ]; then
+        echo "== $name: no time left" >&2
+        return
+    fi
+    if [ -n "${DRY:-}" ]; then
+        shape=toy
+        smaller=(--dtype float32 --rounds 1 --steps 2 --lengths constant:16 --prompts constant:48)
+        [ "$kind" = train ] || smaller+=(--flags "--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3")
+    fi
+    echo "== $name"
+    "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
+        --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${smaller[@]}" || echo "== $name failed" >&2
+}
+
+fixed=(--lengths constant:512 --prompts constant:48)
+long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
+[ -n "${DRY:-}" ] || long+=(--memory-cap-gb 100)
+colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
+
+# memory SHAPE GOAL
+memory() {
+    bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
+        --ours tokens16384 tokens16384+remake tokens16384+recompute --stock mbs16 mbs16+recompute \
+        --pair tokens16384 mbs16 --pair tokens16384+remake mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
+}
+
+group() {
+    case $1 in
+        # Equal flags at micro batch 4, and each at its best.
+        fixed)
+            bench train fixed-1.7b 1.7b "${fixed[@]}" --ours mbs4 tokens16384 tokens32768 --stock mbs4 mbs8 mbs16 \
+                --goal "2.5 at equal flags, 1.6 at best" ;;
+        # How much of the chip a larger model reaches; all of its memory may be used.
+        fixed-4b)
+            bench train fixed-4b 4b "${fixed[@]}" --ours tokens12288 --stock mbs8 mbs4 --rounds 1 \
+                --goal "MFU 50 %" ;;
+        # Long-tailed lengths, each at its best under 100 GB.
+        long-0.6b)
+            bench train long-0.6b 0.6b "${long[@]}" --ours tokens32768 --stock mbs8 mbs16 --goal 2.0 ;;
+        long-1.7b)
+            bench train long-1.7b 1.7b "${long[@]}" --ours tokens16384 --stock mbs4 mbs8 --goal 1.8 ;;
+        long-4b)
+            bench train long-4b 4b "${long[@]}" --ours tokens5120 \
+                --stock mbs4+recompute mbs2+recompute --goal 1.5 --steps 3 ;;
+        # 16,384 tokens in a micro batch of either arm: 16 completions of 512 tokens after prompts of 512.
+        memory)
+            memory 0.6b 0.65
+            memory 1.7b 0.75 ;;
+        memory-*)
+            memory "${1#memory-}" "$([ "$1" = memory-0.6b ] && echo 0.65 || echo 0.75)" ;;
+        # The whole step with vLLM and CUDA graphs.
+        step-equal)
+            bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --steps 6 --goal "1.8" \
+                --flags "${colocated[*]} --sleep_level 1" ;;
+        step-best)
+            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 --rounds 1 --steps 6 --goal "1.5" \
+                --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+        two)
+            bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
+                --goal 1.5 --rounds 1
+            bench train tp2-1.7b 1.7b "${fixed[@]}" --ours tp2+sp+tokens16384 tp2+sp+tokens32768 \
+                --stock tp2+sp+mbs8 tp2+sp+mbs16 --goal 1.5 --rounds 1 ;;
+        four)
+            bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens16384 --stock dp4+mbs4 dp4+mbs2 \
+                --goal "1.8, ranks within 3 %" ;;
+        *)
+            echo "bench_h200: no group $1" >&2
+            exit 2 ;;
+    esac
+}
+
+for each in "$@"; do
+    began=$SECONDS
+    group "$each"
+done

@@ -1,0 +1,134 @@
+"""Where the phases of a step lie in this package's trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from typing import Any
+
+from swift.infer_engine import GRPOVllmEngine  # noqa: F401  # vLLM is imported in both arms
+from swift.rl_core.data import GRPOSample
+from swift.rlhf_trainers.utils import encode_sample
+from swift.template import Template
+
+import swift_megatron_grpo.trainer
+from benchmarks.harness.instrument.clock import REST, Clock
+from benchmarks.harness.job import Job
+from benchmarks.harness.workload import row_of
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.local.engine import LocalVllm
+from swift_megatron_grpo.loop import step as loop
+from swift_megatron_grpo.loop.phase_timer import PhaseTimer
+from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+from swift_megatron_grpo.training.engine import MegatronEngine
+from swift_megatron_grpo.types import Prompt, Rollout, Sample
+
+# The loop's own timers. Besides loading weights and vLLM's work, the first two hold waking, offloading, falling asleep.
+PHASE_OF_TIMER = {
+    "phase_switch": "switch",
+    "weight_sync": "switch",
+    "sync_check": "switch",
+    "generation": "switch",
+    "grading": "grading",
+    "old_logprobs": "logprobs",
+    "ref_logprobs": "logprobs",
+    "train": "forward_backward",
+}
+
+
+def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
+    if job.canned:
+        vars(swift_megatron_grpo.trainer)["LocalVllm"] = lambda _, template: Canned(template, canned)
+    _follow_timer(clock)
+    clock.time_method(LocalVllm, "load_weights", "weight_sync")
+    _count_tokens(clock, tokens)
+    return MegatronGRPOTrainer
+
+
+def what_generates() -> tuple[type, str, Callable[[Request], str]]:
+    return LocalVllm, "_complete", lambda request: request.prompt.row["messages"][-1]["content"]
+
+
+def _follow_timer(clock: Clock) -> None:
+    time_phase = PhaseTimer.__call__
+
+    @contextmanager
+    def time_both(self: PhaseTimer, phase: str) -> Iterator[None]:
+        with clock.phase(PHASE_OF_TIMER.get(phase, REST)), time_phase(self, phase):
+            yield
+
+    vars(loop)["PhaseTimer"] = type("PhaseTimer", (PhaseTimer,), {"__call__": time_both})
+
+
+class Canned:
+    """A GenerationEngine that makes completions up. All ranks make all of them, and the first one speaks."""
+
+    memory_to_wake = 0
+    is_new = False
+
+    def __init__(self, template: Template, canned: Any) -> None:
+        from torch.distributed import get_rank
+
+        self.weights_version = -1
+        self.share = Share(index=0, of=1, speaks=get_rank() == 0)
+        self._template = copy(template)
+        self._template.max_length = None
+        self._canned = canned
+
+    def lacks(self, version: int) -> bool:
+        return self.weights_version != version
+
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None: ...
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(lambda: self._made_up(requests) if self.share.speaks else {})
+
+    def _made_up(self, requests: Sequence[Request]) -> dict[int, Rollout]:
+        rows = [row_of(request.prompt.row["messages"][-1]["content"]) for request in requests]
+        encoded: dict[int, list[int]] = {}
+        rollouts = {}
+        for row, request, (token_ids, text) in zip(rows, requests, self._canned.of(rows), strict=True):
+            ids = encoded.get(row) or encoded.setdefault(row, self._encode(request.prompt))
+            rollouts[request.index] = Rollout(request.prompt, ids, token_ids, None, text, "stop", self.weights_version)
+        return rollouts
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        """As ms-swift's trainer does: the tokens before those of an answer."""
+        sample = GRPOSample.from_row(prompt.row)
+        sample.messages.append({"role": "assistant", "content": "x"})
+        sample.response_token_ids = [[0]]
+        encoded = encode_sample(sample, self._template)
+        return [token for token, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label == -100]
+
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+        self.weights_version = version
+
+    def wake_weights(self) -> None: ...
+
+    def wake_cache(self) -> None: ...
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        raise NotImplementedError("no model runs here: --sync_check off")
+
+    def holdings(self) -> list[Holding]:
+        raise NotImplementedError("no model runs here: --sync_check off")
+
+    def sleep(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
+    train_step = MegatronEngine.train_step
+
+    def count_and_train(self: MegatronEngine, samples: Sequence[Sample], *args: Any, **kwargs: Any) -> Any:
+        if not clock.steps:
+            tokens.extend((len(sample.tokens), sum(sample.completion_mask)) for sample in samples)
+        return train_step(self, samples, *args, **kwargs)
+
+    setattr(MegatronEngine, "train_step", count_and_train)  # noqa: B010  # mypy knows the method's exact type

@@ -1,0 +1,66 @@
+"""Where the phases of a step lie in ms-swift's own trainer (4.6.0)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from swift.infer_engine import GRPOVllmEngine
+from swift.megatron.trainers import base, grpo_trainer
+from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Trainer
+from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
+
+from benchmarks.harness.instrument.clock import Clock
+from benchmarks.harness.job import Job
+from benchmarks.harness.workload import row_of
+
+
+def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[Trainer]:
+    if job.canned:
+        _without_engine(canned)
+    clock.time_method(Trainer, "_generate_completions", "switch")  # waking, offloading and falling asleep
+    clock.time_method(Trainer, "_move_model_to_vllm", "weight_sync")
+    # After the grading all samples are encoded, collated and their log-probs computed; the advantages come then.
+    clock.time_method(Trainer, "_score_completions", "grading", then="logprobs")
+    clock.time_method(Trainer, "_compute_advantages", "grading")
+    schedule = base.get_forward_backward_func
+    base.get_forward_backward_func = lambda: clock.timed("forward_backward", schedule())
+    _count_tokens(clock, tokens)
+    return Trainer
+
+
+def what_generates() -> tuple[type, str, Callable[[Any], str]]:
+    return GRPOVllmEngine, "infer", lambda request: request.messages[-1]["content"]
+
+
+def _without_engine(canned: Any) -> None:
+    set_up = MegatronRolloutMixin._init_rollout_engine
+
+    def set_up_without_engine(self: Any) -> None:
+        self.args.use_vllm = False
+        set_up(self)
+        self.args.use_vllm = True
+
+    def generate(self: Any, samples: list[Any]) -> list[Any]:
+        samples = self._preprocess_inputs(samples)
+        rows = [row_of(sample.messages[-1]["content"]) for sample in samples]
+        for sample, (token_ids, text) in zip(samples, canned.of(rows), strict=True):
+            sample.messages.append({"role": "assistant", "content": text})
+            sample.response_token_ids, sample.finish_reason, sample.add_eos = [token_ids], "stop", False
+        return samples
+
+    MegatronRolloutMixin._init_rollout_engine = set_up_without_engine
+    Trainer._generate_completions = generate
+
+
+def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
+    encode = grpo_trainer.encode_sample
+
+    def encode_and_count(*args: Any, **kwargs: Any) -> Any:
+        encoded = encode(*args, **kwargs)
+        if not clock.steps:
+            labels = encoded["labels"]
+            tokens.append((len(labels), len(labels) - labels.count(-100)))
+        return encoded
+
+    grpo_trainer.encode_sample = encode_and_count

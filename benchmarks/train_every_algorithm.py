@@ -1,0 +1,116 @@
+"""Train the quickstart's task with every loss and every advantage estimator, and say what became of the reward.
+
+    python -m benchmarks.train_every_algorithm [--only NAME ...] [--out FILE] [--work DIR]
+
+Each run is the quickstart's: a tiny random model, 30 steps, two CPU ranks, about a minute. The results go to FILE,
+where those of other names stay as they are; docs/algorithms.md shows them between its two markers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+RESULTS = REPOSITORY / "docs" / "algorithms_trained.json"
+PAGE = REPOSITORY / "docs" / "algorithms.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+# With several steps a rollout, ratios differ from 1 and clipping has something to do.
+OFF_POLICY = ["--steps_per_generation", "2"]
+ALGORITHMS: dict[str, list[str]] = {
+    **{name: ["--loss_type", name, *OFF_POLICY] for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "fipo")},
+    "cispo": ["--loss_type", "cispo", "--epsilon_high", "5", *OFF_POLICY],
+    "real": ["--loss_type", "real", "--micro_batch_size", "8", *OFF_POLICY],
+    "gspo": ["--importance_sampling_level", "sequence", *OFF_POLICY],
+    "gspo_token": ["--importance_sampling_level", "sequence_token", *OFF_POLICY],
+    "rloo": ["--advantage_estimator", "rloo", "--beta", "0.001"],
+    "reinforce_plus_plus": ["--advantage_estimator", "reinforce_plus_plus", "--beta", "0.001"],
+    "reinforce_plus_plus_plain": [
+        *["--advantage_estimator", "reinforce_plus_plus_plain", "--num_generations", "1", "--beta", "0.001"]
+    ],
+    "gdpo": ["--scale_rewards", "gdpo", "--reward_funcs", "letters", "repetition"],
+    "selection": [
+        *["--dynamic_sample", "true", "--overlong_filter", "false", "--top_entropy_quantile", "0.5"],
+        *["--rollout_importance_sampling_mode", "token_truncate", "--off_policy_sequence_mask_delta", "0.5"],
+        *["--kl_target", "0.05", "--beta", "0.001", "--entropy_coef", "0.001"],
+    ],
+}
+
+
+MEAN_OVER = 5
+
+
+@dataclass(frozen=True)
+class Result:
+    flags: str
+    before: float  # mean reward of the first five rollouts
+    after: float  # and of the last five
+    rollouts: int
+
+
+def train(name: str, work: Path) -> Result:
+    """Raises if the run fails, with the end of its output."""
+    model, dataset, output = work / "model", work / "data.jsonl", work / name
+    python = [sys.executable]
+    shutil.rmtree(output, ignore_errors=True)  # ms-swift appends to the log that it finds
+    if not model.is_dir():
+        subprocess.run([*python, "scripts/make_tiny_model.py", "--out", str(model)], check=True, cwd=REPOSITORY)
+        command = [*python, "scripts/make_dataset.py", "--out", str(dataset), "--rows", "64", "--seed", "0"]
+        subprocess.run(command, check=True, cwd=REPOSITORY)
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "MODEL": str(model),
+        "DATASET": str(dataset),
+        "OUTPUT": str(output),
+    }
+    command = [str(REPOSITORY / "templates" / "cpu_quickstart.sh"), *ALGORITHMS[name]]
+    done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    output.with_suffix(".txt").write_text(done.stdout)
+    if done.returncode != 0:
+        end = done.stdout[-4000:]
+        raise RuntimeError(f"{name} ended with exit code {done.returncode}; the end of its output:\n{end}")
+    steps = [json.loads(line) for line in (output / "logging.jsonl").read_text().splitlines()]
+    rewards = [step["rewards/Letters/mean"] for step in steps if "rewards/Letters/mean" in step]
+    before, after = statistics.fmean(rewards[:MEAN_OVER]), statistics.fmean(rewards[-MEAN_OVER:])
+    return Result(" ".join(ALGORITHMS[name]), round(before, 3), round(after, 3), len(rewards))
+
+
+def table(results: dict[str, dict[str, object]]) -> str:
+    lines = ["| | flags besides the quickstart's | reward before | after |", "| --- | --- | --- | --- |"]
+    for name in ALGORITHMS:
+        if name in results:
+            row = results[name]
+            lines.append(f"| {name} | `{row['flags']}` | {row['before']:.3f} | {row['after']:.3f} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "algorithms")
+    args = parser.parse_args()
+    args.work.mkdir(parents=True, exist_ok=True)
+    results = json.loads(args.out.read_text()) if args.out.is_file() else {}
+    for name in args.only:
+        found = train(name, args.work.resolve())
+        results[name] = asdict(found)
+        args.out.write_text(json.dumps(results, indent=2) + "\n")
+        print(f"{name}: reward {found.before:.3f} -> {found.after:.3f} over {found.rollouts} rollouts", flush=True)
+    if args.out == RESULTS:
+        page = PAGE.read_text()
+        head, tail = page.split(BEGIN)[0], page.split(END)[1]
+        PAGE.write_text(f"{head}{BEGIN}\n{table(results)}\n{END}{tail}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""Checks of the flags that choose the algorithm: what contradicts itself is refused with what to set instead.
+
+Pure functions on plain values, like argument_checks.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+from swift_megatron_grpo.arguments.layout_checks import check_all
+
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo")
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
+ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain")
+WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # compares with all completions of the rollout
+SCALES = ("group", "batch", "none", "gdpo")
+LEVELS = ("token", "sequence", "sequence_token")
+KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmFlags:
+    """As typed: None where nothing was."""
+
+    loss_type: str | None
+    advantage_estimator: str
+    scale_rewards: str | None
+    kl_in_reward: bool | None
+    kl_estimator: str | None
+    kl_target: float | None
+    kl_horizon: int
+    beta: float | None
+    importance_sampling_level: str
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    dual_clip: float | None
+    tau_pos: float
+    tau_neg: float
+    real_tau: float
+    fipo_decay_rate: float
+    fipo_clip_range: float | None
+    fipo_clip_high_only: bool
+    fipo_safety_threshold: float | None
+    entropy_coef: float
+    top_entropy_quantile: float
+    dynamic_sample: bool
+    max_resample_times: int
+    rollout_importance_sampling_mode: str | None
+    rollout_importance_sampling_threshold: float
+    log_rollout_offpolicy_metrics: bool
+    off_policy_sequence_mask_delta: float | None
+    num_generations: int
+    num_generations_eval: int | None
+    micro_batch_size: int
+    global_batch_size: int
+    max_tokens_per_micro_batch: int | None
+
+    @property
+    def loss(self) -> str:
+        return self.loss_type or "grpo"
+
+    @property
+    def high(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def in_reward(self) -> bool:
+        return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
+
+
+def defaults_of(estimator: str) -> dict[str, Any]:
+    """ms-swift ties these to the estimator, where nothing is typed."""
+    scales = {"grpo": "group", "rloo": "none"}
+    return {"scale_rewards": scales.get(estimator, "batch"), "kl_in_reward": estimator != "grpo"}
+
+
+def flags_of(values: Mapping[str, Any]) -> AlgorithmFlags:
+    return AlgorithmFlags(**{each.name: values[each.name] for each in fields(AlgorithmFlags)})
+
+
+def check_algorithm(flags: AlgorithmFlags) -> None:
+    checks: list[Callable[[AlgorithmFlags], None]] = [
+        _check_choices,
+        _check_ranges,
+        _check_estimator,
+        _check_kl,
+        _check_clipping,
+        _check_real,
+        _check_dynamic_sampling,
+    ]
+    check_all([partial(check, flags) for check in checks])
+
+
+def _check_choices(flags: AlgorithmFlags) -> None:
+    chosen: list[tuple[str, str | None, tuple[str, ...]]] = [
+        ("loss_type", flags.loss_type, LOSSES),
+        ("advantage_estimator", flags.advantage_estimator, ESTIMATORS),
+        ("scale_rewards", flags.scale_rewards, SCALES),
+        ("importance_sampling_level", flags.importance_sampling_level, LEVELS),
+        ("kl_estimator", flags.kl_estimator, KL_ESTIMATORS),
+        ("rollout_importance_sampling_mode", flags.rollout_importance_sampling_mode, MODES),
+    ]
+    for flag, value, known in chosen:
+        if value is not None and value not in known:
+            raise ValueError(f"--{flag} {value}: not known; use --{flag} {' or '.join(known)}")
+
+
+def _check_ranges(flags: AlgorithmFlags) -> None:
+    if not 0 < flags.top_entropy_quantile <= 1:
+        raise ValueError(
+            f"--top_entropy_quantile {flags.top_entropy_quantile} must be above 0 and at most 1: it is the share of "
+            "tokens that are trained; use 0.2 for the fifth of the highest entropy, 1.0 for all"
+        )
+    above_zero = {
+        "tau_pos": flags.tau_pos,
+        "tau_neg": flags.tau_neg,
+        "real_tau": flags.real_tau,
+        "fipo_decay_rate": flags.fipo_decay_rate,
+        "rollout_importance_sampling_threshold": flags.rollout_importance_sampling_threshold,
+        "kl_horizon": flags.kl_horizon,
+    }
+    for flag, value in above_zero.items():
+        if not value > 0 or math.isinf(value):
+            raise ValueError(f"--{flag} {value} must be above 0")
+    not_negative = {
+        "epsilon": flags.epsilon,
+        "epsilon_high": flags.high,
+        "beta": flags.beta or 0.0,
+        "max_resample_times": flags.max_resample_times,
+    }
+    for flag, value in not_negative.items():
+        if not value >= 0 or math.isinf(value):
+            raise ValueError(f"--{flag} {value} must not be negative")
+    if not math.isfinite(flags.entropy_coef):
+        raise ValueError(f"--entropy_coef {flags.entropy_coef} must be a number; 0 for no entropy bonus")
+
+
+def _check_estimator(flags: AlgorithmFlags) -> None:
+    estimator, scale = flags.advantage_estimator, flags.scale_rewards
+    for flag, size in (
+        ("num_generations", flags.num_generations),
+        ("num_generations_eval", flags.num_generations_eval),
+    ):
+        if size is not None and size < 1:
+            raise ValueError(f"{flag} ({size}) must be at least 1")
+    if flags.num_generations < 2 and estimator != WITHOUT_GROUPS:
+        raise ValueError(
+            f"num_generations ({flags.num_generations}) must be at least 2: an advantage compares the completions of a "
+            f"prompt, and would always be 0; use --num_generations 8, or --advantage_estimator {WITHOUT_GROUPS}, which "
+            "compares all completions of a rollout"
+        )
+    if estimator == WITHOUT_GROUPS and scale == "group":
+        raise ValueError(
+            f"--advantage_estimator {estimator} has no groups, so --scale_rewards group has no meaning; use "
+            "--scale_rewards batch or none"
+        )
+    if scale == "gdpo" and estimator != "grpo":
+        raise ValueError(
+            f"--scale_rewards gdpo brings a baseline of its own, and --advantage_estimator {estimator} would have no "
+            "effect; use --advantage_estimator grpo"
+        )
+    if scale == "gdpo" and flags.in_reward and flags.beta != 0:
+        raise ValueError(
+            "--scale_rewards gdpo normalises every reward function by itself, and the KL is none of them; use "
+            "--kl_in_reward false"
+        )
+
+
+def _check_kl(flags: AlgorithmFlags) -> None:
+    if flags.kl_target is None:
+        return
+    if flags.beta == 0:
+        raise ValueError(
+            "--kl_target has nothing to adapt at --beta 0, which has no reference; use --beta 0.04 to start from"
+        )
+    if not flags.kl_target > 0 or math.isinf(flags.kl_target):
+        raise ValueError(f"--kl_target {flags.kl_target} must be above 0: a KL per token, for example 0.01")
+
+
+def _check_clipping(flags: AlgorithmFlags) -> None:
+    for flag, bound in (("delta", flags.delta), ("dual_clip", flags.dual_clip)):
+        if bound is None:
+            continue
+        if flags.loss not in CLIPPED:
+            raise ValueError(
+                f"--{flag} {bound} bounds a clipped ratio, and --loss_type {flags.loss} clips none; leave it out"
+            )
+        if not bound > 1 + flags.high:
+            raise ValueError(
+                f"--{flag} {bound} must be above 1 + epsilon_high = {1 + flags.high:g}, where clipping begins; use 3"
+            )
+    if flags.delta is not None and flags.dual_clip is not None:
+        raise ValueError("--delta and --dual_clip are the same bound where advantages are negative; leave one out")
+
+
+def _check_real(flags: AlgorithmFlags) -> None:
+    if flags.loss != "real":
+        return
+    size, group = flags.micro_batch_size, flags.num_generations
+    if flags.max_tokens_per_micro_batch is not None:
+        raise ValueError(
+            "--loss_type real compares the completions of a prompt, and --max_tokens_per_micro_batch deals them to "
+            f"different micro batches; leave it out and use --micro_batch_size {group}"
+        )
+    if size % group or flags.global_batch_size % group:
+        raise ValueError(
+            f"--loss_type real compares the completions of a prompt, and micro_batch_size ({size}) splits groups of "
+            f"num_generations ({group}); use --micro_batch_size {-(-size // group) * group} and a --global_batch_size "
+            "that is a multiple of it"
+        )
+    if flags.advantage_estimator == WITHOUT_GROUPS:
+        raise ValueError(f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}")
+    of_tokens = [
+        ("importance_sampling_level", flags.importance_sampling_level, "token"),
+        ("top_entropy_quantile", flags.top_entropy_quantile, 1.0),
+        ("rollout_importance_sampling_mode", flags.rollout_importance_sampling_mode, None),
+    ]
+    for flag, value, neutral in of_tokens:
+        if value != neutral:
+            raise ValueError(
+                f"--{flag} {value} is for tokens, and --loss_type real scores whole completions; leave it out"
+            )
+
+
+def _check_dynamic_sampling(flags: AlgorithmFlags) -> None:
+    if not flags.dynamic_sample:
+        return
+    if flags.num_generations < 2:
+        raise ValueError(
+            "--dynamic_sample looks for prompts whose completions differ in reward, and with num_generations "
+            f"({flags.num_generations}) none does; use --num_generations 8, or --dynamic_sample false"
+        )
+    if flags.max_resample_times < 1:
+        raise ValueError(
+            f"--dynamic_sample with --max_resample_times {flags.max_resample_times} never samples again; use "
+            "--max_resample_times 3, or --dynamic_sample false"
+        )
+
+
+def notes(flags: AlgorithmFlags) -> list[str]:
+    """For the start-up log: what is typed and has no effect, as in ms-swift, and what is probably not meant."""
+    found = []
+    tuned = {
+        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+        "real": {"real_tau": 0.5},
+        "fipo": {
+            "fipo_decay_rate": 32.0,
+            "fipo_clip_range": 0.2,
+            "fipo_clip_high_only": True,
+            "fipo_safety_threshold": 4.0,
+        },
+    }
+    for loss, defaults in tuned.items():
+        changed = [f"--{flag}" for flag, default in defaults.items() if getattr(flags, flag) != default]
+        if changed and flags.loss != loss:
+            found.append(f"{', '.join(changed)} belong to --loss_type {loss} and have no effect on {flags.loss}")
+    if flags.loss in ("sapo", "real") and flags.epsilon_high is not None:
+        found.append(f"--epsilon_high has no effect on --loss_type {flags.loss}, which clips no ratio")
+    if flags.loss == "cispo" and flags.high < 1:
+        found.append(
+            f"--loss_type cispo bounds weights at epsilon_high itself ({flags.high:g}), below the 1 of a token whose "
+            "probability has not changed; --epsilon_high 5 is usual"
+        )
+    return found

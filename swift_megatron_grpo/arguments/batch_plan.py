@@ -1,0 +1,76 @@
+"""The arithmetic of a GRPO run, in completions: every batch size counts completions, never prompts.
+
+    data parallel size    = world size / (TP * PP * CP)
+    global_batch_size     = micro_batch_size * data parallel size * accumulation steps      one optimizer step
+    generation_batch_size = global_batch_size * steps_per_generation                        one rollout
+    rollout prompts       = generation_batch_size / num_generations
+
+`resolve` fills in what the user left out and refuses what cannot work. ms-swift also refuses settings that only its own
+way of dealing out prompts cannot handle: here they work, and `BatchPlan.notes` says so.
+"""
+
+from __future__ import annotations
+
+from swift_megatron_grpo.arguments.batch_sizes import Layout, Sizes, check_layout, check_sizes
+from swift_megatron_grpo.config import BatchPlan
+
+
+def resolve(
+    *,
+    world_size: int,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    context_parallel: int,
+    micro_batch_size: int,
+    global_batch_size: int,
+    num_generations: int,
+    generation_batch_size: int | None = None,
+    steps_per_generation: int | None = None,
+) -> BatchPlan:
+    """The plan for what the user typed, None where nothing was typed; or BatchError."""
+    layout = Layout(world_size, tensor_parallel, pipeline_parallel, context_parallel)
+    sizes = Sizes(micro_batch_size, global_batch_size, num_generations, generation_batch_size, steps_per_generation)
+    check_layout(layout, sizes)
+    check_sizes(sizes, layout.data_parallel)
+    return BatchPlan(
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+        pipeline_parallel=pipeline_parallel,
+        context_parallel=context_parallel,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=global_batch_size,
+        generation_batch_size=sizes.rollout,
+        steps_per_generation=sizes.rollout // global_batch_size,
+        num_generations=num_generations,
+    )
+
+
+def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
+    """What a start-up log shows. `max_tokens`: the token budget of micro batches, where there is one."""
+    model_parallel = f"TP {plan.tensor_parallel} * PP {plan.pipeline_parallel} * CP {plan.context_parallel}"
+    train_prompts = plan.global_batch_size / plan.num_generations
+    rows = [
+        ("data parallel size", plan.data_parallel, f"world size {plan.world_size} / ({model_parallel})"),
+        *_micro_batch_rows(plan, max_tokens),
+        ("global batch", plan.global_batch_size, "completions of one optimizer step"),
+        ("steps per generation", plan.steps_per_generation, "optimizer steps that one rollout feeds"),
+        ("generation batch", plan.generation_batch_size, "completions of one rollout"),
+        ("completions per prompt", plan.num_generations, "num_generations"),
+        ("rollout prompts", plan.rollout_prompts, "generation batch / completions per prompt"),
+        ("train prompts", train_prompts, "global batch / completions per prompt"),
+        ("prompts per DP group", plan.prompts_per_dp_group, "train prompts / data parallel size"),
+    ]
+    return "\n".join(f"  {name:<24}{value:>8g}   {meaning}" for name, value, meaning in rows)
+
+
+def _micro_batch_rows(plan: BatchPlan, max_tokens: int | None) -> list[tuple[str, int, str]]:
+    if max_tokens is not None:
+        return [("micro batch", max_tokens, "tokens at most of one forward pass; micro_batch_size is not used")]
+    return [
+        ("micro batch", plan.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
+        (
+            "accumulation steps",
+            plan.gradient_accumulation,
+            "micro batches of one step on each of these ranks",
+        ),
+    ]

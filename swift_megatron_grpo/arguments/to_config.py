@@ -1,0 +1,170 @@
+"""From what was typed to what the stages take. After this nobody sees the arguments."""
+
+from __future__ import annotations
+
+import os
+
+from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.layout_checks import VLLM_LORA_RANKS
+from swift_megatron_grpo.arguments.server_checks import group_ports
+from swift_megatron_grpo.config import (
+    BatchPlan,
+    CompletionLogConfig,
+    CorrectionConfig,
+    DataConfig,
+    DeadlineConfig,
+    FipoConfig,
+    GradingConfig,
+    GRPOConfig,
+    KlConfig,
+    LossConfig,
+    MultiTurnConfig,
+    PackingConfig,
+    RecordingConfig,
+    ReferenceConfig,
+    RemoteTurnsConfig,
+    ResidencyConfig,
+    SamplingConfig,
+    SapoConfig,
+    ServerConfig,
+    SyncCheckConfig,
+    VllmConfig,
+)
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.model_identity import read_model_identity
+
+_BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
+
+
+def configure(args: GRPOArguments) -> GRPOConfig:
+    """For the stages. After ms-swift has finished parsing."""
+    plan = args.batch_plan()
+    weights = args.reward_weights or [1.0] * len(args.reward_names)
+    turns = None if args.uses_servers else args.multi_turn_scheduler
+    frozen_copy = None if args.beta == 0 or args.has_adapter else args.ref_model or args.model
+    return GRPOConfig(
+        batch=plan,
+        num_iterations=args.num_iterations,
+        data=DataConfig(args.data_seed, args.train_dataloader_shuffle),
+        sampling=SamplingConfig(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            repetition_penalty=args.repetition_penalty,
+            max_completion_length=args.max_completion_length,
+            stop_words=tuple(args.stop_words),
+            seed=args.seed if args.seed_completions else None,
+        ),
+        vllm=_vllm(args, plan),
+        sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
+        server=configure_server(args),
+        grading=GradingConfig(
+            num_generations=args.num_generations,
+            reward_names=args.reward_names,
+            reward_weights=tuple(map(float, weights)),
+            scale_rewards=args.scale_rewards,
+            bad_reward=args.bad_reward,
+            estimator=args.advantage_estimator,
+            overlong_filter=args.overlong_filter,
+            max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
+        ),
+        packing=PackingConfig(
+            args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
+        ),
+        loss=_loss(args),
+        reference=ReferenceConfig(args.beta, frozen_copy, args.reference_layout()),
+        residency=ResidencyConfig(args.offload_model, args.offload_optimizer, args.offload_grad),
+        log=CompletionLogConfig(
+            enabled=args.log_completions,
+            output_dir=args.output_dir,
+            report_to=tuple(args.report_to),
+            unique_prompts=bool(args.wandb_log_unique_prompts),
+        ),
+        seed=args.seed,
+        kl=KlConfig(
+            in_reward=bool(args.kl_in_reward) and args.beta != 0,
+            reward_estimator=args.kl_estimator or "k1",
+            target=args.kl_target,
+            horizon=args.kl_horizon,
+        ),
+        deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
+        turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
+        recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
+        max_staleness=args.rollouts_ahead,
+        top_entropy_quantile=args.top_entropy_quantile,
+    )
+
+
+def _loss(args: GRPOArguments) -> LossConfig:
+    return LossConfig(
+        name=args.loss_type,
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        beta=args.beta,
+        temperature=args.temperature,
+        level=args.importance_sampling_level,
+        delta=args.delta,
+        dual_clip=args.dual_clip,
+        kl_estimator=args.kl_estimator or "k3",
+        entropy_coef=args.entropy_coef,
+        log_entropy=args.log_entropy,
+        max_completion_length=args.max_completion_length,
+        real_tau=args.real_tau,
+        sapo=SapoConfig(args.tau_pos, args.tau_neg),
+        fipo=FipoConfig(
+            args.fipo_decay_rate, args.fipo_clip_range, args.fipo_clip_high_only, args.fipo_safety_threshold
+        ),
+        correction=CorrectionConfig(
+            mode=args.rollout_importance_sampling_mode,
+            threshold=args.rollout_importance_sampling_threshold,
+            log_metrics=args.log_rollout_offpolicy_metrics,
+            mask_delta=args.off_policy_sequence_mask_delta,
+        ),
+    )
+
+
+def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
+    per_engine = -(-plan.generation_batch_size // plan.world_size) * args.vllm_tensor_parallel_size
+    return VllmConfig(
+        model_dir=args.model_dir,
+        model_type=args.model_type,
+        dtype=args.torch_dtype,
+        tensor_parallel_size=args.vllm_tensor_parallel_size,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_len=args.vllm_max_model_len,
+        max_num_seqs=args.vllm_max_num_seqs or per_engine,
+        enforce_eager=args.vllm_enforce_eager,
+        enable_prefix_caching=args.vllm_enable_prefix_caching,
+        disable_cascade_attn=args.vllm_disable_cascade_attn,
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+        mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
+        engine_kwargs=args.vllm_engine_kwargs or {},
+        sleep_level=args.sleep_level,
+        seed=args.seed,
+        lora_rank=_room_for_adapter(args),
+    )
+
+
+def _room_for_adapter(args: GRPOArguments) -> int | None:
+    """The next of the ranks that vLLM makes room for."""
+    if not args.vllm_enable_lora:
+        return None
+    return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
+
+
+def configure_server(args: GRPOArguments) -> ServerConfig | None:
+    if not args.uses_servers:
+        return None
+    urls, turns = args.server_urls(), args.asks_servers_for_turns
+    return ServerConfig(
+        urls=urls,
+        group_ports=group_ports(args.vllm_server_group_port, len(urls)),
+        timeout=args.vllm_server_timeout,
+        request_timeout=args.vllm_request_timeout,
+        api_key=os.environ.get(API_KEY_VARIABLE),
+        bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
+        needed_length=(args.max_length or 1) + args.max_completion_length,
+        model=read_model_identity(args.model_dir),
+        lora_rank=args.lora_rank if args.vllm_enable_lora else None,
+        turns=RemoteTurnsConfig(turns, args.multi_turn_scheduler, args.max_turns, args.gym_env) if turns else None,
+    )

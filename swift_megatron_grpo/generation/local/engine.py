@@ -1,0 +1,218 @@
+"""vLLM inside the training processes ("colocate"), through ms-swift's engine: its template encodes the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import partial
+
+import torch
+from swift.infer_engine import GRPOVllmEngine
+from swift.rlhf_trainers.utils import (
+    finish_vllm_weight_reload,
+    patch_vllm_moe_model_weight_loader,
+    set_expandable_segments,
+    vllm_sleep,
+)
+from swift.template import Template
+from swift.utils import get_logger
+from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.platforms import current_platform
+
+from swift_megatron_grpo.config import SamplingConfig, VllmConfig
+from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.local.sampling import sample
+from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.vllm_shared.adapter import load_adapter
+from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
+
+logger = get_logger()
+
+GIB = 2**30
+
+
+class LocalVllm:
+    """One engine per `tensor_parallel_size` neighbouring ranks."""
+
+    def __init__(self, config: VllmConfig, template: Template) -> None:
+        self._weights_version = NO_WEIGHTS
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        group, place = divmod(rank, config.tensor_parallel_size)
+        self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
+        self._memory_share = config.gpu_memory_utilization
+        self._sleep_level = config.sleep_level
+        if config.sleep_level and not current_platform.is_sleep_mode_available():
+            logger.warning(
+                f"--sleep_level {config.sleep_level} does nothing on this machine: vLLM's "
+                f"{current_platform.device_name} platform has no device memory to give back"
+            )
+            self._sleep_level = 0
+        self._asleep = False
+        self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
+        self._name = f"engine {group}"
+        self._inventory = Inventory(self._engine.inner_model, config.dtype, self._name)
+
+    @property
+    def share(self) -> Share:
+        return self._share
+
+    @property
+    def memory_to_wake(self) -> int:
+        """Weights and KV cache, as vLLM's allocator counts them, and room for activations: what the share of the GPU
+        leaves for them, but at least 1 GiB and, as vllm_engine_kwargs may give the cache a size of its own, at most 4.
+        """
+        if not self._asleep:
+            return 0
+        pool: int = CuMemAllocator.get_instance().get_current_usage()
+        return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
+
+    @property
+    def is_new(self) -> bool:
+        return self._inventory.is_new
+
+    def lacks(self, version: int) -> bool:
+        return self._weights_version != version
+
+    def trust(self) -> None: ...
+
+    def distrust(self) -> None:
+        self._weights_version = NO_WEIGHTS
+
+    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+        return AtOnce(partial(self._tell, requests, sampling))
+
+    def _tell(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
+        rollouts = self._complete(requests, sampling)
+        if not self.share.speaks:
+            return {}
+        return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
+
+    def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
+        """By all ranks of the engine. Of those that do not speak nobody hears the answers."""
+        return sample(self._engine, requests, sampling, self._weights_version)
+
+    def wake_weights(self) -> None:
+        if self._asleep:
+            set_expandable_segments(False)
+            self._wake("weights")
+
+    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+        if adapter is None:
+            model = self._engine.inner_model
+            patch_vllm_moe_model_weight_loader(model)
+            device = torch.device(torch.cuda.current_device())
+            finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
+            self._inventory.load(weights, finish, accounted)
+        else:
+            # copies: vLLM scales them in place, and without a GPU they are the trainer's own
+            tensors = {name: tensor.detach().clone() for name, tensor in weights}
+            load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
+        # What older weights computed must not answer for newer ones.
+        self._engine.engine.reset_prefix_cache()
+        self._engine.engine.reset_encoder_cache()
+        self._weights_version = version
+
+    def wake_cache(self) -> None:
+        if self._asleep:
+            self._wake("kv_cache")
+            self._asleep = False
+
+    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        vllm = self._engine.engine
+        adapter = self._engine._get_grpo_lora_request()
+        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
+        answer = None
+        while vllm.has_unfinished_requests():
+            [answer] = vllm.step() or [answer]
+        return {self._name: text_logprobs(answer, tokens)}
+
+    def holdings(self) -> list[Holding]:
+        return [self._inventory.holding()]
+
+    def _wake(self, tag: str) -> None:
+        try:
+            with _cache_kept():
+                self._engine.engine.wake_up(tags=[tag])
+        except RuntimeError as error:
+            free = torch.cuda.mem_get_info()[0] / GIB
+            raise RuntimeError(
+                f"vLLM's {tag} found no room on the GPU, of which {free:.1f} GiB were free; "
+                "use a lower --vllm_gpu_memory_utilization, or let more of the trainer leave it while vLLM generates "
+                f"with --offload_model, --offload_optimizer and --offload_grad true. vLLM says: {error}"
+            ) from error
+
+    def sleep(self) -> None:
+        if self._sleep_level:
+            self._engine.engine.reset_prefix_cache()
+            with _cache_kept():
+                vllm_sleep(self._engine.engine, self._sleep_level)
+            set_expandable_segments(True)
+            self._asleep = True
+            if self._sleep_level == 2:
+                self._weights_version = NO_WEIGHTS  # it has forgotten them
+
+    def shutdown(self) -> None:
+        self._engine.engine.engine_core.shutdown()
+
+
+@contextmanager
+def _cache_kept() -> Iterator[None]:
+    """vLLM makes torch give all cached memory back to the driver, a hundred and more calls that wait for the GPU, and
+    training then asks for the same memory again. Residency empties the cache where the memory is needed."""
+    emptying = torch.cuda.empty_cache, torch.accelerator.empty_cache
+    torch.cuda.empty_cache = torch.accelerator.empty_cache = _no_emptying
+    try:
+        yield
+    finally:
+        torch.cuda.empty_cache, torch.accelerator.empty_cache = emptying
+
+
+def _no_emptying() -> None: ...
+
+
+def memory_to_start(config: VllmConfig) -> int:
+    """vLLM does not start on a GPU where less is free."""
+    return 0 if current_platform.is_cpu() else _share_of_gpu(config.gpu_memory_utilization)
+
+
+def _share_of_gpu(share: float) -> int:
+    return int(torch.cuda.mem_get_info()[1] * share)
+
+
+def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
+    template = copy(template)
+    template.padding_free = False
+    template.sequence_parallel_size = 1
+    set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
+    engine_kwargs = dict(config.engine_kwargs)
+    engine = GRPOVllmEngine(
+        config.model_dir,
+        torch_dtype=config.dtype,
+        model_type=config.model_type,
+        use_async_engine=False,
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
+        limit_mm_per_prompt=config.limit_mm_per_prompt,
+        enable_lora=config.lora_rank is not None,
+        max_lora_rank=config.lora_rank or 16,
+        enable_sleep_mode=sleep_mode,
+        max_model_len=config.max_model_len,
+        seed=seed,
+        disable_cascade_attn=config.disable_cascade_attn,
+        load_format=engine_kwargs.pop("load_format", "auto"),
+        mm_processor_cache_gb=config.mm_processor_cache_gb,
+        template=template,
+        distributed_executor_backend="external_launcher",
+        engine_kwargs=engine_kwargs,
+        # log-probs of the distribution that was sampled: at this temperature, after top-p and top-k
+        logprobs_mode="processed_logprobs",
+    )
+    set_expandable_segments(True)
+    return engine

@@ -1,0 +1,37 @@
+"""The stages of one run, built. trainer.py fills this; loop.py and rollouts.py work with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
+from swift_megatron_grpo.generation.interface import GenerationEngine
+from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.loop.logprob_check import FirstRollout
+from swift_megatron_grpo.loop.weight_sync import WeightSync
+from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.replay import RolloutReplay
+from swift_megatron_grpo.training.engine import MegatronEngine
+from swift_megatron_grpo.training.memory.residency import Residency
+from swift_megatron_grpo.training.reference import Reference
+
+
+@dataclass(frozen=True)
+class Parts:
+    prompts: PromptSource
+    spare_prompts: PromptSource  # for --dynamic_sample, in another order
+    generation: GenerationEngine | None  # None: completions are replayed
+    rewards: RewardFunctions
+    training: MegatronEngine
+    reference: Reference | None
+    residency: Residency
+    sync: WeightSync | None  # None: no engine
+    first_rollout: FirstRollout
+    coordinator: Coordinator
+    log: CompletionLog
+    dump: RolloutDump | None
+    replay: RolloutReplay | None  # in place of generation and rewards
+    watchdog: Watchdog

@@ -1,0 +1,88 @@
+"""The one place that hooks into ms-swift: its Megatron GRPO trainer becomes this package's, and so do its flags.
+
+Nothing is imported until ms-swift asks for it, so `register()` may be called at any time: before ms-swift is imported,
+in the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from swift_megatron_grpo.import_hooks import after_import
+from swift_megatron_grpo.plugin.command_line import asks_for_grpo
+
+TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
+
+
+@cache  # idempotent
+def register() -> None:
+    after_import("swift.megatron.trainers", _replace_trainer)
+    after_import("swift.megatron.pipelines.train.rlhf", _replace_arguments)
+
+
+def _replace_trainer(trainers: ModuleType) -> None:
+    """Resolve the name at look-up and not now: the trainer's own imports need swift.megatron.trainers finished.
+
+    A `__getattr__` and not a property: an AttributeError inside a property would fall back to ms-swift's trainer.
+    """
+
+    class Trainers(type(trainers)):  # type: ignore[misc]  # ms-swift's lazy module
+        def __getattr__(self, name: str) -> Any:
+            if name == TRAINER:
+                from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+
+                return MegatronGRPOTrainer
+            return super().__getattr__(name)
+
+    vars(trainers).pop(TRAINER, None)  # where ms-swift keeps a class it has resolved
+    trainers.__class__ = Trainers
+
+
+def _replace_arguments(rlhf: ModuleType) -> None:
+    pipeline = rlhf.MegatronRLHF
+    ms_swift_parses, ms_swift_runs = pipeline._parse_args, pipeline.run
+    ms_swift_connects = pipeline._prepare_vllm_client
+
+    def parse_args(self: Any, args: Any = None) -> Any:
+        on_command_line = sys.argv[1:] if args is None else args
+        if isinstance(on_command_line, list) and asks_for_grpo(on_command_line):
+            from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+            self.args_class = GRPOArguments
+        return ms_swift_parses(self, args)
+
+    def run(self: Any) -> Any:
+        if self.args.rlhf_type == "grpo":
+            adopt(self.args)
+        return ms_swift_runs(self)
+
+    def prepare_vllm_client(self: Any) -> Any:
+        """This package's trainer speaks to its servers itself."""
+        return None if self.args.rlhf_type == "grpo" else ms_swift_connects(self)
+
+    pipeline._parse_args, pipeline.run = parse_args, run
+    pipeline._prepare_vllm_client = prepare_vllm_client
+
+
+def adopt(args: Any) -> None:
+    """Give arguments that ms-swift's own class has parsed this package's flags, at their defaults.
+
+    So it is when the plugin was loaded by `--external_plugins`, in the middle of parsing, or when a script passes a
+    MegatronRLHFArguments of its own.
+    """
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+    if isinstance(args, GRPOArguments):
+        return
+    for field in dataclasses.fields(GRPOArguments):
+        if field.name not in vars(args):
+            if field.default_factory is dataclasses.MISSING:
+                setattr(args, field.name, field.default)
+            else:
+                setattr(args, field.name, field.default_factory())
+    args.__class__ = GRPOArguments
+    args.check_adopted()

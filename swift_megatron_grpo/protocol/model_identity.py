@@ -1,0 +1,35 @@
+"""The values of a config.json in which trainer and server must agree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# of a config.json: two models that agree in these take the same weights
+MODEL_KEYS = (
+    "architectures",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "vocab_size",
+    "tie_word_embeddings",
+)
+
+
+def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a config.json; the text part of a composed model counts where both say something."""
+    text = {**config, **(config.get("text_config") or {})}
+    return {key: text[key] for key in MODEL_KEYS if text.get(key) is not None}
+
+
+def read_model_identity(folder: str | Path) -> dict[str, Any]:
+    return model_identity(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))

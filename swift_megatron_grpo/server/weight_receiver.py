@@ -1,0 +1,98 @@
+"""What runs in each of vLLM's workers, which may be processes of their own: it receives weights and loads them.
+
+vLLM imports this file by its path before it loads the model, and mixes the class into its own worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from swift.pipelines.infer.rollout import WeightSyncWorkerExtension
+from swift.rlhf_trainers.utils import finish_vllm_weight_reload, patch_vllm_moe_model_weight_loader
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
+
+from swift_megatron_grpo.protocol.buckets import unpack
+from swift_megatron_grpo.protocol.channel import Channel, Rendezvous
+from swift_megatron_grpo.vllm_shared.adapter import load_adapter
+from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+
+if current_platform.is_cpu():
+    from swift_megatron_grpo.platforms.cpu import activate_engine
+
+    activate_engine()
+
+
+class WeightReceiver(WeightSyncWorkerExtension):
+    """ms-swift's methods for ms-swift's routes, and these for ours. Attributes of the worker are at hand."""
+
+    grpo_channel: Channel | None = None
+    grpo_inventory: Inventory | None = None
+
+    def grpo_join(self, rendezvous: dict[str, Any]) -> None:
+        """Meet the trainer, which is rank 0. A group of before belongs to a trainer that is gone."""
+        self.grpo_leave()
+        parallel = self.vllm_config.parallel_config
+        before = parallel.data_parallel_index * parallel.tensor_parallel_size
+        rank = 1 + before + get_tensor_model_parallel_rank()
+        self.grpo_channel = Channel(Rendezvous(**rendezvous), rank, torch.device(self.device))
+
+    def grpo_leave(self) -> None:
+        if self.grpo_channel is not None:
+            self.grpo_channel.close()
+            self.grpo_channel = None
+
+    def grpo_receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+        """All weights of the model, or with `lora` those of an adapter on the checkpoint that the model is."""
+        try:
+            return self._grpo_receive(lora, accounted)
+        except BaseException:
+            self.grpo_leave()  # so that the trainer, which is sending, notices
+            raise
+
+    def _grpo_receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+        assert self.grpo_channel is not None, "no trainer has joined this server"
+        began = time.monotonic()
+        arriving = _Arriving(self.grpo_channel)
+        if lora:
+            tensors = dict(arriving)
+            assert arriving.adapter is not None, "an adapter came without its configuration"
+            load_adapter(self, arriving.adapter, tensors)
+        else:
+            runner = self.model_runner
+            patch_vllm_moe_model_weight_loader(runner.model)
+            finish = partial(finish_vllm_weight_reload, runner.model, runner.model_config, self.device, strict=True)
+            self._grpo_inventory().load(arriving, finish, accounted)
+        return {"tensors": arriving.tensors, "bytes": arriving.bytes, "seconds": time.monotonic() - began}
+
+    def grpo_holdings(self) -> dict[str, Any]:
+        return self._grpo_inventory().holding().to_json()
+
+    def _grpo_inventory(self) -> Inventory:
+        if self.grpo_inventory is None:
+            runner = self.model_runner
+            self.grpo_inventory = Inventory(runner.model, runner.model_config.dtype, engine="")  # the trainer names it
+        return self.grpo_inventory
+
+
+class _Arriving:
+    """Tensors by name, bucket after bucket, as the trainer sends them. To be gone through once."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.tensors = self.bytes = 0
+        self.adapter: dict[str, Any] | None = None  # its configuration, once all have arrived
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        while True:
+            header, data = self._channel.receive()
+            if header.get("end"):
+                self.adapter = header["adapter"]
+                return
+            weights = unpack(header, data)
+            self.tensors, self.bytes = self.tensors + len(weights), self.bytes + data.numel()
+            yield from weights

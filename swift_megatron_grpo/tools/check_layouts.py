@@ -1,0 +1,378 @@
+"""Proves a layout: a fixed batch on one rank and on every layout asked for; loss, gradient norm and weights agree.
+
+    python -m swift_megatron_grpo.tools.check_layouts --model DIR      (all layouts that 2, or --max-ranks, ranks allow)
+    python -m swift_megatron_grpo.tools.check_layouts --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
+
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
+(token budget of a micro batch), recompute, selective, overlap, remake (cheap activations are made again). Exit
+code 1 if a value is further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy
+one, with a KL term.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+DENSE = [
+    "mbs1", "mbs4", "tokens48", "tokens96", "tokens400", "tp2", "tp2+sp", "pp2", "pp2+vpp2", "cp2", "dp2",
+    "dp2+overlap", "dp2+tokens64", "tp2+sp+recompute", "tp2+sp+selective", "tp2+pp2", "tp2+cp2", "pp2+cp2",
+    "pp2+vpp2+dp2+tokens64",
+]  # fmt: skip
+MOE = ["dp2+ep2", "tp2+sp", "tp2+sp+dp2+ep2", "tp2+sp+etp2", "pp2+vpp2"]
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "mbs": "micro_batch_size",
+    "tokens": "max_tokens_per_micro_batch",
+}
+SWITCHES = {
+    "sp": ["--sequence_parallel", "true"],
+    "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
+    "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
+    "overlap": ["--overlap_grad_reduce", "true"],
+    "remake": ["--recompute_elementwise", "true"],
+    "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    sizes: dict[str, int]
+    switches: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, name: str) -> Layout:
+        sizes: dict[str, int] = {}
+        switches: list[str] = []
+        for part in [] if name == "one" else name.split("+"):
+            match = re.fullmatch(r"(tp|pp|cp|dp|ep|etp|vpp|mbs|tokens)(\d+)", part)
+            if match:
+                sizes[match[1]] = int(match[2])
+            elif part in SWITCHES:
+                switches.append(part)
+            else:
+                known = "tpN ppN cpN dpN epN etpN vppN mbsN tokensN " + " ".join(SWITCHES)
+                raise SystemExit(f"layout {name!r}: {part!r} is not one of {known}")
+        return cls(name, sizes, tuple(switches))
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.sizes.get(kind, 1) for kind in ("tp", "pp", "cp", "dp"))
+
+    def flags(self) -> list[str]:
+        flags: list[str] = []
+        for kind, flag in SIZES.items():
+            if kind in self.sizes:
+                flags += [f"--{flag}", str(self.sizes[kind])]
+        for switch in self.switches:
+            flags += SWITCHES[switch]
+        return flags
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one layout computed."""
+
+    layout: str
+    metrics: list[dict[str, float]]  # of each step
+    weights: str  # file with every weight after the steps, under the checkpoint's names
+
+
+@dataclass(frozen=True)
+class Difference:
+    layout: str
+    loss: float  # absolute
+    grad_norm: float  # relative
+    weights: float  # absolute, the largest of all
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        values = (self.loss, self.grad_norm, self.weights)
+        return math.inf if any(math.isnan(v) for v in values) else max(values)
+
+
+# --------------------------------------------------------------------------------------------------- the ranks' side
+
+
+def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bool = False) -> list[Any]:
+    """Random sequences. With `policies_given` also an old and a reference policy, near the uniform one."""
+    from swift_megatron_grpo.types import Sample
+
+    rng = random.Random(seed)
+    # The last tokens of a vocabulary are special; one with an embedding of zeros (padding) has no bounded gradient.
+    ordinary = vocab_size * 9 // 10
+    samples = []
+    for i in range(count):
+        prompt, completion = rng.randint(3, 20), rng.randint(1, 30)
+        policies = [[-math.log(vocab_size) + rng.gauss(0, 0.3) for _ in range(completion)] for _ in range(2)]
+        samples.append(
+            Sample(
+                tokens=[rng.randrange(ordinary) for _ in range(prompt + completion)],
+                completion_mask=[False] * prompt + [True] * completion,
+                advantage=rng.gauss(0, 1),
+                group=i // 4,
+                old_logprobs=policies[0] if policies_given else None,
+                ref_logprobs=policies[1] if policies_given else None,
+            )
+        )
+    return samples
+
+
+def be_a_rank(job_file: Path) -> None:
+    """Does the tasks of a file one after the other, in one process group: starting ranks takes longer than most."""
+    import torch
+
+    from swift_megatron_grpo.plugin.autoload import hook_platform
+    from swift_megatron_grpo.plugin.register import register
+
+    hook_platform()
+    register()
+    torch.set_num_threads(1)
+    for task in json.loads(job_file.read_text()):
+        module, function = task["call"].split(":")
+        with megatron_torn_down():
+            getattr(importlib.import_module(module), function)(**task["arguments"])
+
+
+def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
+    """What one layout computes goes to NAME.json and NAME.pt in the folder."""
+    import torch
+
+    start = time.perf_counter()
+    metrics, weights = train([*flags, *Layout.parse(name).flags()], batches)
+    if torch.distributed.get_rank() == 0:
+        path = str(Path(folder, f"{name}.pt"))
+        torch.save(weights, path)
+        done = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
+        Path(folder, f"{name}.json").write_text(json.dumps(done))
+
+
+def make_adapter(flags: list[str], adapter: str) -> None:
+    """A LoRA adapter with weights in both halves; a fresh one would differ from layout to layout, and B would be 0."""
+    import torch
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    torch.manual_seed(0)
+    for name, parameter in trainer.unwrapped_models[0].named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.02)
+    trainer.bridge.save_weights(
+        trainer.unwrapped_models, adapter, peft_format=True, args=trainer.args, processor=trainer.template.processor
+    )
+
+
+def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Metrics of a step on each batch, and the weights after them."""
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+    from swift_megatron_grpo.weights.export import export_weights
+
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    trainer.setup_model_training()
+    engine = trainer.build_engine()
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+    batches = make_batches(kinds, engine, trainer.config.padded_vocab_size)
+    metrics = [engine.train_step(samples, loss) for samples in batches]
+    exported = export_weights(trainer.bridge, trainer.unwrapped_models)
+    return metrics, {name: tensor.clone().float().cpu() for name, tensor in exported}
+
+
+def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
+    """on-policy: the old policy is the current one; off-policy: the one at the start; given: see fixed_samples."""
+    batches = []
+    for number, kind in enumerate(kinds, start=1):
+        samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
+        for index, values in engine.infer(samples).items() if kind != "given" else ():
+            samples[index].ref_logprobs = values.logprobs
+            samples[index].old_logprobs = values.logprobs if kind == "off-policy" else None
+        batches.append(samples)
+    return batches
+
+
+class megatron_torn_down:
+    """Megatron's groups are made anew for every layout; torch's own process group stays."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        import gc
+
+        import torch.distributed as dist
+        from mcore_bridge.bridge import gpt_bridge
+        from megatron.core import mpu
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+        mpu.destroy_model_parallel()
+        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge makes it once a process
+        unset_num_microbatches_calculator()
+        # A layout leaves about 20 groups, and gloo gives each three threads, one of which wakes a hundred times a
+        # second: after forty layouts waking took most of two cores. A group ends when torch and the model forget it,
+        # and the model when its hooks do, which hold it where Python's garbage collector does not look.
+        for each in gc.get_objects():
+            if type(each) is DistributedDataParallel:
+                vars(each).clear()
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+        gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------ the comparing side
+
+
+Task = dict[str, Any]
+
+
+def task(call: str, **arguments: Any) -> Task:
+    """For be_a_rank: "module:function" and its arguments."""
+    return {"call": call, "arguments": arguments}
+
+
+def layout_tasks(job: dict[str, Any], layouts: Sequence[str]) -> dict[int, list[Task]]:
+    """By the number of ranks they need. A job is the arguments of run_layout but for the name."""
+    tasks: dict[int, list[Task]] = {}
+    for name in layouts:
+        tasks.setdefault(Layout.parse(name).ranks, []).append(
+            task("swift_megatron_grpo.tools.check_layouts:run_layout", name=name, **job)
+        )
+    return tasks
+
+
+def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
+    """One torchrun for all of them. Its output goes to a file in the folder."""
+    job_file, log = folder / f"tasks{ranks}.json", folder / f"ranks{ranks}.txt"
+    job_file.write_text(json.dumps(tasks))
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port"]
+    port = str(random.randint(20000, 32000))
+    command = [sys.executable, *torchrun, port, "-m", "swift_megatron_grpo.tools.check_layouts", "--job", str(job_file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+    if code != 0:
+        raise SystemExit(f"{ranks} ranks ended with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
+
+
+def compare(name: str, folder: str) -> Difference:
+    import torch
+
+    run, reference = (json.loads(Path(folder, f"{each}.json").read_text()) for each in (name, "one"))
+    pairs = list(zip(run["metrics"], reference["metrics"], strict=True))
+    mine, theirs = torch.load(run["weights"]), torch.load(reference["weights"])
+    if set(mine) != set(theirs):
+        raise SystemExit(f"{name}: other weights than one rank has: {sorted(set(mine) ^ set(theirs))[:5]}")
+    return Difference(
+        layout=name,
+        loss=max(abs(a[key] - b[key]) for a, b in pairs for key in b if key != "grad_norm"),
+        grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        weights=max((mine[key] - theirs[key]).abs().max().item() for key in theirs),
+        seconds=run["seconds"],
+    )
+
+
+def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
+    dataset = Path(folder, "data.jsonl")
+    dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
+    # ms-swift guesses a model's type from its name, which a folder of one's own need not have
+    model_type = json.loads(Path(arguments.model, "config.json").read_text())["model_type"]
+    return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", model_type, "--template", "dummy",
+            "--dataset", str(dataset), "--reward_funcs", "format",
+             "--vllm_mode", "colocate", "--output_dir", str(Path(folder, "output")), "--torch_dtype", arguments.dtype,
+             *(["--fp16", "false"] if arguments.dtype == "float32" else []),  # ms-swift's choice for fp32 would be fp16
+             "--num_generations", "4", "--global_batch_size", "8", "--micro_batch_size", "2", "--train_iters", "2",
+             "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
+             "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
+             "--tuner_type", arguments.tuner, "--lora_dropout", "0", "--attention_backend", arguments.attention_backend,
+             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false",
+             *arguments.extra]  # fmt: skip
+
+
+def print_row(cells: Sequence[str]) -> None:
+    print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
+
+
+def print_reference(run: dict[str, Any]) -> None:
+    first = run["metrics"][0]
+    print_row(["one rank", f"{first['loss']:.6g}", f"{first['grad_norm']:.6g}", "-", f"{run['seconds']:.1f}"])
+
+
+def print_difference(found: Difference, tolerance: float) -> None:
+    values = [f"{value:.1e}" for value in (found.loss, found.grad_norm, found.weights)]
+    print_row([found.layout, *values, f"{found.seconds:.1f}", *(["FAR OFF"] if found.worst > tolerance else [])])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--layouts", nargs="+", help="default: all that --max-ranks allows for this model")
+    parser.add_argument("--tuner", choices=["full", "lora"], default="full")
+    parser.add_argument("--max-ranks", type=int, default=4)
+    parser.add_argument("--tolerance", type=float, default=1e-6)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--attention-backend", default="flash")
+    parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of `megatron rlhf`")
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.job:
+        be_a_rank(arguments.job)
+        return 0
+    if not arguments.model:
+        parser.error("--model is required")
+
+    arguments.model = str(Path(arguments.model).resolve())  # ranks start in another folder
+    moe = "num_experts" in Path(arguments.model, "config.json").read_text()
+    names = arguments.layouts or (DENSE + MOE if moe else DENSE)
+    names = [name for name in names if Layout.parse(name).ranks <= arguments.max_ranks]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = base_flags(arguments, folder)
+        first = []
+        if arguments.tuner == "lora":
+            adapter = str(Path(folder, "adapter"))
+            first = [task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter)]
+            flags = [*flags, "--adapters", adapter]
+        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": folder}
+        tasks = layout_tasks(job, ["one", *names])
+        tasks[1] = [*first, *tasks[1]]
+        print_row(["layout", "loss", "grad norm", "weights", "seconds"])
+        differences = []
+        for ranks in sorted(tasks):
+            launch(ranks, tasks[ranks], Path(folder))
+            if ranks == 1:
+                print_reference(json.loads(Path(folder, "one.json").read_text()))
+            for found in (compare(name, folder) for name in names if Layout.parse(name).ranks == ranks):
+                differences.append(found)
+                print_difference(found, arguments.tolerance)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(found) for found in differences], indent=1) + "\n")
+    far = [found.layout for found in differences if found.worst > arguments.tolerance]
+    print(f"{len(differences) - len(far)} of {len(differences)} layouts within {arguments.tolerance:g} of one rank")
+    return 1 if far else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

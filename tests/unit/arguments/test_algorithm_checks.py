@@ -1,0 +1,141 @@
+"""Flags of the algorithm that contradict each other are refused at start, with what to set instead."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from swift_megatron_grpo import config
+from swift_megatron_grpo.arguments import algorithm_checks as checks
+from swift_megatron_grpo.training.loss import LOSSES
+from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
+
+PLAIN = dict(
+    loss_type=None, advantage_estimator="grpo", scale_rewards=None, kl_in_reward=None, kl_estimator=None,
+    kl_target=None, kl_horizon=10000, beta=None, importance_sampling_level="token", epsilon=0.2, epsilon_high=None,
+    delta=None, dual_clip=None, tau_pos=1.0, tau_neg=1.05, real_tau=0.5, fipo_decay_rate=32.0, fipo_clip_range=0.2,
+    fipo_clip_high_only=True, fipo_safety_threshold=4.0, entropy_coef=0.0, top_entropy_quantile=1.0,
+    dynamic_sample=False, max_resample_times=3, rollout_importance_sampling_mode=None,
+    rollout_importance_sampling_threshold=2.0, log_rollout_offpolicy_metrics=False,
+    off_policy_sequence_mask_delta=None, num_generations=8, num_generations_eval=None, micro_batch_size=1,
+    global_batch_size=16, max_tokens_per_micro_batch=None,
+)  # fmt: skip
+REAL = {"loss_type": "real", "micro_batch_size": 8}
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "loss": ({"loss_type": "ppo"}, ["--loss_type ppo: not known", "use --loss_type grpo or bnpo"]),
+    "estimator": ({"advantage_estimator": "gae"}, ["--advantage_estimator gae: not known", "or rloo"]),
+    "scale": ({"scale_rewards": "half"}, ["--scale_rewards half: not known", "group or batch or none or gdpo"]),
+    "level": ({"importance_sampling_level": "word"}, ["--importance_sampling_level word: not known"]),
+    "mode": ({"rollout_importance_sampling_mode": "x"}, ["--rollout_importance_sampling_mode x: not known"]),
+    "k4": ({"kl_estimator": "k4"}, ["--kl_estimator k4: not known; use --kl_estimator k1 or abs or k2 or k3"]),
+    "quantile 0": ({"top_entropy_quantile": 0.0}, ["--top_entropy_quantile 0.0 must be above 0 and at most 1"]),
+    "quantile 20": ({"top_entropy_quantile": 20.0}, ["--top_entropy_quantile 20.0", "use 0.2"]),
+    "threshold": ({"rollout_importance_sampling_threshold": 0.0}, ["--rollout_importance_sampling_threshold 0.0"]),
+    "tau": ({"loss_type": "sapo", "tau_pos": 0.0}, ["--tau_pos 0.0 must be above 0"]),
+    "epsilon": ({"epsilon": -0.1}, ["--epsilon -0.1 must not be negative"]),
+    "entropy": ({"entropy_coef": float("nan")}, ["--entropy_coef nan"]),
+    "one completion": (
+        {"num_generations": 1},
+        ["num_generations (1) must be at least 2", "--advantage_estimator reinforce_plus_plus_plain"],
+    ),
+    "one completion, rloo": ({"num_generations": 1, "advantage_estimator": "rloo"}, ["use --num_generations 8"]),
+    "plain by group": (
+        {"advantage_estimator": "reinforce_plus_plus_plain", "scale_rewards": "group"},
+        ["--scale_rewards group has no meaning", "use --scale_rewards batch or none"],
+    ),
+    "gdpo rloo": (
+        {"scale_rewards": "gdpo", "advantage_estimator": "rloo", "kl_in_reward": False},
+        ["--advantage_estimator rloo would have no effect", "use --advantage_estimator grpo"],
+    ),
+    "gdpo kl": ({"scale_rewards": "gdpo", "kl_in_reward": True}, ["--scale_rewards gdpo", "use --kl_in_reward false"]),
+    "kl target": ({"kl_target": 0.1, "beta": 0.0}, ["--kl_target", "--beta 0", "use --beta 0.04"]),
+    "kl target 0": ({"kl_target": 0.0}, ["--kl_target 0.0 must be above 0"]),
+    "delta": ({"delta": 1.1}, ["--delta 1.1 must be above 1 + epsilon_high = 1.2"]),
+    "dual": ({"dual_clip": 1.3, "epsilon_high": 0.4}, ["--dual_clip 1.3 must be above 1 + epsilon_high = 1.4"]),
+    "both": ({"dual_clip": 3.0, "delta": 3.0}, ["--delta and --dual_clip are the same bound"]),
+    "delta cispo": ({"loss_type": "cispo", "delta": 3.0}, ["--loss_type cispo clips none; leave it out"]),
+    "real splits": ({"loss_type": "real"}, ["micro_batch_size (1) splits groups", "use --micro_batch_size 8"]),
+    "real splits 12": ({"loss_type": "real", "micro_batch_size": 12}, ["use --micro_batch_size 16"]),
+    "real budget": ({**REAL, "max_tokens_per_micro_batch": 4096}, ["--max_tokens_per_micro_batch", "leave it out"]),
+    "real level": ({**REAL, "importance_sampling_level": "sequence"}, ["--importance_sampling_level sequence"]),
+    "real quantile": (
+        {**REAL, "top_entropy_quantile": 0.2},
+        ["--top_entropy_quantile 0.2", "scores whole completions"],
+    ),
+    "real weights": ({**REAL, "rollout_importance_sampling_mode": "token_mask"}, ["token_mask is for tokens"]),
+    "real plain": ({**REAL, "advantage_estimator": "reinforce_plus_plus_plain"}, ["--loss_type real needs groups"]),
+    "resample 0": ({"dynamic_sample": True, "max_resample_times": 0}, ["never samples again"]),
+    "resample one": (
+        {"dynamic_sample": True, "num_generations": 1, "advantage_estimator": "reinforce_plus_plus_plain"},
+        ["--dynamic_sample looks for prompts", "--dynamic_sample false"],
+    ),
+}
+WORKS: list[dict[str, Any]] = [
+    {},
+    *({"loss_type": name, "micro_batch_size": 8} for name in LOSSES),
+    *({"advantage_estimator": name} for name in get_args(config.Estimator)),
+    {"advantage_estimator": "reinforce_plus_plus_plain", "num_generations": 1},
+    {"scale_rewards": "gdpo"},
+    {"scale_rewards": "gdpo", "kl_in_reward": True, "beta": 0.0},
+    {"dynamic_sample": True},
+    {"delta": 2.0},
+    {"dual_clip": 3.0, "loss_type": "dapo"},
+    {"kl_target": 0.01},
+    {**REAL, "off_policy_sequence_mask_delta": 0.1},
+]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_contradictions_are_refused_with_what_to_set(name: str) -> None:
+    changes, parts = REFUSED[name]
+    with pytest.raises(ValueError) as caught:
+        checks.check_algorithm(checks.flags_of(PLAIN | changes))
+    for part in parts:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", WORKS, ids=str)
+def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
+    checks.check_algorithm(checks.flags_of(PLAIN | changes))
+
+
+def test_the_choices_are_those_that_exist() -> None:
+    assert set(checks.LOSSES) == set(LOSSES)
+    assert get_args(config.Estimator) == checks.ESTIMATORS
+    assert get_args(config.ScaleRewards) == checks.SCALES
+    assert get_args(config.RatioLevel) == checks.LEVELS
+    assert get_args(config.KlEstimator) == checks.KL_ESTIMATORS
+    assert get_args(config.CorrectionMode) == checks.MODES
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_defaults_of_an_estimator_are_ms_swifts(estimator: str) -> None:
+    import inspect
+
+    from swift.megatron.arguments.megatron_args import RLHFMegatronArgumentsMixin
+
+    source = inspect.getsource(RLHFMegatronArgumentsMixin._init_grpo)
+    branches = source.split("if self.scale_rewards is None:")[1].split("self.advantage_estimator == ")[1:]
+    theirs = next(
+        b.split("self.scale_rewards = '")[1].split("'")[0] for b in branches if b.startswith(f"'{estimator}'")
+    )
+    assert checks.defaults_of(estimator) == {"scale_rewards": theirs, "kl_in_reward": estimator != "grpo"}
+
+
+def test_flags_without_effect_are_named_in_the_log() -> None:
+    def notes(**changes: Any) -> list[str]:
+        return checks.notes(checks.flags_of(PLAIN | changes))
+
+    assert notes() == []
+    assert notes(loss_type="sapo", tau_pos=2.0) == []
+    assert "--tau_pos belong to --loss_type sapo and have no effect on grpo" in notes(tau_pos=2.0)[0]
+    assert "--epsilon_high has no effect on --loss_type sapo" in notes(loss_type="sapo", epsilon_high=0.3)[0]
+    assert "--epsilon_high 5 is usual" in notes(loss_type="cispo")[0]
+    assert notes(loss_type="cispo", epsilon_high=5.0) == []
+
+
+def test_a_command_line_with_a_contradiction_stops_at_once(typed: dict[str, Any]) -> None:  # noqa: F811
+    assert "--scale_rewards gdpo" in refuse(typed, scale_rewards="gdpo", kl_in_reward=True)
+    assert "--loss_type real compares" in refuse(typed, loss_type="real")
+    assert "no reward function is set" in refuse(typed, dynamic_sample=True, reward_funcs=[])

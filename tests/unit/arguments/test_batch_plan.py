@@ -1,0 +1,260 @@
+"""The batch arithmetic, its refusals, and that what a refusal proposes does work."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_megatron_grpo.arguments.batch_plan import format_table, resolve
+from swift_megatron_grpo.arguments.batch_sizes import BatchError
+from swift_megatron_grpo.config import BatchPlan
+
+ONE_RANK = {"world_size": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
+LAYOUT_FLAGS = {
+    "tensor_model_parallel_size": "tensor_parallel",
+    "pipeline_model_parallel_size": "pipeline_parallel",
+    "context_parallel_size": "context_parallel",
+}
+
+
+def plan(**settings: Any) -> BatchPlan:
+    return resolve(**ONE_RANK | {"micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8} | settings)
+
+
+def error_of(**settings: Any) -> BatchError:
+    with pytest.raises(BatchError) as caught:
+        plan(**settings)
+    return caught.value
+
+
+def test_the_worked_example_of_siirl() -> None:
+    got = plan(
+        world_size=8,
+        tensor_parallel=2,
+        pipeline_parallel=4,
+        micro_batch_size=8,
+        global_batch_size=16 * 8,
+        generation_batch_size=128 * 8,
+    )
+    assert got.data_parallel == 1
+    assert got.generation_batch_size == 1024
+    assert got.steps_per_generation == 8
+    assert got.gradient_accumulation == 16
+    assert (got.rollout_prompts, got.train_prompts, got.prompts_per_dp_group) == (128, 16, 16)
+    assert got.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("typed", "generation", "steps"),
+    [
+        ({}, 16, 1),
+        ({"steps_per_generation": 3}, 48, 3),
+        ({"generation_batch_size": 64}, 64, 4),
+        ({"generation_batch_size": 64, "steps_per_generation": 4}, 64, 4),
+    ],
+)
+def test_what_was_not_typed_is_filled_in(typed: dict[str, int], generation: int, steps: int) -> None:
+    got = plan(**typed)
+    assert (got.generation_batch_size, got.steps_per_generation) == (generation, steps)
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        (
+            {"global_batch_size": 50, "micro_batch_size": 16},
+            "generation_batch_size (50) must be divisible by num_generations (8); use --global_batch_size 48 or 64",
+        ),
+        (
+            {"global_batch_size": 48, "micro_batch_size": 32},
+            "global batch size (48) is not divisible by micro batch size (32) times data parallel size (1); "
+            "use --global_batch_size 32 or 64, or --micro_batch_size 24",
+        ),
+        (
+            {"generation_batch_size": 48, "steps_per_generation": 2},
+            "generation_batch_size (48) must equal global_batch_size (16) * steps_per_generation (2) = 32; "
+            "use --generation_batch_size 32, or --steps_per_generation 3",
+        ),
+        (
+            {"generation_batch_size": 40},
+            "generation_batch_size (40) must be divisible by global_batch_size (16); "
+            "use --generation_batch_size 32 or 48",
+        ),
+        (
+            {"steps_per_generation": 0},
+            "steps_per_generation must be > 0, got 0; use --steps_per_generation 1",
+        ),
+        (
+            {"generation_batch_size": 32, "num_generations": 6},
+            "generation_batch_size (32) must be divisible by num_generations (6); "
+            "use --generation_batch_size 48, or --num_generations 4 or 8",
+        ),
+        ({"micro_batch_size": 0}, "micro_batch_size must be > 0, got 0; use --micro_batch_size 1"),
+        ({"global_batch_size": -16}, "global_batch_size must be > 0, got -16; use --global_batch_size 8"),
+        ({"num_generations": 0}, "num_generations must be > 0, got 0; use --num_generations 2"),
+        ({"context_parallel": 0}, "context_parallel_size must be > 0, got 0; use --context_parallel_size 1"),
+        (
+            {"world_size": 6, "tensor_parallel": 4, "global_batch_size": 24},
+            "world size (6) must be divisible by tensor_model_parallel_size (4) * pipeline_model_parallel_size (1) * "
+            "context_parallel_size (1) = 4; use a world size of 4 or 8, or --tensor_model_parallel_size 2",
+        ),
+        (
+            {"world_size": 3, "global_batch_size": 32, "generation_batch_size": 32},
+            "global batch size (32) is not divisible by micro batch size (1) times data parallel size (3); "
+            "use --global_batch_size 24 --generation_batch_size 24, "
+            "or --global_batch_size 48 --generation_batch_size 48",
+        ),
+    ],
+)
+def test_a_refusal_says_what_is_wrong_and_what_would_work(typed: dict[str, int], message: str) -> None:
+    assert str(error_of(**typed)) == message
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ({"world_size": 4, "global_batch_size": 16}, "num_rollout_prompt (2) = generation_batch_size (16) // num_gen"),
+        ({"micro_batch_size": 4}, "Per-device rollout prompt count (2) = (generation_batch_size (16) // num_generati"),
+        (
+            {"world_size": 3, "tensor_parallel": 3, "global_batch_size": 8},
+            "generation_batch_size (8) is not divisible by the world size (3)",
+        ),
+    ],
+)
+def test_what_only_ms_swift_cannot_do_is_accepted_with_one_note(typed: dict[str, int], words: str) -> None:
+    (note,) = plan(**typed).notes
+    assert words in note
+    assert "\n" not in note
+
+
+def test_a_step_may_train_part_of_a_group() -> None:
+    got = plan(global_batch_size=4, steps_per_generation=2)
+    assert (got.rollout_prompts, got.train_prompts, got.prompts_per_dp_group) == (1, 1, 0.5)
+
+
+def test_the_table_shows_every_number_of_the_plan() -> None:
+    got = plan(
+        world_size=8,
+        tensor_parallel=2,
+        micro_batch_size=3,
+        global_batch_size=36,
+        steps_per_generation=2,
+        num_generations=24,
+    )
+    rows = re.findall(r"^  (\S+(?: \S+)*) +([\d.]+)   \S", format_table(got), re.MULTILINE)
+    assert dict(rows) == {
+        "data parallel size": "4",
+        "micro batch": "3",
+        "accumulation steps": "3",
+        "global batch": "36",
+        "steps per generation": "2",
+        "generation batch": "72",
+        "completions per prompt": "24",
+        "rollout prompts": "3",
+        "train prompts": "1.5",
+        "prompts per DP group": "0.375",
+    }
+
+
+layouts = st.fixed_dictionaries(
+    {
+        "world_size": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
+        "tensor_parallel": st.sampled_from([1, 2, 3, 4, 8]),
+        "pipeline_parallel": st.sampled_from([1, 2, 4]),
+        "context_parallel": st.sampled_from([1, 2]),
+    }
+)
+sizes = st.fixed_dictionaries(
+    {
+        "micro_batch_size": st.integers(-1, 12),
+        "global_batch_size": st.integers(-1, 100),
+        "num_generations": st.integers(0, 16),
+        "generation_batch_size": st.none() | st.integers(-1, 200),
+        "steps_per_generation": st.none() | st.integers(-1, 5),
+    }
+)
+
+
+def attempt(typed: dict[str, Any]) -> BatchPlan | BatchError:
+    try:
+        return resolve(**typed)
+    except BatchError as error:
+        return error
+
+
+@settings(max_examples=400, deadline=None)
+@given(layouts, sizes)
+def test_a_plan_obeys_every_formula(layout: dict[str, int], typed: dict[str, Any]) -> None:
+    got = attempt(layout | typed)
+    if isinstance(got, BatchError):
+        return
+    model_parallel = math.prod(size for name, size in layout.items() if name != "world_size")
+    assert got.data_parallel * model_parallel == layout["world_size"]
+    assert got.global_batch_size == got.micro_batch_size * got.data_parallel * got.gradient_accumulation
+    assert got.generation_batch_size == got.global_batch_size * got.steps_per_generation
+    assert got.rollout_prompts * got.num_generations == got.generation_batch_size
+    assert got.prompts_per_dp_group == pytest.approx(got.global_batch_size / got.num_generations / got.data_parallel)
+    assert typed["generation_batch_size"] in (None, got.generation_batch_size)
+    assert typed["steps_per_generation"] in (None, got.steps_per_generation)
+    assert len(got.notes) <= 1
+
+
+@settings(max_examples=400, deadline=None)
+@given(layouts, sizes)
+def test_what_a_refusal_proposes_works(layout: dict[str, int], typed: dict[str, Any]) -> None:
+    error = attempt(layout | typed)
+    if isinstance(error, BatchPlan):
+        return
+    about_layout = str(error).startswith("world size")
+    if not about_layout:
+        assert error.suggestions
+    for suggestion in error.suggestions:
+        assert all(f"{value}" in str(error) for value in suggestion.values())
+        repaired = layout | typed | {LAYOUT_FLAGS.get(flag, flag): value for flag, value in suggestion.items()}
+        outcome = attempt(repaired)
+        if about_layout and isinstance(outcome, BatchError):
+            # The sizes are wrong for every layout that was tried: that comes next, and is no matter of the world size.
+            assert not str(outcome).startswith("world size")
+        else:
+            assert isinstance(outcome, BatchPlan), f"{typed} in {layout}: {error}, but {suggestion}: {outcome}"
+
+
+def ms_swift_resolves(layout: dict[str, int], typed: dict[str, Any]) -> tuple[int, int] | None:
+    """generation_batch_size and steps_per_generation, or None where ms-swift's own functions refuse."""
+    from swift.megatron.arguments import MegatronArguments as Stock
+
+    model_parallel = math.prod(size for name, size in layout.items() if name != "world_size")
+    dp = layout["world_size"] // model_parallel
+    group, micro = typed["num_generations"], typed["micro_batch_size"]
+    if layout["world_size"] % model_parallel or min(group, micro, typed["global_batch_size"]) < 1:
+        return None  # it fails elsewhere, or divides by zero
+    if typed["global_batch_size"] % (micro * dp):
+        return None  # MegatronArguments._init_distributed
+    try:
+        resolved: tuple[int, int] = Stock.resolve_generation_batch_size(
+            typed["generation_batch_size"], typed["steps_per_generation"], typed["global_batch_size"], group
+        )
+        Stock.validate_batch_dp_alignment(resolved[0], group, dp, micro, layout["world_size"])
+    except ValueError:
+        return None
+    return resolved if resolved[0] > 0 else None
+
+
+@settings(max_examples=800, deadline=None)
+@given(layouts, sizes)
+def test_what_ms_swift_accepts_is_accepted_and_what_only_it_refuses_gets_a_note(
+    layout: dict[str, int], typed: dict[str, Any]
+) -> None:
+    theirs, ours = ms_swift_resolves(layout, typed), attempt(layout | typed)
+    if theirs is not None:
+        assert isinstance(ours, BatchPlan), str(ours)
+        assert (ours.generation_batch_size, ours.steps_per_generation) == theirs
+    if isinstance(ours, BatchPlan):
+        # ms-swift finds the last condition later, by an assertion
+        runs_there = theirs is not None and ours.generation_batch_size % ours.world_size == 0
+        assert (ours.notes == ()) == runs_there

@@ -1,0 +1,198 @@
+"""The checks of arguments, on plain values: what megatron-core and vLLM can divide, what may be a model, what fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.arguments.layout_checks import (
+    ModelShape,
+    Parallelism,
+    check_adapter_sync,
+    check_interleaving,
+    check_layout,
+    check_lengths,
+    check_micro_batches,
+    check_model_path,
+    check_reward_functions,
+    read_model_shape,
+)
+
+
+def shape(**changes: Any) -> ModelShape:
+    plain = {"name": "m", "attention_heads": 16, "kv_heads": 4, "ffn": 96, "layers": 10, "experts": 8, "expert_ffn": 24}
+    return ModelShape(**plain | changes)
+
+
+def layout(world_size: int = 16, **changes: Any) -> Parallelism:
+    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor", "vllm_tensor")
+    sizes = {f"{name}_parallel_size": 1 for name in names}
+    return Parallelism(**{"world_size": world_size, "sequence_parallel": True} | sizes | changes)
+
+
+def test_megatron_core_takes_key_value_heads_that_divide_or_are_divided() -> None:
+    """transformer_config.py: num_query_groups must be a multiple or divisor of tensor_model_parallel_size."""
+    for tp in (1, 2, 4, 8, 16):
+        check_layout(layout(tensor_model_parallel_size=tp), shape())
+    with pytest.raises(
+        ValueError, match=r"num_key_value_heads \(4\) of m; use --tensor_model_parallel_size 1 or 2 or 4"
+    ):
+        check_layout(layout(12, tensor_model_parallel_size=6), shape(attention_heads=12, experts=None))
+    with pytest.raises(ValueError, match=r"must divide intermediate_size \(100\)"):
+        check_layout(layout(tensor_model_parallel_size=8), shape(ffn=100))
+    with pytest.raises(ValueError, match=r"must divide the linear attention heads \(2\)"):
+        check_layout(layout(tensor_model_parallel_size=4), shape(linear_heads=(2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("flags", "fits"),
+    [
+        ({"pipeline_model_parallel_size": 2}, True),
+        ({"pipeline_model_parallel_size": 4}, False),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 1}, True),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 1, "last_stage_layers": 2}, False),
+        ({"pipeline_model_parallel_size": 4, "first_stage_layers": 2, "last_stage_layers": 2}, True),
+        ({"pipeline_model_parallel_size": 2, "first_stage_layers": 4, "last_stage_layers": 6}, True),
+        ({"pipeline_model_parallel_size": 2, "first_stage_layers": 4, "last_stage_layers": 4}, False),
+        ({"pipeline_model_parallel_size": 4, "extra_layers": 2}, True),
+    ],
+)
+def test_layers_must_fill_the_pipeline(flags: dict[str, int], fits: bool) -> None:
+    if fits:
+        check_layout(layout(**flags), shape())
+    else:
+        with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
+            check_layout(layout(**flags), shape())
+
+
+def test_experts_are_divided_evenly_and_want_sequence_parallelism() -> None:
+    check_layout(layout(expert_model_parallel_size=4, expert_tensor_parallel_size=2), shape())
+    with pytest.raises(ValueError, match="use --expert_model_parallel_size 1 or 2 or 4 or 8"):
+        check_layout(layout(expert_model_parallel_size=3), shape())
+    with pytest.raises(ValueError, match=r"use --expert_model_parallel_size 1 or 2$"):
+        check_layout(layout(expert_model_parallel_size=8, expert_tensor_parallel_size=8), shape())
+    with pytest.raises(ValueError, match="use --expert_tensor_parallel_size 1"):
+        check_layout(layout(expert_tensor_parallel_size=16), shape())
+    with pytest.raises(ValueError, match="use --sequence_parallel true"):
+        check_layout(layout(tensor_model_parallel_size=2, sequence_parallel=False), shape())
+
+
+def test_what_a_config_does_not_say_is_not_checked(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    silent = read_model_shape(tmp_path)
+    assert silent == ModelShape(str(tmp_path), None, None, None, None, None, None)
+    check_layout(layout(tensor_model_parallel_size=16), silent)
+
+
+def test_the_shape_of_composed_latent_and_sparse_models(tmp_path: Path) -> None:
+    text = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "n_routed_experts": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "num_hidden_layers": 6}))
+    got = read_model_shape(tmp_path)
+    assert (got.attention_heads, got.kv_heads, got.experts, got.layers) == (8, None, 4, 6)
+
+
+@pytest.mark.parametrize("name", ["./models/qwen", "/models/qwen", "../qwen", "~/qwen", "a/b/c", "qwen3"])
+def test_what_can_only_be_a_local_path_must_exist(name: str) -> None:
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_model_path(name)
+
+
+def test_hub_ids_are_left_to_ms_swift() -> None:
+    check_model_path("Qwen/Qwen3-8B")
+    check_model_path("gpt2", bare_ids=True)
+
+
+def test_a_callable_needs_no_registry() -> None:
+    check_reward_functions([len], [])
+
+
+def test_lengths_that_fit_and_that_do_not() -> None:
+    check_lengths(100, 50, 150)
+    check_lengths(None, 149, 150)
+    with pytest.raises(ValueError, match="use --vllm_max_model_len 151, or --max_completion_length 149"):
+        check_lengths(None, 150, 150)
+    with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
+        check_lengths(None, 0, 150)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            {"virtual_pipeline_model_parallel_size": 3},
+            r"divide the layers of every pipeline stage \(8 .* 1 or 2 or",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "first_stage_layers": 7, "last_stage_layers": 9},
+            r"\(7 and 9 of the 16 of m\); use --virtual_pipeline_model_parallel_size 1$",
+        ),
+        (
+            {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
+            "--pipeline_model_parallel_size 2, or leave it out",
+        ),
+    ],
+)
+def test_a_virtual_pipeline_divides_the_layers_of_every_stage(flags: dict[str, int], message: str) -> None:
+    model = shape(layers=16)
+    check_layout(layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), model)
+    with pytest.raises(ValueError, match=message):
+        check_layout(layout(**{"pipeline_model_parallel_size": 2} | flags), model)
+
+
+def interleaved(group: int | None = None, virtual: int = 2) -> Parallelism:
+    return layout(
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=virtual,
+        microbatch_group_size_per_vp_stage=group,
+    )
+
+
+def test_micro_batches_of_a_virtual_pipeline_come_in_groups() -> None:
+    for micro_batches in (4, 8, None):
+        check_interleaving(interleaved(), micro_batches)
+    check_interleaving(interleaved(5), 9)  # the rest, 4, still fills the pipeline
+    check_interleaving(interleaved(virtual=1), 3)
+    for micro_batches in (2, 6):
+        with pytest.raises(ValueError, match=r"make it a multiple of 4 with --global_batch_size or --micro_batch_size"):
+            check_interleaving(interleaved(), micro_batches)
+    with pytest.raises(ValueError, match="use --microbatch_group_size_per_vp_stage 4, or leave it out"):
+        check_interleaving(interleaved(3), 12)
+    with pytest.raises(ValueError, match="belongs to --virtual_pipeline_model_parallel_size"):
+        check_interleaving(interleaved(4, virtual=1), 12)
+
+
+@pytest.mark.parametrize(
+    ("budgets", "message"),
+    [
+        ((0, None, None), "max_tokens_per_micro_batch must be at least 1, got 0; use --max_tokens_per_micro_batch 163"),
+        ((None, -5, None), "infer_max_tokens_per_micro_batch must be at least 1, got -5"),
+        ((None, None, 0), "infer_batch_size must be at least 1, got 0; use --infer_batch_size 16"),
+        ((None, 4096, 4), "--infer_max_tokens_per_micro_batch 4096 and --infer_batch_size 4 both say"),
+    ],
+)
+def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_micro_batches(*budgets)
+    check_micro_batches(1, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"has_adapter": False}, "--vllm_enable_lora true is for --tuner_type lora"),
+        ({"rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
+        ({"mcore_model": "m"}, "vLLM runs the adapter on --model, and the trainer on --mcore_model m"),
+        ({"sleep_level": 2}, "use --sleep_level 1"),
+        ({"sync_check": "full"}, "use --sync_check canary, or --vllm_enable_lora false"),
+    ],
+)
+def test_an_adapter_beside_the_checkpoint(flags: dict[str, Any], message: str) -> None:
+    fine: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None,
+                            "sync_check": "canary"}  # fmt: skip
+    check_adapter_sync(**fine)
+    check_adapter_sync(**{**fine, **flags, "enabled": False})
+    with pytest.raises(ValueError, match=message):
+        check_adapter_sync(**{**fine, **flags})

@@ -1,0 +1,116 @@
+"""A reward function that does not answer in time is named, whatever it waits for; the others are not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.deadlines.interrupt import interrupted_after
+from swift_megatron_grpo.grading import RewardError, score
+from tests.unit.grading.test_rewards import functions, length, make_rollouts
+
+pytestmark = pytest.mark.alone
+
+SECONDS = 0.5
+
+
+@contextmanager
+def limit(what: str) -> Iterator[float]:
+    with interrupted_after(SECONDS):
+        yield SECONDS
+
+
+def sleeps(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(60)
+    return [0.0] * len(completions)
+
+
+def goes_on_after_any_error(completions: list[str], **kwargs: Any) -> list[float]:
+    for _ in completions:
+        with suppress(Exception):
+            time.sleep(60)
+    return [0.0] * len(completions)
+
+
+async def awaits(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(60)
+    return [0.0] * len(completions)
+
+
+async def blocks(completions: list[str], **kwargs: Any) -> list[float]:
+    time.sleep(60)
+    return [0.0] * len(completions)
+
+
+async def in_time(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0.01)
+    return [1.0] * len(completions)
+
+
+async def raises_timeout(completions: list[str], **kwargs: Any) -> list[float]:
+    raise TimeoutError("the judge did not answer")
+
+
+def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
+    """As math_verify does, which works in the main thread only."""
+
+    def too_late(*_: Any) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        time.sleep(60)
+    except TimeoutError:
+        return [0.25] * len(completions)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ([length, sleeps], "sleeps"),
+        ([goes_on_after_any_error], "goes_on_after_any_error"),
+        ([in_time, awaits], "awaits"),
+        ([length, blocks], "blocks"),
+        ([in_time, blocks], "in_time or blocks"),
+    ],
+)
+def test_the_function_is_named(asked: list[Callable[..., Any]], name: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=rf"reward function {name} has not answered for 0\.\d s \(--reward_timeout\)"):
+        score(make_rollouts(["a", "bb"]), functions(*asked), None, limit)
+    assert time.monotonic() - began < 5
+
+
+def test_functions_in_time_are_left_alone() -> None:
+    rollouts = make_rollouts(["a", "bb"])
+    assert score(rollouts, functions(length, times_itself, in_time), None, limit) == [[1, 0.25, 1], [2, 0.25, 1]]
+
+
+def test_a_timeout_of_the_functions_own_is_its_own() -> None:
+    with pytest.raises(RewardError, match="raises_timeout raised TimeoutError: the judge did not answer"):
+        score(make_rollouts(["a"]), functions(raises_timeout), None, limit)
+
+
+def test_looking_for_the_failing_completion_takes_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swift_megatron_grpo.grading.rewards._SEARCH_SECONDS", 0.2)
+
+    def fails_together(completions: list[str], **kwargs: Any) -> list[float]:
+        if len(completions) == 2:
+            raise ValueError("two")
+        time.sleep(60)
+        return [0.0]
+
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="fails_together raised ValueError: two"):
+        score(make_rollouts(["a", "bb"]), functions(fails_together), None)
+    assert time.monotonic() - began < 5

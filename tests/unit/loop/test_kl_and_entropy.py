@@ -1,0 +1,127 @@
+"""What is computed once per step: the KL of completions, beta, the entropy threshold."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_megatron_grpo.config import GradingConfig, KlConfig
+from swift_megatron_grpo.grading import compare, grade, penalise
+from swift_megatron_grpo.loop.kl_controller import Beta, divergences
+from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
+from swift_megatron_grpo.training.loss.kl import ESTIMATORS
+from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
+
+POLICY = {0: TokenValues([-1.0, -2.0], None), 3: TokenValues([-0.5], None), 5: TokenValues([], None)}
+REFERENCE = {0: TokenValues([-1.5, -1.0], None), 3: TokenValues([-0.5], None), 5: TokenValues([], None)}
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k1", 0.5 - 1.0),
+        ("abs", 0.5 + 1.0),
+        ("k2", 0.125 + 0.5),
+        ("k3", math.exp(-0.5) + 0.5 - 1 + math.exp(1.0) - 1.0 - 1),
+    ],
+)
+def test_the_kl_of_a_completion_is_the_sum_over_its_tokens(estimator: str, expected: float) -> None:
+    found = divergences(POLICY, REFERENCE, estimator)  # type: ignore[arg-type]
+    assert found == {0: pytest.approx(expected), 3: 0.0, 5: 0.0}
+
+
+def test_k1_and_k3_are_unbiased_and_k2_has_the_kls_gradient() -> None:
+    """On a distribution of three tokens, where expectations can be written down."""
+    scores = torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    policy = scores.log_softmax(0)
+    exact = (policy.exp() * (policy - reference)).sum()
+    for name in ("k1", "k3"):
+        estimate = (policy.exp() * ESTIMATORS[name](policy, reference)).sum()
+        assert estimate.item() == pytest.approx(exact.item(), rel=1e-9)
+    (wanted,) = torch.autograd.grad(exact, scores, retain_graph=True)
+    (found,) = torch.autograd.grad((policy.detach().exp() * ESTIMATORS["k2"](policy, reference)).sum(), scores)
+    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-9)
+
+
+def test_kl_in_the_reward_is_ms_swifts() -> None:
+    from swift.rl_core.advantage import compute_advantages
+
+    rewards, kls, beta = [1.0, 0.0, 2.0, 2.0], [0.5, -0.25, 3.0, 0.0], 0.1
+    rollouts = [Rollout(Prompt(f"{i // 2}", {}), [1], [2], None, "", "stop", 0) for i in range(4)]
+    for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
+        settings = GradingConfig(2, ("f",), (1.0,), "batch", "stop", estimator)  # type: ignore[arg-type]
+        ours = compare(penalise(grade(rollouts, [[r] for r in rewards], settings), kls, beta), 2, settings)
+        theirs, penalised = compute_advantages(
+            torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 2, estimator,
+            "batch", True, beta, torch.tensor(kls, dtype=torch.float64))  # fmt: skip
+        assert [each.reward for each in ours] == pytest.approx(penalised.tolist())
+        assert [each.advantage for each in ours] == pytest.approx(theirs.tolist(), rel=1e-6)
+
+
+def test_a_dropped_completion_has_no_penalty() -> None:
+    settings = GradingConfig(2, ("f",), (1.0,), "none", "drop")
+    rollouts = [Rollout(Prompt("0", {}), [1], [2], None, "", "stop", 0)] * 2
+    assert [each.reward for each in penalise(grade(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)] == [
+        0.0,
+        None,
+    ]
+
+
+def test_beta_follows_the_kl() -> None:
+    """verl's and ROLL's numbers: beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon."""
+    beta = Beta(0.1, KlConfig(target=0.02, horizon=1000))
+    beta.observe(0.021, 100)
+    assert beta.value == pytest.approx(0.1 * (1 + 0.05 * 0.1))
+    beta.observe(10.0, 100)
+    assert beta.value == pytest.approx(0.1 * 1.005 * 1.02)
+    beta.observe(-1.0, 100)
+    assert beta.value == pytest.approx(0.1 * 1.005 * 1.02 * 0.98)
+
+
+def test_without_a_target_beta_stays() -> None:
+    beta = Beta(0.1, KlConfig())
+    beta.observe(10.0, 100)
+    assert beta.value == 0.1 and not beta.adapts
+
+
+def test_a_resumed_run_goes_on_with_its_beta(tmp_path: Path) -> None:
+    reached, fresh = Beta(0.123, KlConfig(target=0.1)), Beta(0.04, KlConfig(target=0.1))
+    reached.save(str(tmp_path))
+    fresh.restore((None, str(tmp_path / "elsewhere")))
+    assert fresh.value == 0.04
+    fresh.restore((None, str(tmp_path)))
+    assert fresh.value == 0.123
+
+
+# ---- the threshold
+
+rows = st.lists(st.lists(st.floats(0, 10, width=32), max_size=9), min_size=1, max_size=8)
+
+
+@given(rows, st.floats(0.05, 1.0), st.randoms(use_true_random=False))
+def test_the_threshold_is_that_of_all_tokens_however_they_are_dealt(
+    entropies: list[list[float]], quantile: float, rng: object
+) -> None:
+    """ms-swift's is that of a micro batch on a rank: the selection depends on the layout."""
+    flat = [e for row in entropies for e in row]
+    found = entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile)
+    rng.shuffle(entropies)  # type: ignore[attr-defined]
+    assert entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile) == found
+    if not flat:
+        assert found == 0.0
+        return
+    values = torch.tensor(flat, dtype=torch.float32)
+    assert found == pytest.approx(torch.nanquantile(values, 1 - quantile).item(), rel=1e-5, abs=1e-5)
+
+
+def test_tokens_at_or_above_the_threshold_are_selected() -> None:
+    sample = Sample([1, 1, 1, 1], [False, True, True, True], 0.0)
+    select_tokens(sample, np.asarray([0.5, 2.0, 1.0], np.float32), 1.0)
+    assert sample.selected == [False, True, True]

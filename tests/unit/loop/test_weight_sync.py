@@ -1,0 +1,326 @@
+"""What an engine holds, against what it was sent; bounds; and what the first rollout tells."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.loop.logprob_check import Agreement, ShiftedLogprobs, check_alignment, distortion
+from swift_megatron_grpo.protocol import held_weights as holdings
+from swift_megatron_grpo.protocol.buckets import buckets, unpack
+from swift_megatron_grpo.protocol.held_weights import Holding, Piece, checksum, resolve
+from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+from swift_megatron_grpo.weights.verify import (
+    BOUNDS,
+    Bound,
+    Difference,
+    Form,
+    Manifest,
+    Problem,
+    changed_forms,
+    compare,
+    describe,
+)
+
+BF16 = torch.bfloat16
+
+
+# ---- checksums
+
+
+def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: Piece | None = None) -> int:
+    return resolve([checksum(tensor, dtype, piece)])[0]
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 2**22])
+def test_pieces_add_up_however_a_tensor_is_cut(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "_CHUNK", chunk)
+    whole = torch.randn(6, 10, 4).to(BF16)
+    for dimension, at in ((0, 2), (1, 7), (2, 1)):
+        cut = [whole.narrow(dimension, 0, at), whole.narrow(dimension, at, whole.shape[dimension] - at)]
+        parts = [number(p, BF16, Piece(int(p.storage_offset()), tuple(p.shape), p.stride())) for p in cut]
+        assert sum(parts) % 2**64 == number(whole)
+    turned = whole.transpose(0, 2)
+    assert number(turned.contiguous(), BF16, Piece(0, tuple(turned.shape), turned.stride())) == number(whole)
+
+
+def test_every_change_shows() -> None:
+    whole = torch.randn(64, 32).to(BF16)
+    before = number(whole)
+    assert number(whole[torch.arange(63, -1, -1)]) != before  # the same values elsewhere
+    assert number(-whole) != before
+    bits = whole.view(torch.int16)
+    for _ in range(200):
+        row, column, bit = random.randrange(64), random.randrange(32), 1 << random.randrange(15)
+        bits[row, column] ^= bit
+        assert number(whole) != before
+        bits[row, column] ^= bit
+    assert number(whole) == before
+
+
+def test_what_is_wider_is_compared_as_the_engine_holds_it() -> None:
+    sent = torch.randn(5, 3)
+    assert number(sent) == number(sent.to(BF16)) == number(sent.to(BF16).float())
+    assert number(sent, torch.float32) != number(sent.to(BF16).float(), torch.float32)
+    assert number(torch.tensor(1.5)) == number(torch.tensor([1.5]))
+    assert number(torch.empty(0, 4)) == 0 and resolve([]) == []
+
+
+# ---- what an engine holds. The model loads as vLLM's do: fused, cut, stacked and padded, by copies
+
+
+class Model(torch.nn.Module):
+    """One of two tensor-parallel workers: q and k fused and cut by rows, o cut by columns, experts stacked and padded,
+    the vocabulary padded."""
+
+    def __init__(self, worker: int) -> None:
+        super().__init__()
+        self.worker = worker
+        self.qk = torch.nn.Parameter(torch.zeros(4 + 2, 8))
+        self.o = torch.nn.Parameter(torch.zeros(8, 4))
+        self.norm = torch.nn.Parameter(torch.zeros(8))
+        self.experts = torch.nn.Parameter(torch.zeros(3, 6, 8))  # 4 rows are used
+        self.embedding = torch.nn.Parameter(torch.zeros(10, 8))  # 9 rows are used, by both workers
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        for name, tensor in weights:
+            kind, _, index = name.partition(".")
+            if kind == "q":
+                self.qk.data[:4].copy_(tensor.narrow(0, 4 * self.worker, 4))
+            elif kind == "k":
+                self.qk.data[4:].copy_(tensor.narrow(0, 2 * self.worker, 2))
+            elif kind == "o":
+                self.o.data.copy_(tensor.narrow(1, 4 * self.worker, 4))
+            elif kind == "expert":
+                self.experts.data[int(index), :4].copy_(tensor.narrow(0, 4 * self.worker, 4))
+            elif kind == "embedding":
+                self.embedding.data[:9].copy_(tensor)
+                self.embedding.data[9:].fill_(0)
+            elif kind == "norm":
+                self.norm.data.copy_(tensor)
+        return set()
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    shapes = {"q": (8, 8), "k": (4, 8), "o": (8, 8), "norm": (8,), "embedding": (9, 8)}
+    shapes |= {f"expert.{i}": (8, 8) for i in range(3)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+class Engine:
+    def __init__(self, finish: Any = lambda model: None) -> None:
+        self.models = [Model(0), Model(1)]
+        self.finish = finish
+        self.inventories = [Inventory(model, torch.float32, "engine 0") for model in self.models]
+
+    def load(self, weights: dict[str, torch.Tensor], accounted: bool = True) -> None:
+        for model, inventory in zip(self.models, self.inventories, strict=True):
+            inventory.load(iter(weights.items()), lambda model=model: self.finish(model), accounted)
+
+    def load_arriving(self, weights: dict[str, torch.Tensor], nbytes: int) -> None:
+        for model, inventory in zip(self.models, self.inventories, strict=True):
+            arriving = chain.from_iterable(unpack(each.header, each.data) for each in buckets(weights.items(), nbytes))
+            inventory.load(arriving, lambda model=model: self.finish(model), accounted=True)
+
+    def faults(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
+        manifest = Manifest(torch.float32)
+        assert dict(manifest.watch(sent.items())).keys() == sent.keys()
+        told = [json.loads(json.dumps(inventory.holding().to_json())) for inventory in self.inventories]
+        problems, unreadable = compare(manifest.forms, manifest.checksums(), map(Holding.from_json, told))
+        assert all(problem.where == "engine 0" for problem in problems)
+        return {(problem.tensor, problem.what) for problem in problems}, unreadable
+
+
+def test_an_engine_that_holds_what_was_sent_has_no_fault() -> None:
+    engine, weights = Engine(), tensors()
+    engine.load(weights)
+    assert engine.faults(weights) == (set(), set())
+    weights = tensors()
+    engine.load(weights, accounted=False)  # the way is known by now
+    assert engine.faults(weights) == (set(), set())
+
+
+@pytest.mark.parametrize("nbytes", [1, 500, 10_000])
+def test_tensors_that_arrive_in_buckets_are_traced(nbytes: int) -> None:
+    """Those of a bucket share a storage, whatever their types are."""
+    engine = Engine()
+    for _ in range(2):
+        weights = {name: each.double() if name in ("k", "expert.1") else each for name, each in tensors().items()}
+        engine.load_arriving(weights, nbytes)
+        assert engine.faults(weights) == (set(), set())
+    engine.load_arriving(weights | {"k": weights["k"] + 1}, nbytes)
+    assert {name for name, _ in engine.faults(weights)[0]} == {"k"}
+
+
+def test_faults_of_a_later_sync_are_named() -> None:
+    engine, weights = Engine(), tensors()
+    engine.load(weights)
+    newer = tensors()
+    engine.load({name: each for name, each in newer.items() if name != "k"})
+    assert engine.faults(newer)[0] == {("k", "the engine holds other values than were sent")}
+    assert engine.faults({name: each for name, each in newer.items() if name != "k"})[0] == {("k", "not sent")}
+    engine.load(newer | {"expert.0": newer["expert.1"], "expert.1": newer["expert.0"]})
+    assert {name for name, _ in engine.faults(newer)[0]} == {"expert.0", "expert.1"}
+    engine.load(newer)
+    engine.models[1].norm.data[3] += 1
+    assert engine.faults(newer)[0] == {("norm", "two copies in the engine differ")}
+
+
+@pytest.mark.parametrize("missing, parameter", [("k", "qk"), ("expert.1", "experts"), ("norm", "norm"), ("o", "o")])
+def test_the_first_sync_must_write_all_that_the_engine_has(missing: str, parameter: str) -> None:
+    engine, weights = Engine(), tensors()
+    engine.load({name: each for name, each in weights.items() if name != missing})
+    faults = engine.faults({name: each for name, each in weights.items() if name != missing})[0]
+    assert faults == {(parameter, "weights that nothing sent is for")}
+    engine.load(weights)  # watched once more
+    assert engine.faults(weights) == (set(), set())
+
+
+def test_what_is_sent_must_have_a_place() -> None:
+    engine, weights = Engine(), tensors() | {"q_bias": torch.zeros(8)}
+    engine.load(weights)
+    assert engine.faults(weights)[0] == {("q_bias", "sent, and the engine has no place for it")}
+
+
+def test_a_piece_that_no_worker_has_is_missed() -> None:
+    engine, weights = Engine(), tensors()
+    engine.inventories = engine.inventories[:1]
+    engine.models = engine.models[:1]
+    engine.load(weights)
+    part = "the engine holds only a part of it"
+    assert engine.faults(weights)[0] == {(name, part) for name in weights if name not in ("norm", "embedding")}
+
+
+def test_what_is_repacked_for_a_kernel_is_read_before() -> None:
+    def pack(model: Model) -> None:
+        model.experts.data.copy_(model.experts.data.flip(1))
+
+    engine, weights = Engine(pack), tensors()
+    engine.load(weights)
+    assert engine.faults(weights) == (set(), set())
+    weights = tensors()
+    engine.load(weights)
+    assert engine.faults(weights) == (set(), set())
+    engine.load(weights | {"expert.0": weights["expert.1"]})
+    assert {name for name, _ in engine.faults(weights)[0]} == {"expert.0"}
+    engine.load(weights, accounted=False)
+    assert engine.faults(weights) == (set(), {"expert.0", "expert.1", "expert.2"})
+
+
+def test_what_is_computed_from_a_tensor_cannot_be_read_back() -> None:
+    class Negated(Model):
+        def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+            super().load_weights(weights)
+            self.norm.data.copy_(-self.norm.data.exp())
+            self.o.data.mul_(2)
+            return set()
+
+    engine, weights = Engine(), tensors()
+    engine.models = [Negated(0), Negated(1)]
+    engine.inventories = [Inventory(model, torch.float32, "engine 0") for model in engine.models]
+    engine.load(weights)
+    assert engine.faults(weights) == (set(), {"norm", "o"})
+
+
+# ---- names, bounds
+
+
+def test_every_export_sends_the_same_tensors() -> None:
+    one, other = Form((2, 2), BF16), Form((4,), BF16)
+    assert changed_forms({"a": one, "b": one}, {"a": one, "b": one}) == []
+    found = changed_forms({"a": one, "b": one, "c": one}, {"b": other, "c": one, "d": one})
+    assert [(each.tensor, each.what.split(",")[0]) for each in found] == [
+        ("a", "not sent"),
+        ("d", "sent"),
+        ("b", "sent in another shape or type than before"),
+    ]
+
+
+def test_a_message_names_some_of_many() -> None:
+    problems = [Problem(f"engine {i}", "is off", f"layer.{j}") for i in range(5) for j in range(9)]
+    assert describe([*problems, Problem("trainer", "is odd")]) == (
+        "trainer: is odd\n"
+        "engine 0, engine 1 and 3 more: is off: "
+        "layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 1 more"
+    )
+
+
+def test_bounds() -> None:
+    bound = Bound(mean=0.1, max=1.0, jump=8.0, floor=0.01)
+    assert bound.exceeded(Difference(0.09, 0.9), None) is None
+    assert bound.exceeded(Difference(0.11, 0.9), None) and bound.exceeded(Difference(0.01, 1.1), None)
+    assert bound.exceeded(Difference(0.05, 0.9), 0.002)  # 25 times as far as usual
+    assert bound.exceeded(Difference(0.009, 0.9), 0.0001) is None  # but little
+    assert bound.exceeded(Difference.of([0.0, math.nan], [0.0, 0.0]), None)
+    assert bound.exceeded(Difference.of([], []), None) and bound.exceeded(Difference.of([1.0], [1.0, 2.0]), None)
+    assert set(BOUNDS) == {torch.float32, torch.bfloat16, torch.float16}
+
+
+# ---- the first rollout
+
+SAMPLING = SamplingConfig(
+    temperature=0.7, top_p=1.0, top_k=-1, repetition_penalty=1.0, max_completion_length=8, stop_words=()
+)
+
+
+def completions(change: Any = lambda values: values) -> Agreement:
+    source = random.Random(0)
+    parts = []
+    for _ in range(8):
+        trainer = [-source.expovariate(1.0) for _ in range(20)]
+        engine = change([value + source.gauss(0, 0.01) for value in trainer])
+        parts.append(Agreement.of(engine, trainer))
+    return Agreement.sum([Agreement.sum(parts[:3]), Agreement(), Agreement.sum(parts[3:])])
+
+
+def shift_of_temperature() -> Agreement:
+    raise AssertionError("not asked")
+
+
+def test_log_probs_that_agree_are_no_news() -> None:
+    found = completions()
+    assert found.tokens == 160 and found.means[0] < 0.02 < found.means[1]
+    check_alignment(found, rounding=0.01)
+    assert distortion(found, shift_of_temperature, SAMPLING, rounding=0.01) is None
+    assert distortion(Agreement(), shift_of_temperature, SAMPLING, rounding=0.01) is None
+
+
+@pytest.mark.parametrize("shift, side", [(1, "after"), (-1, "before")])
+def test_log_probs_shifted_by_one_stop_the_run(shift: int, side: str) -> None:
+    found = completions(lambda values: values[shift:] + values[:shift])
+    with pytest.raises(ShiftedLogprobs, match=f"shifted by one.*of the token {side}"):
+        check_alignment(found, rounding=0.01)
+
+
+def test_log_probs_of_something_else_are_not_called_shifted() -> None:
+    source = random.Random(1)
+    check_alignment(completions(lambda values: [-source.expovariate(1.0) for _ in values]), rounding=0.01)
+
+
+def test_sampling_that_distorts_is_said_by_its_flags() -> None:
+    from dataclasses import replace
+
+    found = completions(lambda values: [value + 0.1 for value in values])
+    sampling = replace(SAMPLING, top_p=0.9, top_k=50, repetition_penalty=1.1)
+    check_alignment(found, rounding=0.01)
+    told = distortion(found, shift_of_temperature, sampling, rounding=0.01) or ""
+    assert "0.1 per token" in told and "(+0.1 with their sign)" in told
+    assert "--top_p 0.9 and --top_k 50 and --repetition_penalty 1.1" in told
+    assert "use --top_p 1 --top_k -1 --repetition_penalty 1" in told
+    assert distortion(completions(), shift_of_temperature, sampling, rounding=0.01) is None
+
+
+def test_a_temperature_that_the_engine_does_not_heed_is_recognised() -> None:
+    found = completions(lambda values: [0.7 * value for value in values])
+    told = distortion(found, completions, SAMPLING, rounding=0.01) or ""
+    assert "vLLM does not heed --temperature 0.7" in told
+    other = distortion(found, lambda: found, SAMPLING, rounding=0.01) or ""
+    assert "No flag of sampling explains it" in other

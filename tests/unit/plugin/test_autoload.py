@@ -1,0 +1,204 @@
+"""What `import torch` does in which process: the decision, the values of the variable, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+from swift_megatron_grpo.plugin import autoload
+from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, asks_for_grpo, classify
+from swift_megatron_grpo.plugin.mode import VARIABLE
+
+pytestmark = pytest.mark.alone
+
+PYTHON = "/venv/bin/python"
+RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
+ROLLOUT_SCRIPT = "/venv/lib/python3.11/site-packages/swift/cli/rollout.py"
+SFT = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/sft.py"
+GRPO = ["--rlhf_type", "grpo", "--model", "m"]
+SPAWN = [
+    PYTHON,
+    "-c",
+    "from multiprocessing.spawn import spawn_main; spawn_main(pipe_handle=7)",
+    "--multiprocessing-fork",
+]
+
+# name: (sys.argv, sys.orig_argv, what it is)
+PROCESSES = {
+    "rank under torchrun": ([RLHF, *GRPO], [PYTHON, "-u", RLHF, *GRPO], RANK),
+    "only process": ([RLHF, *GRPO], [PYTHON, RLHF, *GRPO], RANK),
+    "equals sign": ([RLHF, "--rlhf_type=grpo"], [PYTHON, RLHF, "--rlhf_type=grpo"], RANK),
+    "-m, package still importing": (
+        ["-m", *GRPO],
+        [PYTHON, "-m", "swift.cli._megatron.rlhf", *GRPO],
+        RANK,
+    ),
+    "-m, module running": ([RLHF, *GRPO], [PYTHON, "-um", "swift.cli._megatron.rlhf", *GRPO], RANK),
+    "-m attached": (["-m", *GRPO], [PYTHON, "-X", "dev", "-mswift.cli._megatron.rlhf", *GRPO], RANK),
+    "under a debugger": ([RLHF, *GRPO], [PYTHON, "-m", "debugpy", "--listen", "5678", RLHF, *GRPO], RANK),
+    "ray turned off": ([RLHF, *GRPO, "--use_ray", "False"], [PYTHON, RLHF, *GRPO, "--use_ray", "False"], RANK),
+    "ray": ([RLHF, *GRPO, "--use_ray", "true"], [PYTHON, RLHF, *GRPO, "--use_ray", "true"], None),
+    "ray, bare flag": ([RLHF, "--use_ray", *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], None),
+    "dpo": ([RLHF, "--rlhf_type", "dpo"], [PYTHON, RLHF, "--rlhf_type", "dpo"], None),
+    "no rlhf type": ([RLHF], [PYTHON, RLHF], None),
+    "megatron sft": ([SFT, *GRPO], [PYTHON, "-u", SFT, *GRPO], None),
+    "swift rlhf": (["/s/swift/cli/rlhf.py", *GRPO], [PYTHON, "/s/swift/cli/rlhf.py", *GRPO], None),
+    "spawned data loader worker": ([RLHF, *GRPO], SPAWN, None),
+    "fork server": (["-c"], [PYTHON, "-c", "from multiprocessing.forkserver import main; main(3)"], None),
+    "torchrun module": (["-m", RLHF, *GRPO], [PYTHON, "-m", "torch.distributed.run", RLHF, *GRPO], None),
+    "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], None),
+    "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], None),
+    "after handing over": (
+        ["-m", "rlhf", *GRPO],
+        [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],
+        None,
+    ),
+    "swift megatron": (
+        ["/venv/bin/swift", "megatron", "rlhf"],
+        [PYTHON, "/venv/bin/swift", "megatron", "rlhf"],
+        SWIFT_MEGATRON,
+    ),
+    "swift sft": (["/venv/bin/swift", "sft", "megatron"], [PYTHON, "/venv/bin/swift", "sft", "megatron"], None),
+    "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], None),
+    "rollout server": ([ROLLOUT_SCRIPT, "--model", "m"], [PYTHON, ROLLOUT_SCRIPT, "--model", "m"], ROLLOUT),
+    "rollout server, -m": (["-m", "--model", "m"], [PYTHON, "-m", "swift.cli.rollout", "--model", "m"], ROLLOUT),
+    "this package's server": (["-m", "--x"], [PYTHON, "-P", "-m", "swift_megatron_grpo.server", "--x"], None),
+    "its engine": ([ROLLOUT_SCRIPT, "--model", "m"], SPAWN, None),
+    "somebody's script": (["train.py", *GRPO], [PYTHON, "train.py", *GRPO], None),
+    "somebody's folder": (["megatron/rlhf.py", *GRPO], [PYTHON, "megatron/rlhf.py", *GRPO], None),
+    "interactive": ([""], [PYTHON], None),
+    "-c": (["-c", *GRPO], [PYTHON, "-Wignore", "-c", "import torch", *GRPO], None),
+    "embedded": ([], [], None),
+}
+
+
+@pytest.mark.parametrize("name", PROCESSES)
+def test_what_a_process_is(name: str) -> None:
+    argv, orig_argv, expected = PROCESSES[name]
+    assert classify(argv, orig_argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--rlhf_type", "grpo"], True),
+        (["--rlhf_type=grpo"], True),
+        (["--rlhf-type", "grpo"], True),
+        (["--rlhf_t", "grpo"], True),  # argparse takes abbreviations
+        (["--rlhf_type", "dpo", "--rlhf_type", "grpo"], True),  # and the last one
+        (["--rlhf_type", "grpo", "--rlhf_type=dpo"], False),
+        (["--rlhf_type", "GRPO"], False),  # which ms-swift refuses
+        (["--rlhf_type"], False),
+        (["--rlhf_types", "grpo"], False),
+        (["--loss_type", "grpo"], False),
+        (["--", "grpo"], False),
+        (["grpo"], False),
+        ([], False),
+    ],
+)
+def test_asks_for_grpo(args: list[str], expected: bool) -> None:
+    assert asks_for_grpo(args) is expected
+
+
+def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, timeout=120
+    )
+
+
+# A process that looks like a rank, as far as arm() can see, and says what got hooked.
+RANK_PROCESS = f"""
+import sys
+sys.argv = [{RLHF!r}, *{GRPO!r}]
+sys.orig_argv = [sys.executable, *sys.argv]
+from swift_megatron_grpo.plugin.autoload import arm
+arm()
+hooks = sys.modules.get("swift_megatron_grpo.import_hooks")
+print(sorted([*hooks._before, *hooks._after]) if hooks else "nothing")
+"""
+PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
+TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers"]
+
+
+@pytest.mark.parametrize(
+    ("value", "hooked"),
+    [("on", PLATFORM_HOOKS + TRAINER_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")],
+)
+def test_what_each_value_of_the_variable_hooks(value: str, hooked: list[str] | str) -> None:
+    result = run(RANK_PROCESS, **{VARIABLE: value})
+    assert result.stdout.strip() == str(hooked), result.stderr
+    assert result.stderr == ""
+
+
+def test_on_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert run(RANK_PROCESS).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
+
+
+def test_a_wrong_value_stops_a_rank_with_the_choices() -> None:
+    result = run(RANK_PROCESS, **{VARIABLE: "yes"})
+    assert result.returncode == 1
+    assert "SWIFT_MEGATRON_GRPO='yes' is none of its values (on: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_wrong_value_is_nobody_elses_business() -> None:
+    result = run("from swift_megatron_grpo.plugin.autoload import arm; arm(); print('fine')", **{VARIABLE: "yes"})
+    assert (result.stdout.strip(), result.stderr, result.returncode) == ("fine", "", 0)
+
+
+def test_a_failure_is_one_line_and_not_an_exception() -> None:
+    result = run("import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n" + RANK_PROCESS)
+    assert result.returncode == 0
+    assert result.stderr == (
+        "swift-megatron-grpo: not active in this process: RuntimeError: "
+        "megatron.core is already imported: nothing can run before it any more\n"
+    )
+
+
+def test_torch_calls_arm() -> None:
+    """The installed entry point, end to end: a process with a rank's command line has hooks once torch is imported."""
+    code = RANK_PROCESS.replace("from swift_megatron_grpo.plugin.autoload import arm\narm()", "import torch")
+    assert run(code, **{VARIABLE: "on"}).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
+    assert run(code, **{VARIABLE: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
+
+
+def test_arming_costs_less_than_a_millisecond() -> None:
+    """As torch does it: at the end of its import, so with its modules loaded, and from bytecode."""
+    code = """
+import json, sys, time
+import torch
+assert "swift_megatron_grpo" not in sys.modules
+start = time.perf_counter()
+from swift_megatron_grpo.plugin.autoload import arm
+imported = time.perf_counter()
+arm()
+armed = time.perf_counter()
+print(json.dumps({"import": 1e3 * (imported - start), "arm": 1e3 * (armed - imported)}))
+"""
+    environ = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONDONTWRITEBYTECODE": ""}
+    runs = []
+    for attempt in range(6):
+        result = run(code if attempt else "import swift_megatron_grpo.plugin.autoload", **environ)
+        assert result.returncode == 0, result.stderr
+        if attempt:  # the first one wrote the bytecode
+            runs.append(json.loads(result.stdout))
+    cost = {what: statistics.median(one[what] for one in runs) for what in ("import", "arm")}
+    assert sum(cost.values()) < 1.0, cost
+
+
+def test_handing_over_keeps_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(os, "execv", lambda path, args: executed.append((path, args)))
+    autoload._hand_over(
+        "swift.cli._megatron.main",
+        ["rlhf", "--x", "1"],
+        [PYTHON, "-X", "dev", "-u", "/venv/bin/swift", "megatron", "rlhf", "--x", "1"],
+    )
+    arguments = [sys.executable, "-X", "dev", "-u", "-P", "-m", "swift.cli._megatron.main", "rlhf", "--x", "1"]
+    assert executed == [(sys.executable, arguments)]

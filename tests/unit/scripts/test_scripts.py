@@ -1,0 +1,226 @@
+"""The scripts that make a model and a dataset, the quickstart's reward, and the line that a run is judged by."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tests.paths import REPOSITORY
+
+
+def script(name: str, *arguments: object, ok: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "scripts" / name), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not ok or result.returncode == 0, result.stderr
+    return result
+
+
+# ---- make_tiny_model.py
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "dense"
+    script("make_tiny_model.py", "--out", folder)
+    return folder
+
+
+def test_the_tokenizer_has_every_byte_and_chatml(dense: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(dense)
+    text = "hello, Wörld \x00\n\t 漢字 🙂"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert len(tokenizer(text).input_ids) == len(text.encode())
+    assert len(tokenizer) == 259
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer("<|im_start|>").input_ids == [tokenizer.convert_tokens_to_ids("<|im_start|>")]
+
+
+def test_the_model_is_a_random_qwen3_in_bf16(dense: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(dense)
+    config, tokenizer = model.config, AutoTokenizer.from_pretrained(dense)
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert (config.num_hidden_layers, config.hidden_size, config.num_key_value_heads) == (4, 64, 2)
+    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert config.vocab_size >= len(tokenizer) and config.vocab_size % 8 == 0
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_a_seed_decides_the_weights(dense: Path, tmp_path: Path) -> None:
+    script("make_tiny_model.py", "--out", tmp_path / "same", "--seed", 0)
+    script("make_tiny_model.py", "--out", tmp_path / "other", "--seed", 1)
+    weights = "model.safetensors"
+    assert filecmp.cmp(dense / weights, tmp_path / "same" / weights, shallow=False)
+    assert not filecmp.cmp(dense / weights, tmp_path / "other" / weights, shallow=False)
+
+
+def test_the_moe_kind_and_the_shape_flags(tmp_path: Path) -> None:
+    shape = ["--layers", 2, "--hidden", 32, "--heads", 2, "--kv-heads", 1, "--experts", 8, "--tie"]
+    script("make_tiny_model.py", "--out", tmp_path / "moe", "--kind", "moe", *shape)
+    config = AutoConfig.from_pretrained(tmp_path / "moe")
+    assert config.model_type == "qwen3_moe"
+    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 32, 2)
+    assert (config.num_key_value_heads, config.num_experts, config.tie_word_embeddings) == (1, 8, True)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "moe")(torch.arange(8)[None]).logits.isfinite().all()
+
+
+# ---- make_dataset.py and the reward
+
+
+def test_the_dataset_is_what_the_seed_says(tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        script("make_dataset.py", "--out", tmp_path / "new" / name, "--rows", 20, "--seed", seed)
+    a, b, c = ((tmp_path / "new" / name).read_text() for name in "abc")
+    assert a == b != c
+    rows = [json.loads(line) for line in a.splitlines()]
+    assert len(rows) == 20
+    for row in rows:
+        assert [message["role"] for message in row["messages"]] == ["user"]
+        assert row["letters"] == "abcdefghijklmnopqrstuvwxyz"
+    assert len({row["messages"][0]["content"] for row in rows}) == 20
+    assert len({len(row["messages"][0]["content"]) for row in rows}) > 5
+
+
+def test_the_reward_is_the_share_of_letters() -> None:
+    from swift.rewards import orms
+    from swift.utils import import_external_file
+
+    path = list(sys.path)
+    import_external_file(str(REPOSITORY / "templates" / "plugins" / "letters.py"))
+    sys.path[:] = path
+    reward = orms["letters"]()
+    completions = ["abc", "aB1 ", "", "\ufffd\ufffdx", "ABC"]
+    columns: dict[str, Any] = {"letters": ["abcx"] * 5, "messages": [[]] * 5}
+    assert reward(completions, **columns) == pytest.approx([1, 1 / 4, 0, 1 / 3, 0])
+
+
+# ---- summarize_run.py
+
+
+def make_run(folder: Path, rewards: list[float], earlier: list[float] | None = None) -> Path:
+    folder.mkdir()
+    (folder / "args.json").write_text(json.dumps({"global_world_size": 2, "lr": 1.0}))
+    lines: list[dict[str, Any]] = []
+    for run in ([] if earlier is None else [earlier]) + [rewards]:
+        for number, reward in enumerate(run, start=1):
+            lines.append({"loss": 0.0, "reward": reward, "iteration": f"{number}/{len(run)}"})
+            lines.append({"eval_reward": 9.0, "iteration": f"{number}/{len(run)}"})
+        lines.append({"last_model_checkpoint": None})
+    (folder / "logging.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def summarize(folder: Path, *arguments: object) -> tuple[int, str, str]:
+    result = script("summarize_run.py", folder, *arguments, ok=False)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_a_run_that_learned(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5 + [0.9] * 3 + [0.25] * 5)
+    assert summarize(run) == (0, f"quickstart: reward 0.100 -> 0.250 over 13 steps on 2 ranks, run in {run}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "line", "why"),
+    [
+        ([0.1] * 5 + [0.19] * 5, "quickstart: reward 0.100 -> 0.190 over 10 steps", "did not reach 2 times its start"),
+        ([0.0] * 5 + [0.5] * 5, "quickstart: reward 0.000 -> 0.500 over 10 steps", "did not reach 2 times its start"),
+        ([-0.5] * 5 + [0.5] * 5, "quickstart: reward -0.500 -> 0.500 over 10 steps", "did not reach 2 times"),
+        ([0.1] * 4 + [0.9] * 5, "", "9 steps are logged"),
+        ([0.1] * 7 + [float("nan")] + [0.9] * 5, "", "the reward of step 8 is not finite"),
+        ([0.1] * 5 + [0.9] * 4 + [float("inf")], "", "the reward of step 10 is not finite"),
+        ([], "", "0 steps are logged"),
+    ],
+)
+def test_a_run_that_did_not(tmp_path: Path, rewards: list[float], line: str, why: str) -> None:
+    code, stdout, stderr = summarize(make_run(tmp_path / "run", rewards))
+    assert code == 1
+    assert stdout.startswith(line) and len(stdout.splitlines()) == bool(line)
+    assert why in stderr
+
+
+def test_the_gain_is_a_choice(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5 + [0.16] * 5)
+    assert [summarize(run, "--min-gain", gain)[0] for gain in (1.5, 2)] == [0, 1]
+
+
+def test_only_the_last_run_of_a_folder_counts(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [0.1] * 5 + [0.4] * 5, earlier=[0.9] * 20)
+    assert summarize(run)[1].startswith("quickstart: reward 0.100 -> 0.400 over 10 steps")
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    code, stdout, stderr = summarize(tmp_path)
+    assert (code, stdout) == (1, "")
+    assert "no result in" in stderr and "logging.jsonl" in stderr
+
+
+# ---- the shell scripts
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "scripts/setup_venv.sh",
+        "scripts/quickstart.sh",
+        "scripts/test.sh",
+        "templates/cpu_quickstart.sh",
+        ".ci/run",
+        "templates/dense_server.sh",
+        "templates/async_server.sh",
+    ],
+)
+def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
+    file = REPOSITORY / path
+    assert os.stat(file).st_mode & stat.S_IXUSR
+    lines = file.read_text().splitlines()
+    assert lines[0] == "#!/usr/bin/env bash" and "set -euo pipefail" in lines
+    subprocess.run(["bash", "-n", str(file)], check=True)
+
+
+def test_the_template_for_rollouts_ahead_of_training_is_the_one_for_servers_with_more_flags(tmp_path: Path) -> None:
+    """With a `megatron` of our own first on the path, which prints what it was called with."""
+    fake = tmp_path / "megatron"
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATASET": "d"}
+    turns, ahead = (
+        subprocess.check_output([REPOSITORY / "templates" / name, "train", "--lr", "1"], env=environ, text=True).split()
+        for name in ("dense_server.sh", "async_server.sh")
+    )
+    assert turns[-2:] == ahead[-2:] == ["--lr", "1"]
+    assert ahead[: len(turns) - 2] == turns[:-2]
+    flags = [argument for argument in ahead[:-2] if argument.startswith("--")]
+    assert "--async_generate" in flags and len(flags) == len(set(flags))
+
+
+def test_the_template_passes_every_flag_once_and_further_ones_last(tmp_path: Path) -> None:
+    """With a `megatron` of our own first on the path, which prints what it was called with."""
+    fake = tmp_path / "megatron"
+    fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$NPROC_PER_NODE" "$@"\n')
+    fake.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MODEL": "m", "DATASET": "d", "OUTPUT": "o"}
+    environ.pop("NPROC_PER_NODE", None)
+    command = [str(REPOSITORY / "templates" / "cpu_quickstart.sh"), "--train_iters", "3"]
+    ranks, *arguments = subprocess.check_output(command, env=environ, text=True, cwd=tmp_path).splitlines()
+    assert (
+        ranks == "2" and arguments[:3] == ["rlhf", "--rlhf_type", "grpo"] and arguments[-2:] == ["--train_iters", "3"]
+    )
+    flags = [argument for argument in arguments[:-2] if argument.startswith("--")]
+    assert len(flags) == len(set(flags))
+    plugin = Path(arguments[arguments.index("--external_plugins") + 1])
+    assert plugin.is_absolute() and plugin.is_file()

@@ -1,0 +1,59 @@
+"""What tests/stress/kill_servers.py and tests/stress/soak.py call good: runs on made-up records, not on processes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.paths import REPOSITORY
+from tests.stress import kill_servers, soak
+
+GOOD = kill_servers.Outcome(
+    ids=[("0-1", 0), ("0-1", 1), ("0-2", 0)], tokens=["a", "b", "c"], numbers=[[0.5, 1.0, 0.1]], seconds=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("there", "good"),
+    [
+        (GOOD, True),
+        (replace(GOOD, ids=[("0-1", 0), ("0-1", 0), ("0-2", 0)]), False),  # one twice, one lost
+        (replace(GOOD, ids=GOOD.ids[:2], tokens=GOOD.tokens[:2]), False),
+        (replace(GOOD, numbers=[[0.5, 1.001, 0.1]]), False),
+        (replace(GOOD, numbers=[[0.5, 1.00001, 0.1]]), True),
+    ],
+)
+def test_a_disturbed_run_has_to_train_what_the_undisturbed_one_does(there: kill_servers.Outcome, good: bool) -> None:
+    assert kill_servers.judge(there, GOOD)[1] is good
+
+
+def test_kills_are_planned_in_order_and_again_with_the_same_seed() -> None:
+    planned = kill_servers.aims(20, 40, random.Random(3))
+    assert planned == kill_servers.aims(20, 40, random.Random(3)) != kill_servers.aims(20, 40, random.Random(4))
+    assert [aim.step for aim in planned] == sorted(aim.step for aim in planned)
+    assert all(1 <= aim.step < 40 for aim in planned)
+    assert len({aim.phase for aim in planned}) > 3 and len({aim.part for aim in planned}) == 3
+
+
+def test_growth_is_of_what_comes_after_the_warm_up() -> None:
+    warm_up = [1000 + 10 * step for step in range(100)]
+    assert soak.growth([*warm_up, *[2000] * 400], 100) == 0
+    leak = [*warm_up, *(2000 + step // 10 for step in range(400))]  # 40 of 2000
+    assert soak.growth(leak, 100) > soak.ALLOWED
+
+
+def test_the_page_tells_what_the_files_hold() -> None:
+    docs = REPOSITORY / "docs"
+    page = (docs / "survival.md").read_text()
+    story = json.loads((docs / "survival_kills.json").read_text())
+    kills = [kill_servers.Kill(at=0, **kill) for kill in story["kills"]]
+    assert story["good"] and len(kills) == 20 and kill_servers.table(kills) in page
+    assert f"{sum(kill.unfinished for kill in kills)} completions had to be made again" in page
+    assert f"Both runs trained {story['result']['trained']} completions" in page
+    memory = json.loads((docs / "survival_soak.json").read_text())
+    for name in ("trainer", "server"):
+        [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
+        assert f"{100 * memory[name]['growth']:+.2f} %" in row

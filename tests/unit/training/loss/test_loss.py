@@ -1,0 +1,243 @@
+"""Every loss against the paper's formula in fp64, and what must not matter to any of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swift_megatron_grpo.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
+from swift_megatron_grpo.training.loss.policies import discounted_future_sum
+from swift_megatron_grpo.types import Sample
+from tests.unit.training.loss.loss_formulas import reference
+from tests.unit.training.loss.losses import GROUP, Step, make_step, run
+
+PLAIN = LossConfig(
+    name="grpo",
+    epsilon_low=0.2,
+    epsilon_high=0.3,
+    beta=0.1,
+    temperature=1.0,
+    max_completion_length=16,
+    log_entropy=True,
+)
+CORRECTION = CorrectionConfig(log_metrics=True)
+NAMES = sorted(LOSSES)
+LEVELS = ["token", "sequence", "sequence_token"]
+MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+VARIANTS = {
+    "plain": PLAIN,
+    "no-kl": replace(PLAIN, beta=0.0),
+    "delta": replace(PLAIN, delta=1.5),
+    "dual_clip": replace(PLAIN, dual_clip=1.6),
+    "entropy": replace(PLAIN, entropy_coef=0.05),
+    "mask": replace(PLAIN, correction=CorrectionConfig(mask_delta=0.02)),
+    **{level: replace(PLAIN, level=level) for level in LEVELS[1:]},
+    **{mode: replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)) for mode in MODES},
+    **{f"kl-{each}": replace(PLAIN, kl_estimator=each) for each in ("k1", "abs", "k2")},
+    "fipo-wide": replace(PLAIN, fipo=FipoConfig(3.0, 0.5, False, 1.2), delta=1.4),
+    "fipo-free": replace(PLAIN, fipo=FipoConfig(2.0, None, True, None)),
+}
+
+
+def check(step: Step, config: LossConfig) -> None:
+    result = run(step, config)
+    loss, gradients = reference(step, config)
+    assert result.loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    for i, gradient in enumerate(gradients):
+        assert result.gradients[i] == pytest.approx(gradient, rel=1e-4, abs=1e-6)
+
+
+# ---- against the formulas
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_value_and_gradient_are_those_of_the_formula(name: str, variant: str) -> None:
+    for seed in range(3):
+        check(make_step([5, 1, 9, 3, 2, 7, 4, 6], seed), replace(VARIANTS[variant], name=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_too(name: str) -> None:
+    step = make_step([5, 1, 9, 3])
+    for sample in step.samples:
+        sample.old_logprobs = None
+    config = replace(PLAIN, name=name, epsilon_high=5.0 if name == "cispo" else 0.3)  # for cispo, the bound itself
+    check(step, config)
+    metrics = run(step, config).metrics
+    assert metrics["actor/approxkl"] == 0 and metrics.get("actor/clipfrac", 0) == 0  # exactly
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_that_are_not_selected_leave_the_policy_loss_and_not_the_kl(name: str) -> None:
+    step = make_step([5, 1, 9, 3])
+    rng = random.Random(1)
+    for sample in step.samples:
+        sample.selected = [rng.random() < 0.5 for _ in range(sum(sample.completion_mask))]
+    check(step, replace(PLAIN, name=name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_completions_that_overlong_filter_leaves_out_count_in_the_divisors_only(name: str) -> None:
+    """As in ms-swift, whose masks come after its divisors. For real, ms-swift also keeps them as scores of 0."""
+    step = make_step([5, 1, 9, 3])
+    out = step.samples[2]
+    out.completion_mask, out.left_out = [False] * len(out.tokens), 9
+    out.old_logprobs = out.ref_logprobs = out.rollout_logprobs = []
+    step.logprobs[2], step.entropies[2] = [], []
+    check(step, replace(PLAIN, name=name))
+
+
+def test_delta_and_dual_clip_are_one_bound_where_both_apply() -> None:
+    step = make_step([8, 8, 8, 8], drift=1.0)
+    two_sided, dual = run(step, VARIANTS["delta"]), run(step, replace(PLAIN, dual_clip=1.5))
+    assert two_sided.loss == pytest.approx(dual.loss, rel=1e-6)
+    assert two_sided.loss < run(step, PLAIN).loss  # and it was reached
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.lists(st.floats(-2, 2), min_size=7, max_size=7), min_size=1, max_size=3), st.floats(0.1, 1.0))
+def test_the_discounted_sum_is_the_loop(rows: list[list[float]], gamma: float) -> None:
+    expected = [[sum(gamma ** (k - t) * row[k] for k in range(t, 7)) for t in range(7)] for row in rows]
+    found = discounted_future_sum(torch.tensor(rows, dtype=torch.float64), gamma)
+    assert found.flatten().tolist() == pytest.approx([x for row in expected for x in row], rel=1e-9, abs=1e-9)
+
+
+# ---- what must not matter
+
+
+@st.composite
+def parted_steps(draw: st.DrawFn) -> tuple[Step, list[list[int]]]:
+    """Groups, shuffled, in micro batches of whole groups."""
+    lengths = draw(st.lists(st.integers(0, 8), min_size=2 * GROUP, max_size=4 * GROUP).filter(any))
+    lengths = lengths[: len(lengths) // GROUP * GROUP]
+    if not any(lengths):
+        lengths[0] = 1
+    rng = draw(st.randoms(use_true_random=False))
+    groups = [list(range(start, start + GROUP)) for start in range(0, len(lengths), GROUP)]
+    rng.shuffle(groups)
+    for group in groups:
+        rng.shuffle(group)
+    cut = rng.randint(1, len(groups) - 1)
+    return make_step(lengths, seed=rng.randint(0, 99)), [
+        [i for g in part for i in g] for part in (groups[:cut], groups[cut:])
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(deadline=None, max_examples=15)
+@given(data=st.data())
+def test_packing_does_not_matter(name: str, data: st.DataObject) -> None:
+    """Nor does, then, which rank trains what: shares of ranks add up as those of micro batches do."""
+    step, micro_batches = data.draw(parted_steps())
+    variant = data.draw(st.sampled_from(sorted(VARIANTS)))
+    config = replace(VARIANTS[variant], name=name)
+    if name != "real":  # real needs whole groups in a micro batch
+        micro_batches = [micro_batches[0][:-1], [micro_batches[0][-1], *micro_batches[1]]]
+    whole, parted = run(step, config), run(step, config, micro_batches)
+    assert parted.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
+    assert effective_sample_size(parted.metrics) == pytest.approx(
+        effective_sample_size(whole.metrics), rel=1e-4, abs=1e-6
+    )
+    for i, gradient in whole.gradients.items():
+        assert parted.gradients[i] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_without_trained_tokens_changes_nothing(name: str) -> None:
+    step = make_step([4, 3, 5, 2])
+    empty = Sample([1, 1], [False, False], advantage=9.0, old_logprobs=[], ref_logprobs=[], rollout_logprobs=[])
+    longer = Step([*step.samples, empty], [*step.logprobs, []], [*step.entropies, []])
+    config = replace(PLAIN, name=name, correction=replace(CORRECTION, mode="sequence_mask", mask_delta=0.1))
+    assert run(longer, config).loss == pytest.approx(run(step, config).loss, abs=1e-7)
+    assert run(longer, config).metrics == pytest.approx(run(step, config).metrics, abs=1e-6)
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_absurd_log_probs_and_lengths_make_no_nan(name: str, variant: str, advantage: float) -> None:
+    step = make_step([1, 0, 3, 2])
+    for sample in step.samples:
+        sample.advantage = advantage
+    step.samples[3].advantage = -advantage
+    for now, old, reference_, rollout in (
+        ([-1e4], [-1e-3], [-1e-3], [-1e-3]),
+        ([-1e-3], [-1e4], [-1e4], [-1e4]),
+    ):
+        step.logprobs[0], step.samples[0].old_logprobs = now, old
+        step.samples[0].ref_logprobs, step.samples[0].rollout_logprobs = reference_, rollout
+        result = run(step, replace(VARIANTS[variant], name=name))
+        assert math.isfinite(result.loss)
+        assert all(map(math.isfinite, (g for gradient in result.gradients.values() for g in gradient)))
+        assert all(map(math.isfinite, result.metrics.values()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_in_which_nothing_is_trained_has_loss_zero(name: str) -> None:
+    step = make_step([0, 0, 0, 0])
+    for sample in step.samples:
+        sample.left_out = 3
+    config = replace(PLAIN, name=name, correction=replace(CORRECTION, mode="token_mask", mask_delta=0.1))
+    result = run(step, config)
+    assert result.loss == 0.0
+    ends = ("_max", "_min")
+    finite = {n: v for n, v in effective_sample_size(result.metrics).items() if not n.endswith(ends)}
+    assert all(v == 0.0 for v in finite.values())
+    assert all(math.isinf(v) for n, v in result.metrics.items() if n.endswith(ends))  # the engine leaves these out
+
+
+def test_correction_without_the_engines_log_probs_is_refused() -> None:
+    step = make_step([2, 2])
+    for sample in step.samples:
+        sample.rollout_logprobs = None
+    with pytest.raises(ValueError, match="token_mask needs the engine's log-probs"):
+        run(step, VARIANTS["token_mask"])
+
+
+# ---- metrics
+
+
+def test_clipping_is_counted_where_it_takes_the_gradient_away() -> None:
+    high = Sample([1, 1, 1], [False, True, True], advantage=1.0, old_logprobs=[-2.0, -2.0])
+    low = Sample([1, 1], [False, True], advantage=-1.0, old_logprobs=[-1.0], group=1)
+    step = Step([high, low], [[-1.0, -2.0], [-3.0]], [[0.0, 0.0], [0.0]])  # ratios e (clipped), 1 and e^-2 (clipped)
+    result = run(step, LossConfig("grpo", 0.2, 0.2, 0.0, 1.0))
+    assert result.gradients == {0: [0.0, pytest.approx(-0.25)], 1: [0.0]}
+    third = pytest.approx(1 / 3)
+    assert result.metrics["clip_ratio/high_mean"] == result.metrics["clip_ratio/low_mean"] == third
+    assert result.metrics["clip_ratio/region_mean"] == result.metrics["actor/clipfrac"] == pytest.approx(2 / 3)
+    assert result.metrics["clip_ratio/high_max"] == 0.5 and result.metrics["clip_ratio/low_min"] == 0.0
+
+
+def test_entropy_is_reported_over_completions() -> None:
+    step = make_step([4, 0, 2])
+    means = [sum(values) / len(values) for values in step.entropies if values]
+    metrics = run(step, PLAIN).metrics
+    assert metrics["entropy/entropy_mean"] == pytest.approx(sum(means) / 2)
+    assert metrics["entropy/entropy_max"] == pytest.approx(max(means))
+    assert metrics["entropy/entropy_min"] == pytest.approx(min(means))
+
+
+def test_effective_sample_size_is_that_of_the_whole_step() -> None:
+    step = make_step([6, 3, 8, 2], drift=0.8)
+    config = VARIANTS["token_truncate"]
+    whole = effective_sample_size(run(step, config, [[0], [1, 2], [3]]).metrics)
+    rho = [
+        min(max(math.exp(o - r), 1 / 1.1), 1.1)
+        for s in step.samples
+        for o, r in zip(s.old_logprobs or [], s.rollout_logprobs or [], strict=True)
+    ]
+    expected = (sum(rho) / len(rho)) ** 2 / (sum(x * x for x in rho) / len(rho))
+    assert whole["rollout_correction/ess"] == pytest.approx(expected, rel=1e-5)
+    assert not any("ess_" in name for name in whole)
