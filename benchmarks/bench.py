@@ -34,7 +34,7 @@ from benchmarks.harness.page import write_page
 from benchmarks.harness.processes import Plan, Setting, make_entry_point, measure
 from benchmarks.harness.results import PHASES, Process, Run
 from benchmarks.harness.workload import SHAPES, Workload, training_flops, write_dataset
-from swift_megatron_grpo.tools.check_layouts import Layout
+from swift_megatron_grpo.tools.check_layouts import Variant
 
 REPOSITORY = Path(__file__).parents[1]
 NEVER = "1000000"
@@ -88,7 +88,7 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
     ours = f"{args.ours_flags} --sync_check off" if args.kind == "train" else args.ours_flags  # no engine to check
     for arm, names, more in (("ours", args.ours, ours), ("stock", args.stock, args.stock_flags)):
         for name in names:
-            layout = Layout.parse(name)
+            layout = Variant.parse(name)
             ranks.add(layout.ranks)
             settings.append(Setting(arm, name, (*layout.flags(), *shlex.split(more))))
     if len(ranks) != 1:

@@ -56,7 +56,7 @@ class Parts:
 def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
     import torch
 
-    from swift_megatron_grpo.plugin.autoload import hook_platform
+    from swift_megatron_grpo.plugin.activation import hook_platform
     from swift_megatron_grpo.plugin.register import register
     from swift_megatron_grpo.training.loss import make_loss
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from swift_megatron_grpo.layout import Layout
+
 BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
@@ -21,10 +23,7 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 class BatchPlan:
     """Sizes that fit together. Made by `resolve`."""
 
-    world_size: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    context_parallel: int
+    layout: Layout
     micro_batch_size: int
     global_batch_size: int
     generation_batch_size: int
@@ -33,7 +32,7 @@ class BatchPlan:
 
     @property
     def data_parallel(self) -> int:
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+        return self.layout.data_parallel
 
     @property
     def gradient_accumulation(self) -> int:
@@ -74,10 +73,10 @@ class BatchPlan:
                 f"Per-device rollout prompt count ({per_device}) = ({count}) // dp_size ({dp}) is not divisible by "
                 f"micro_batch_size ({self.micro_batch_size})"
             )
-        if self.generation_batch_size % self.world_size:
+        if self.generation_batch_size % self.layout.world_size:
             return (
                 f"generation_batch_size ({self.generation_batch_size}) is not divisible by the world size "
-                f"({self.world_size})"
+                f"({self.layout.world_size})"
             )
         return None
 
@@ -236,23 +235,12 @@ class ResidencyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutConfig:
-    """How ranks share a model."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    expert: int
-    expert_tensor: int
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """Where the reference policy comes from. Full tuning: a frozen copy; LoRA: the base under the adapter."""
 
     beta: float
     model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: the base under the adapter
-    layout: LayoutConfig | None  # of the frozen copy; None: as in training
+    layout: Layout | None  # of the frozen copy; None: as in training
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Parallel:
+class RankPosition:
     """The layout and this rank's place in it."""
 
     rank: int
@@ -34,12 +34,8 @@ class Parallel:
     dp_rank: int
     dp_cp_group: dist.ProcessGroup
 
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
     @classmethod
-    def from_megatron(cls) -> Parallel:
+    def from_megatron(cls) -> RankPosition:
         return cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -70,7 +66,7 @@ class Coordinator:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def gather_samples(self, values: dict[int, T], place: Parallel) -> dict[int, T]:
+    def gather_samples(self, values: dict[int, T], place: RankPosition) -> dict[int, T]:
         """Values by sample, from the ranks that have them to all. Of ranks that hold copies, one speaks."""
         mine = values if place.tp_rank == 0 and place.cp_rank == 0 else {}
         return {index: value for part in self.all_gather(mine) for index, value in part.items()}

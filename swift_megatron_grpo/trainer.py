@@ -20,6 +20,7 @@ from swift.template import Template
 from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
@@ -44,8 +45,8 @@ from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_expert
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyElsewhere, Reference
-from swift_megatron_grpo.training.reference_layout import SecondLayout
+from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyInOwnLayout, Reference
+from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.weights.export import WeightExport, merged_on_read
 
 logger = get_logger()
@@ -55,7 +56,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     args: GRPOArguments
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
-        for line in args.start_up_lines():
+        for line in start_up_lines(args):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
@@ -77,7 +78,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         transport = BucketTransport(torch.device(torch.cuda.current_device()), config.bucket_bytes)
         remote = RemoteVllm(config, transport, self.coordinator.rank)
         environments_grade = self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
-        args.learn_of_servers(any(environments_grade))
+        args.set_grading_of_servers(any(environments_grade))
         return remote
 
     # ---- what the parent asks while it builds
@@ -98,15 +99,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
 
-    def _make_reference(self) -> tuple[FrozenCopy | None, SecondLayout | None, list[torch.nn.Module]]:
+    def _make_reference(self) -> tuple[FrozenCopy | None, ReferenceLayout | None, list[torch.nn.Module]]:
         """A frozen copy where the reference policy is one, and what exists for its sake alone."""
         wanted, args = self.settings.reference, self.args
         if wanted.beta == 0 or wanted.model_dir is None:
             return None, None, []
         folder = safe_snapshot_download(wanted.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
-        layout = None if wanted.layout is None else SecondLayout(wanted.layout, args.ddp_timeout // 60)
+        layout = None if wanted.layout is None else ReferenceLayout(wanted.layout, args.ddp_timeout // 60)
         with nullcontext() if layout is None else layout.active():
-            models = get_mcore_model(args.of_reference(), self.template.config)
+            models = get_mcore_model(args.with_reference_sizes(), self.template.config)
             for model in models:
                 model.to(torch.cuda.current_device())
             models[0].config.bridge.load_weights(models, folder)
@@ -205,7 +206,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return BaseUnderAdapter(training.passes, self.peft_models)
         if self.reference_layout is None:
             return self.frozen_copy
-        return FrozenCopyElsewhere(self.frozen_copy, self.reference_layout, coordinator)
+        return FrozenCopyInOwnLayout(self.frozen_copy, self.reference_layout, coordinator)
 
     def _canary(self) -> Canary:
         text: list[int] = self.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)

@@ -11,32 +11,26 @@ way of dealing out prompts cannot handle: here they work, and `BatchPlan.notes` 
 
 from __future__ import annotations
 
-from swift_megatron_grpo.arguments.batch_sizes import Layout, Sizes, check_layout, check_sizes
+from swift_megatron_grpo.arguments.batch_sizes import Sizes, check_sizes, check_world_size
 from swift_megatron_grpo.config import BatchPlan
+from swift_megatron_grpo.layout import Layout
 
 
 def resolve(
+    layout: Layout,
     *,
-    world_size: int,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    context_parallel: int,
     micro_batch_size: int,
     global_batch_size: int,
     num_generations: int,
     generation_batch_size: int | None = None,
     steps_per_generation: int | None = None,
 ) -> BatchPlan:
-    """The plan for what the user typed, None where nothing was typed; or BatchError."""
-    layout = Layout(world_size, tensor_parallel, pipeline_parallel, context_parallel)
+    """Fill in the sizes that the user left out (None). Raises BatchError if they do not fit together."""
     sizes = Sizes(micro_batch_size, global_batch_size, num_generations, generation_batch_size, steps_per_generation)
-    check_layout(layout, sizes)
+    check_world_size(layout, sizes)
     check_sizes(sizes, layout.data_parallel)
     return BatchPlan(
-        world_size=world_size,
-        tensor_parallel=tensor_parallel,
-        pipeline_parallel=pipeline_parallel,
-        context_parallel=context_parallel,
+        layout=layout,
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
         generation_batch_size=sizes.rollout,
@@ -47,10 +41,14 @@ def resolve(
 
 def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
     """What a start-up log shows. `max_tokens`: the token budget of micro batches, where there is one."""
-    model_parallel = f"TP {plan.tensor_parallel} * PP {plan.pipeline_parallel} * CP {plan.context_parallel}"
+    layout = plan.layout
+    model_parallel = (
+        f"TP {layout.tensor_model_parallel_size} * PP {layout.pipeline_model_parallel_size} * "
+        f"CP {layout.context_parallel_size}"
+    )
     train_prompts = plan.global_batch_size / plan.num_generations
     rows = [
-        ("data parallel size", plan.data_parallel, f"world size {plan.world_size} / ({model_parallel})"),
+        ("data parallel size", plan.data_parallel, f"world size {layout.world_size} / ({model_parallel})"),
         *_micro_batch_rows(plan, max_tokens),
         ("global batch", plan.global_batch_size, "completions of one optimizer step"),
         ("steps per generation", plan.steps_per_generation, "optimizer steps that one rollout feeds"),

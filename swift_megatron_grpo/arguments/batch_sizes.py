@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
+from swift_megatron_grpo.layout import Layout
+
 WORLD_SIZE = "world_size"  # not a flag: NPROC_PER_NODE * NNODES
 
 
@@ -18,22 +20,6 @@ class BatchError(ValueError):
     def __init__(self, fault: str, suggestions: Iterable[dict[str, int]]) -> None:
         self.suggestions = tuple(suggestions)
         super().__init__(fault + (f"; use {_in_words(self.suggestions)}" if self.suggestions else ""))
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    world_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    context_parallel_size: int
-
-    @property
-    def model_parallel(self) -> int:
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    @property
-    def data_parallel(self) -> int:
-        return self.world_size // self.model_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +44,7 @@ _SIZE_FLAGS = tuple(field.name for field in fields(Sizes))
 _LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tensor_model_parallel_size")
 
 
-def check_layout(layout: Layout, sizes: Sizes) -> None:
+def check_world_size(layout: Layout, sizes: Sizes) -> None:
     """BatchError unless the world size holds whole copies of the model."""
     for flag in (WORLD_SIZE, *_LAYOUT_FLAGS):
         if getattr(layout, flag) <= 0:
@@ -89,7 +75,7 @@ def _other_layouts(layout: Layout) -> Iterator[Layout]:
     for flag in _LAYOUT_FLAGS:
         current = getattr(layout, flag)
         for value in range(1, current):
-            other = replace(layout, **{flag: value})
+            other = replace(layout, **{flag: value})  # type: ignore[arg-type]
             if current % value == 0 and layout.world_size % other.model_parallel == 0:
                 yield other
 

@@ -5,18 +5,15 @@ Pure functions on plain values. Each raises ValueError that says what is wrong, 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+from swift_megatron_grpo.arguments.problems import check_all
+from swift_megatron_grpo.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,74 +30,7 @@ class ModelShape:
     linear_heads: tuple[int, ...] = ()  # of linear attention
 
 
-@dataclass(frozen=True, slots=True)
-class Parallelism:
-    """The layout, in ms-swift's names."""
-
-    world_size: int
-    tensor_model_parallel_size: int
-    pipeline_model_parallel_size: int
-    context_parallel_size: int
-    expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
-    vllm_tensor_parallel_size: int
-    virtual_pipeline_model_parallel_size: int = 1
-    microbatch_group_size_per_vp_stage: int | None = None
-    sequence_parallel: bool = False
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    extra_layers: int = 0  # the embedding and the loss, where each counts as a layer
-
-    def sizes(self, flag: str, suits: Callable[[int], bool]) -> list[int]:
-        """The values of a flag that suit and divide the world, the other flags as they are."""
-        flags = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-        rest = math.prod(getattr(self, other) for other in flags if other != flag)
-        return [n for n in range(1, self.world_size + 1) if self.world_size % (n * rest) == 0 and suits(n)]
-
-
-def check_all(checks: Iterable[Callable[[], object]]) -> None:
-    """Run them all and report everything that is wrong at once."""
-    problems = []
-    for check in checks:
-        try:
-            check()
-        except ValueError as problem:
-            problems.append(str(problem))
-    if problems:
-        raise ValueError("\n".join(dict.fromkeys(problems)))  # two checks may find the same
-
-
-@contextmanager
-def said_of(what: str) -> Iterator[None]:
-    try:
-        yield
-    except ValueError as problem:
-        raise ValueError(f"{what}: {problem}") from problem
-
-
 # ---- the model
-
-
-def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) -> None:
-    """A local folder with a config.json, or what may be a hub's id; with `bare_ids` also one without a slash."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"--{flag} {model}: the folder {path.resolve()} has no config.json, so it holds no model")
-        return
-    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-    if not looks_local and (_HUB_ID.fullmatch(model) or bare_ids):
-        return
-    advice = "give a folder with a config.json, or a hub id of the form organisation/name"
-    raise ValueError(f"--{flag} {model}: there is no folder {path.resolve()}{_similar_folders(path)}; {advice}")
-
-
-def _similar_folders(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    siblings = [each.name for each in path.parent.iterdir() if each.is_dir()]
-    close = difflib.get_close_matches(path.name, siblings)
-    return f" (next to it: {', '.join(close)})" if close else ""
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
@@ -130,8 +60,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 # ---- the layout
 
 
-def check_layout(layout: Parallelism, model: ModelShape) -> None:
-    for flag in (each.name for each in fields(Parallelism) if each.name.endswith("_parallel_size")):
+def check_layout(layout: Layout, model: ModelShape) -> None:
+    for flag in (each.name for each in fields(Layout) if each.name.endswith("_parallel_size")):
         if getattr(layout, flag) <= 0:
             raise ValueError(f"{flag} must be > 0, got {getattr(layout, flag)}; use --{flag} 1")
     check_all(
@@ -144,13 +74,14 @@ def check_layout(layout: Parallelism, model: ModelShape) -> None:
     )
 
 
-def _check_tensor_parallel(layout: Parallelism, model: ModelShape) -> None:
+def _check_tensor_parallel(layout: Layout, model: ModelShape) -> None:
     """What megatron-core 0.16 demands."""
     tp = layout.tensor_model_parallel_size
     problem = _tensor_parallel_problem(tp, model)
     if problem:
-        works = layout.sizes("tensor_model_parallel_size", lambda size: not _tensor_parallel_problem(size, model))
-        advice = _use("tensor_model_parallel_size", works)
+        flag = "tensor_model_parallel_size"
+        works = _sizes_that_work(layout, flag, lambda size: not _tensor_parallel_problem(size, model))
+        advice = _use(flag, works)
         raise ValueError(f"tensor_model_parallel_size ({tp}) {problem} of {model.name}{advice}")
 
 
@@ -167,7 +98,7 @@ def _tensor_parallel_problem(tp: int, model: ModelShape) -> str | None:
     return None
 
 
-def _check_pipeline(layout: Parallelism, model: ModelShape) -> None:
+def _check_pipeline(layout: Layout, model: ModelShape) -> None:
     if model.layers is None:
         return
     layers, stages = model.layers, layout.pipeline_model_parallel_size
@@ -183,11 +114,12 @@ def _check_pipeline(layout: Parallelism, model: ModelShape) -> None:
 
     held = layers_of_stages(stages)
     if held is None:
-        works = layout.sizes("pipeline_model_parallel_size", lambda size: layers_of_stages(size) is not None)
+        flag = "pipeline_model_parallel_size"
+        works = _sizes_that_work(layout, flag, lambda size: layers_of_stages(size) is not None)
         raise ValueError(
             f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, less those that "
             "--decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers give to the end stages, plus "
-            f"those that the account_for flags count{_use('pipeline_model_parallel_size', works)}, or set these flags"
+            f"those that the account_for flags count{_use(flag, works)}, or set these flags"
         )
     if virtual > 1 and stages == 1:
         raise ValueError(
@@ -203,7 +135,7 @@ def _check_pipeline(layout: Parallelism, model: ModelShape) -> None:
         )
 
 
-def _check_experts(layout: Parallelism, model: ModelShape) -> None:
+def _check_experts(layout: Layout, model: ModelShape) -> None:
     ep, etp, pp = (
         layout.expert_model_parallel_size,
         layout.expert_tensor_parallel_size,
@@ -235,7 +167,7 @@ def _check_experts(layout: Parallelism, model: ModelShape) -> None:
         )
 
 
-def _check_vllm_tensor_parallel(layout: Parallelism, model: ModelShape) -> None:
+def _check_vllm_tensor_parallel(layout: Layout, model: ModelShape) -> None:
     def suits(size: int) -> bool:
         heads, kv_heads = model.attention_heads or size, model.kv_heads or size
         return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
@@ -249,130 +181,18 @@ def _check_vllm_tensor_parallel(layout: Parallelism, model: ModelShape) -> None:
         )
 
 
+def _sizes_that_work(layout: Layout, flag: str, suits: Callable[[int], bool]) -> list[int]:
+    """The values of a flag that suit the model and divide the world size, with the other flags as they are."""
+    flags = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    rest = math.prod(getattr(layout, other) for other in flags if other != flag)
+    return [n for n in range(1, layout.world_size + 1) if layout.world_size % (n * rest) == 0 and suits(n)]
+
+
 def _use(flag: str, works: Sequence[int]) -> str:
     return f"; use --{flag} {' or '.join(map(str, works))}" if works else ""
 
 
-# ---- rewards
-
-
-def check_reward_functions(names: Sequence[Any], known: Iterable[str]) -> None:
-    """`names` as in --reward_funcs; a callable, from a script, needs no registry."""
-    if not names:
-        choices = ", ".join(sorted(known))
-        raise ValueError(f"no reward function is set; use --reward_funcs with one or more of {choices}")
-    check_registered("reward_funcs", [name for name in names if isinstance(name, str)], known, "swift.rewards.orms")
-
-
-def check_registered(flag: str, names: Iterable[str], known: Iterable[str], registry: str) -> None:
-    """What ms-swift looks up by name, some of it only when the model is loaded."""
-    known = sorted(known)
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known)
-            meant = f"; did you mean {' or '.join(close)}?" if close else ";"
-            raise ValueError(
-                f"unknown name {name!r} in --{flag}{meant} known are {', '.join(known)}, and what a "
-                f"file given to --external_plugins adds to {registry}"
-            )
-
-
-def check_reward_weights(weights: Sequence[float] | None, num_functions: int) -> None:
-    if weights is not None and len(weights) != num_functions:
-        raise ValueError(
-            f"reward_weights has {len(weights)} values for {num_functions} reward functions; give --reward_weights one "
-            "value for each, or leave it out"
-        )
-
-
-def check_plugin_files(paths: Sequence[str]) -> None:
-    missing = [path for path in paths if not Path(path).expanduser().is_file()]
-    if missing:
-        raise ValueError(f"--external_plugins {missing[0]}: there is no file {Path(missing[0]).expanduser().resolve()}")
-
-
-# ---- generation, training
-
-VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-
-
-def check_adapter_sync(
-    enabled: bool, has_adapter: bool, rank: int, sleep_level: int, mcore_model: str | None, sync_check: str
-) -> None:
-    """--vllm_enable_lora: vLLM has the checkpoint and gets the adapter only."""
-    if not enabled:
-        return
-    if not has_adapter:
-        raise ValueError("--vllm_enable_lora true is for --tuner_type lora, and there is no adapter; leave it out")
-    if rank > VLLM_LORA_RANKS[-1]:
-        raise ValueError(
-            f"--vllm_enable_lora true: vLLM takes adapters up to rank {VLLM_LORA_RANKS[-1]}, and --lora_rank is "
-            f"{rank}; use --vllm_enable_lora false, which merges the adapter"
-        )
-    if mcore_model is not None:
-        raise ValueError(
-            "--vllm_enable_lora true: vLLM runs the adapter on --model, and the trainer on --mcore_model "
-            f"{mcore_model}; use --vllm_enable_lora false, which sends merged weights"
-        )
-    if sleep_level == 2:
-        raise ValueError(
-            "--sleep_level 2 discards vLLM's weights, and with --vllm_enable_lora true only the adapter is sent again; "
-            "use --sleep_level 1, or --vllm_enable_lora false"
-        )
-    if sync_check == "full":
-        raise ValueError(
-            "--sync_check full compares the tensors of a model, and with --vllm_enable_lora true vLLM scales and fuses "
-            "those of the adapter; use --sync_check canary, or --vllm_enable_lora false"
-        )
-
-
-def check_lengths(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> None:
-    if max_completion_length < 1:
-        raise ValueError(
-            f"max_completion_length must be > 0, got {max_completion_length}; use --max_completion_length 512"
-        )
-    needed = (max_length or 1) + max_completion_length
-    if vllm_max_model_len is not None and vllm_max_model_len < needed:
-        prompt = "one token of prompt" if max_length is None else f"max_length ({max_length})"
-        shorter = vllm_max_model_len - (max_length or 1)
-        or_shorter = f", or --max_completion_length {shorter}" if shorter > 0 else ""
-        raise ValueError(
-            f"vllm_max_model_len ({vllm_max_model_len}) is shorter than {prompt} + max_completion_length "
-            f"({max_completion_length}) = {needed}; use --vllm_max_model_len {needed}{or_shorter}"
-        )
-
-
-def check_vllm_installed() -> None:
-    if find_spec("vllm") is None:
-        raise ValueError('vLLM is not installed and generates the completions; pip install "swift-megatron-grpo[gpu]"')
-
-
-def check_duration(train_iters: int | None, num_train_epochs: int | None) -> None:
-    if train_iters is None and num_train_epochs is None:
-        raise ValueError("nothing says how long to train; use --num_train_epochs 1 or --train_iters 100")
-
-
-def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, infer_batch_size: int | None) -> None:
-    for flag, value, suits in (
-        ("max_tokens_per_micro_batch", max_tokens, 16384),
-        ("infer_max_tokens_per_micro_batch", infer_max_tokens, 32768),
-        ("infer_batch_size", infer_batch_size, 16),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} must be at least 1, got {value}; use --{flag} {suits}, or leave it out")
-    if infer_max_tokens is not None and infer_batch_size is not None:
-        raise ValueError(
-            f"--infer_max_tokens_per_micro_batch {infer_max_tokens} and --infer_batch_size {infer_batch_size} both say "
-            "how large micro batches are that are only looked at; leave one of them out"
-        )
-
-
-def check_iterations(num_iterations: int) -> None:
-    if num_iterations < 1:
-        raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")
-
-
-def check_interleaving(layout: Parallelism, micro_batches: int | None) -> None:
+def check_interleaving(layout: Layout, micro_batches: int | None) -> None:
     """`micro_batches`: of one optimizer step on each data-parallel rank; None: a token budget forms them."""
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_vp_stage
     if layout.virtual_pipeline_model_parallel_size == 1:

@@ -34,7 +34,7 @@ _SERVER_ONLY = {
     "vllm_server_pass_dataset": False,
 }
 # which ask for several turns
-_TURNS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "vllm_server_pass_dataset")
+_TURN_FLAGS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "vllm_server_pass_dataset")
 
 
 def server_urls(base_urls: Sequence[str] | None, hosts: Sequence[str] | None, ports: Sequence[int]) -> tuple[str, ...]:
@@ -93,10 +93,10 @@ def check_mode(mode: str | None, values: Mapping[str, Any]) -> None:
             raise ValueError(f"{given[0]} is for --vllm_mode server; set that as well, or leave {given[0]} out")
 
 
-def asks_for_turns(values: Mapping[str, Any]) -> str | None:
+def turn_flags(values: Mapping[str, Any]) -> str | None:
     """The flags that ask a server for conversations, as typed. Scripts for ms-swift's trainer have
     --vllm_server_pass_dataset alone, and the others on the server."""
-    return " ".join(f"--{flag} {_typed(values[flag])}" for flag in _TURNS if values[flag]) or None
+    return " ".join(f"--{flag} {_typed(values[flag])}" for flag in _TURN_FLAGS if values[flag]) or None
 
 
 def _typed(value: Any) -> str:

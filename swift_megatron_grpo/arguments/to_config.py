@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.layout_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.arguments.server_checks import group_ports
+from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
     BatchPlan,
     CompletionLogConfig,
@@ -72,7 +72,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
         ),
         loss=_loss(args),
-        reference=ReferenceConfig(args.beta, frozen_copy, args.reference_layout()),
+        reference=ReferenceConfig(args.beta, frozen_copy, args.reference_layout),
         residency=ResidencyConfig(args.offload_model, args.offload_optimizer, args.offload_grad),
         log=CompletionLogConfig(
             enabled=args.log_completions,
@@ -89,7 +89,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
-        recording=RecordingConfig(*args.recording_folders(), args.rollout_only),
+        recording=RecordingConfig(args.dump_folder, args.replay_folder, args.rollout_only),
         max_staleness=args.rollouts_ahead,
         top_entropy_quantile=args.top_entropy_quantile,
     )
@@ -124,7 +124,7 @@ def _loss(args: GRPOArguments) -> LossConfig:
 
 
 def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
-    per_engine = -(-plan.generation_batch_size // plan.world_size) * args.vllm_tensor_parallel_size
+    per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     return VllmConfig(
         model_dir=args.model_dir,
         model_type=args.model_type,
@@ -155,7 +155,7 @@ def _room_for_adapter(args: GRPOArguments) -> int | None:
 def configure_server(args: GRPOArguments) -> ServerConfig | None:
     if not args.uses_servers:
         return None
-    urls, turns = args.server_urls(), args.asks_servers_for_turns
+    urls, turns = args.server_urls, args.turn_flags_for_servers
     return ServerConfig(
         urls=urls,
         group_ports=group_ports(args.vllm_server_group_port, len(urls)),

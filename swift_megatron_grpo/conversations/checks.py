@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from swift_megatron_grpo.conversations.registries import check_registered
+
 
 def check_multi_turn(
     scheduler: str | None,
@@ -23,9 +25,9 @@ def check_multi_turn(
                     f"--{flag} {value} needs turns that follow each other; add --multi_turn_scheduler {known}"
                 )
         return
-    _check_known("multi_turn_scheduler", scheduler, schedulers, "swift.rollout.multi_turn.multi_turns")
+    check_registered("multi_turn_scheduler", [scheduler], schedulers, "swift.rollout.multi_turn.multi_turns")
     if gym_env is not None:
-        _check_known("gym_env", gym_env, environments, "swift.rollout.gym_env.envs")
+        check_registered("gym_env", [gym_env], environments, "swift.rollout.gym_env.envs")
     if scheduler in led_by_run:
         raise ValueError(
             f"--multi_turn_scheduler {scheduler} leads the conversation in a run() of its own, which ms-swift calls "
@@ -37,12 +39,3 @@ def check_multi_turn(
 def check_max_turns(max_turns: int | None) -> None:
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be > 0, got {max_turns}; leave --max_turns out for no limit")
-
-
-def _check_known(flag: str, name: str, known: Iterable[str], registry: str) -> None:
-    known = sorted(known)
-    if name not in known:
-        raise ValueError(
-            f"unknown --{flag} {name}; known are {', '.join(known)}, and what a file given to --external_plugins adds "
-            f"to {registry}"
-        )

@@ -1,10 +1,16 @@
-"""Classify a process by its command line, without importing anything that is slow to import."""
+"""Decide from the command line and the environment what this package does in a process. Imports nothing slow."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 
+VARIABLE = "SWIFT_MEGATRON_GRPO"
+MODES = {
+    "on": "the trainer, and the CPU platform where there is no accelerator",
+    "off": "nothing: ms-swift as without this package",
+    "platform": "only the CPU platform, under ms-swift's own trainer",
+}
 RANK = "rank"  # a rank, or the only process, of `megatron rlhf --rlhf_type grpo`
 ROLLOUT = "rollout"  # the server that `swift rollout` starts
 SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`

@@ -54,13 +54,13 @@ SWITCHES = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class Variant:
     name: str
     sizes: dict[str, int]
     switches: tuple[str, ...]
 
     @classmethod
-    def parse(cls, name: str) -> Layout:
+    def parse(cls, name: str) -> Variant:
         sizes: dict[str, int] = {}
         switches: list[str] = []
         for part in [] if name == "one" else name.split("+"):
@@ -142,7 +142,7 @@ def be_a_rank(job_file: Path) -> None:
     """Does the tasks of a file one after the other, in one process group: starting ranks takes longer than most."""
     import torch
 
-    from swift_megatron_grpo.plugin.autoload import hook_platform
+    from swift_megatron_grpo.plugin.activation import hook_platform
     from swift_megatron_grpo.plugin.register import register
 
     hook_platform()
@@ -159,7 +159,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     import torch
 
     start = time.perf_counter()
-    metrics, weights = train([*flags, *Layout.parse(name).flags()], batches)
+    metrics, weights = train([*flags, *Variant.parse(name).flags()], batches)
     if torch.distributed.get_rank() == 0:
         path = str(Path(folder, f"{name}.pt"))
         torch.save(weights, path)
@@ -257,7 +257,7 @@ def layout_tasks(job: dict[str, Any], layouts: Sequence[str]) -> dict[int, list[
     """By the number of ranks they need. A job is the arguments of run_layout but for the name."""
     tasks: dict[int, list[Task]] = {}
     for name in layouts:
-        tasks.setdefault(Layout.parse(name).ranks, []).append(
+        tasks.setdefault(Variant.parse(name).ranks, []).append(
             task("swift_megatron_grpo.tools.check_layouts:run_layout", name=name, **job)
         )
     return tasks
@@ -347,7 +347,7 @@ def main() -> int:
     arguments.model = str(Path(arguments.model).resolve())  # ranks start in another folder
     moe = "num_experts" in Path(arguments.model, "config.json").read_text()
     names = arguments.layouts or (DENSE + MOE if moe else DENSE)
-    names = [name for name in names if Layout.parse(name).ranks <= arguments.max_ranks]
+    names = [name for name in names if Variant.parse(name).ranks <= arguments.max_ranks]
     with tempfile.TemporaryDirectory() as folder:
         flags = base_flags(arguments, folder)
         first = []
@@ -364,7 +364,7 @@ def main() -> int:
             launch(ranks, tasks[ranks], Path(folder))
             if ranks == 1:
                 print_reference(json.loads(Path(folder, "one.json").read_text()))
-            for found in (compare(name, folder) for name in names if Layout.parse(name).ranks == ranks):
+            for found in (compare(name, folder) for name in names if Variant.parse(name).ranks == ranks):
                 differences.append(found)
                 print_difference(found, arguments.tolerance)
     if arguments.json:

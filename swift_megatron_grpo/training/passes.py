@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
-from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
@@ -38,7 +38,7 @@ class Passes:
     def __init__(self, models: Sequence[MegatronModule], settings: EngineSettings) -> None:
         self.models = list(models)  # one per virtual pipeline stage
         self.settings = settings
-        self.parallel = Parallel.from_megatron()
+        self.parallel = RankPosition.from_megatron()
         self.config: ModelConfig = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
         self._flops = _flops_model(self.config)

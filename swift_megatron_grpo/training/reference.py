@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.reference_layout import SecondLayout
+from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Sample, TokenValues
 
 
@@ -32,10 +32,10 @@ class FrozenCopy:
         return self.passes.infer(samples)
 
 
-class FrozenCopyElsewhere:
+class FrozenCopyInOwnLayout:
     """A frozen copy in a layout of its own. Its ranks hold other samples than those that train, so they exchange."""
 
-    def __init__(self, copy: FrozenCopy, layout: SecondLayout, coordinator: Coordinator) -> None:
+    def __init__(self, copy: FrozenCopy, layout: ReferenceLayout, coordinator: Coordinator) -> None:
         self._copy = copy
         self._layout = layout
         self._coordinator = coordinator

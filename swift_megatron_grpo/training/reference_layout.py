@@ -14,24 +14,24 @@ from typing import Any
 from mcore_bridge.bridge import gpt_bridge
 from megatron.core import parallel_state
 
-from swift_megatron_grpo.config import LayoutConfig
+from swift_megatron_grpo.layout import Layout
 
 # Not a matter of layout: scratch memory, and the list of all groups ever made.
 _SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
 
 
-class SecondLayout:
-    def __init__(self, sizes: LayoutConfig, timeout_minutes: int) -> None:
+class ReferenceLayout:
+    def __init__(self, layout: Layout, timeout_minutes: int) -> None:
         first, shared = _take(), {name: getattr(parallel_state, name) for name in _SHARED}
         _put(dict.fromkeys([*first, *shared]))  # destroy_model_parallel would also destroy some of the groups
         parallel_state._HYBRID_DP_CP_GROUPS = {}
         try:
             parallel_state.initialize_model_parallel(
-                tensor_model_parallel_size=sizes.tensor,
-                pipeline_model_parallel_size=sizes.pipeline,
-                context_parallel_size=sizes.context,
-                expert_model_parallel_size=sizes.expert,
-                expert_tensor_parallel_size=sizes.expert_tensor,
+                tensor_model_parallel_size=layout.tensor_model_parallel_size,
+                pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+                context_parallel_size=layout.context_parallel_size,
+                expert_model_parallel_size=layout.expert_model_parallel_size,
+                expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
                 distributed_timeout_minutes=timeout_minutes,
             )
             self._groups = {**_take(), "bridge": None}

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
-from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
 
@@ -27,7 +27,7 @@ def run(
     count: int,
     head: HeadSettings,
     reduce: Reduce,
-    parallel: Parallel,
+    parallel: RankPosition,
     train: bool,
 ) -> list[Any]:
     """Forward, and backward if `train`. What `reduce` kept of every micro batch on the last stage; [] on the others."""
@@ -50,7 +50,7 @@ def run(
     return results
 
 
-def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: Parallel) -> torch.Tensor:
+def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: RankPosition) -> torch.Tensor:
     """Hidden states to the next stage, or on the last one [1, k, 1 or 2] log-probs and entropies."""
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -70,7 +70,7 @@ def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, par
 
 
 def _on_completion(
-    reduce: Reduce, batch: MicroBatch, parallel: Parallel, output: torch.Tensor
+    reduce: Reduce, batch: MicroBatch, parallel: RankPosition, output: torch.Tensor
 ) -> tuple[torch.Tensor, Any]:
     values = gather_completion(output[0], batch.inputs, parallel)  # [m, 1 or 2]
     entropy = values[:, 1] if values.shape[1] == 2 else None

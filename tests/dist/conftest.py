@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Layout, Task, base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Variant, Task, base_flags, launch, layout_tasks, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 TUNERS = ["full", "lora"]
@@ -100,7 +100,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     for name in ("one", *LOSS_LAYOUTS):
         arguments = {"out": str(folder / "losses"), "layout": name}
         arguments["flags"] = make_flags(ranks, "dense", "full", "float32", still)
-        tasks[Layout.parse(name).ranks].append(task("tests.dist.every_loss:main", **arguments))
+        tasks[Variant.parse(name).ranks].append(task("tests.dist.every_loss:main", **arguments))
     for kind, layout in (("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
                          ("moe", ["--expert_model_parallel_size", "2"])):  # fmt: skip
         flags = make_flags(ranks, kind, "lora", "bfloat16", layout)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import Layout, fixed_samples
+from swift_megatron_grpo.tools.check_layouts import Variant, fixed_samples
 
 SAMPLES, GROUP = 16, 4
 
@@ -21,7 +21,7 @@ def main(out: str, flags: list[str], layout: str) -> None:
     """Metrics of every step go to OUT.LAYOUT.json. The learning rate must be too small to move a weight."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    trainer = MegatronRLHF([*flags, *Layout.parse(layout).flags()]).prepare_trainer()
+    trainer = MegatronRLHF([*flags, *Variant.parse(layout).flags()]).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
     samples = make_samples(engine, trainer.config.padded_vocab_size)

@@ -12,7 +12,7 @@ import sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
-from swift_megatron_grpo.plugin.autoload import hook_platform
+from swift_megatron_grpo.plugin.activation import hook_platform
 
 hook_platform()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.plugin.mode import VARIABLE
+from swift_megatron_grpo.plugin.command_line import VARIABLE
 
 pytestmark = pytest.mark.e2e
 

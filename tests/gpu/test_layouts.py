@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import Layout, compare, fixed_samples
+from swift_megatron_grpo.tools.check_layouts import Variant, compare, fixed_samples
 from tests.e2e.runs import first_weights
 from tests.gpu.conftest import LAYOUTS, Gpus
 from tests.paths import GOLDEN, REPOSITORY
@@ -24,8 +24,8 @@ CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for
 
 @pytest.mark.parametrize(("kind", "tuner", "layout"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_layout_computes_what_one_gpu_computes(gpus: Gpus, kind: str, tuner: str, layout: str) -> None:
-    if Layout.parse(layout).ranks > gpus.count:
-        pytest.skip(f"needs {Layout.parse(layout).ranks} GPUs")
+    if Variant.parse(layout).ranks > gpus.count:
+        pytest.skip(f"needs {Variant.parse(layout).ranks} GPUs")
     found = compare(layout, gpus.layouts(kind, tuner))
     print(f"\n{layout}: loss {found.loss:.1e}, gradient norm {found.grad_norm:.1e}, weights {found.weights:.1e}")
     assert found.grad_norm <= 0.02

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.packing.collate import ModelInputs
-from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
 from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
 from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabulary
@@ -45,7 +45,9 @@ class HeadSettings:
 
 
 @contextmanager
-def log_prob_head(model: GPTModel, inputs: ModelInputs, settings: HeadSettings, parallel: Parallel) -> Iterator[None]:
+def log_prob_head(
+    model: GPTModel, inputs: ModelInputs, settings: HeadSettings, parallel: RankPosition
+) -> Iterator[None]:
     """Inside, the model's forward returns [1, k, 1 or 2]: log-probs and, on request, entropies, in fp32."""
     project = model._forward_output_layer  # the class's own, with soft caps and the like
 
@@ -80,7 +82,7 @@ def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Ten
     )
 
 
-def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: Parallel) -> torch.Tensor:
+def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: RankPosition) -> torch.Tensor:
     """[l or l / TP, 1, h] -> [k, h]. Each tensor-parallel rank adds its part of the gradient here, once."""
     if parallel.tp_size > 1:
         if model.config.sequence_parallel:
@@ -96,7 +98,7 @@ def _fused(
     targets: torch.Tensor,
     tied: torch.Tensor | None,  # the embedding's weight, where it is the output layer's as well
     settings: HeadSettings,
-    parallel: Parallel,
+    parallel: RankPosition,
 ) -> torch.Tensor:
     layer = model.output_layer
     weight = layer.weight if tied is None else tied
@@ -118,7 +120,7 @@ def _through_the_model(
     rows: torch.Tensor,
     targets: torch.Tensor,
     settings: HeadSettings,
-    parallel: Parallel,
+    parallel: RankPosition,
 ) -> torch.Tensor:
     """[k, h] -> [k, 1 or 2]; nothing of a chunk but its result outlives it."""
 
@@ -152,7 +154,7 @@ def _local_output_layer(model: GPTModel) -> Iterator[None]:
 
 
 def vocab_parallel_log_probs(
-    logits: torch.Tensor, targets: torch.Tensor, settings: HeadSettings, vocab_size: int, parallel: Parallel
+    logits: torch.Tensor, targets: torch.Tensor, settings: HeadSettings, vocab_size: int, parallel: RankPosition
 ) -> torch.Tensor:
     """[k, v] logits of this rank's part of the vocabulary, [k] targets -> [k, 1 or 2] fp32."""
     vocabulary = _vocabulary(logits.shape[1], vocab_size, settings, parallel)
@@ -160,7 +162,7 @@ def vocab_parallel_log_probs(
     return result
 
 
-def _vocabulary(columns: int, vocab_size: int, settings: HeadSettings, parallel: Parallel) -> Vocabulary:
+def _vocabulary(columns: int, vocab_size: int, settings: HeadSettings, parallel: RankPosition) -> Vocabulary:
     first = parallel.tp_rank * columns
     real = min(columns, max(0, vocab_size - first))  # rows that only pad the vocabulary for TP have no say
     return Vocabulary(first, real, settings.temperature, parallel.tp_group if parallel.tp_size > 1 else None)
@@ -192,7 +194,7 @@ class _GatherCompletion(torch.autograd.Function):
     loss, and sends back the gradient of its own values only: the sum over ranks is the whole gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, inputs: ModelInputs, parallel: Parallel) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, inputs: ModelInputs, parallel: RankPosition) -> torch.Tensor:
         widest = max(inputs.cp_counts)
         padded = values.new_zeros(widest, values.shape[1])
         padded[: values.shape[0]] = values
@@ -208,7 +210,7 @@ class _GatherCompletion(torch.autograd.Function):
         return joined[ctx.begin : ctx.begin + ctx.length], None, None
 
 
-def gather_completion(values: torch.Tensor, inputs: ModelInputs, parallel: Parallel) -> torch.Tensor:
+def gather_completion(values: torch.Tensor, inputs: ModelInputs, parallel: RankPosition) -> torch.Tensor:
     """[k, x] of this context-parallel rank -> [m, x] of the micro batch."""
     if parallel.cp_size == 1:
         return values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,17 +14,16 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.arguments.batch_plan import format_table, resolve
 from swift_megatron_grpo.arguments.batch_sizes import BatchError
 from swift_megatron_grpo.config import BatchPlan
+from swift_megatron_grpo.layout import Layout
 
-ONE_RANK = {"world_size": 1, "tensor_parallel": 1, "pipeline_parallel": 1, "context_parallel": 1}
-LAYOUT_FLAGS = {
-    "tensor_model_parallel_size": "tensor_parallel",
-    "pipeline_model_parallel_size": "pipeline_parallel",
-    "context_parallel_size": "context_parallel",
-}
+SIZES = [each.name for each in fields(Layout)]
 
 
 def plan(**settings: Any) -> BatchPlan:
-    return resolve(**ONE_RANK | {"micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8} | settings)
+    """Resolve sizes of a layout and of batches; what is left out is small."""
+    given = {"world_size": 1, "micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8} | settings
+    layout = Layout(**{name: given.pop(name) for name in SIZES if name in given})
+    return resolve(layout, **given)
 
 
 def error_of(**settings: Any) -> BatchError:
@@ -35,8 +35,8 @@ def error_of(**settings: Any) -> BatchError:
 def test_the_worked_example_of_siirl() -> None:
     got = plan(
         world_size=8,
-        tensor_parallel=2,
-        pipeline_parallel=4,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
         micro_batch_size=8,
         global_batch_size=16 * 8,
         generation_batch_size=128 * 8,
@@ -97,9 +97,9 @@ def test_what_was_not_typed_is_filled_in(typed: dict[str, int], generation: int,
         ({"micro_batch_size": 0}, "micro_batch_size must be > 0, got 0; use --micro_batch_size 1"),
         ({"global_batch_size": -16}, "global_batch_size must be > 0, got -16; use --global_batch_size 8"),
         ({"num_generations": 0}, "num_generations must be > 0, got 0; use --num_generations 2"),
-        ({"context_parallel": 0}, "context_parallel_size must be > 0, got 0; use --context_parallel_size 1"),
+        ({"context_parallel_size": 0}, "context_parallel_size must be > 0, got 0; use --context_parallel_size 1"),
         (
-            {"world_size": 6, "tensor_parallel": 4, "global_batch_size": 24},
+            {"world_size": 6, "tensor_model_parallel_size": 4, "global_batch_size": 24},
             "world size (6) must be divisible by tensor_model_parallel_size (4) * pipeline_model_parallel_size (1) * "
             "context_parallel_size (1) = 4; use a world size of 4 or 8, or --tensor_model_parallel_size 2",
         ),
@@ -121,7 +121,7 @@ def test_a_refusal_says_what_is_wrong_and_what_would_work(typed: dict[str, int],
         ({"world_size": 4, "global_batch_size": 16}, "num_rollout_prompt (2) = generation_batch_size (16) // num_gen"),
         ({"micro_batch_size": 4}, "Per-device rollout prompt count (2) = (generation_batch_size (16) // num_generati"),
         (
-            {"world_size": 3, "tensor_parallel": 3, "global_batch_size": 8},
+            {"world_size": 3, "tensor_model_parallel_size": 3, "global_batch_size": 8},
             "generation_batch_size (8) is not divisible by the world size (3)",
         ),
     ],
@@ -140,7 +140,7 @@ def test_a_step_may_train_part_of_a_group() -> None:
 def test_the_table_shows_every_number_of_the_plan() -> None:
     got = plan(
         world_size=8,
-        tensor_parallel=2,
+        tensor_model_parallel_size=2,
         micro_batch_size=3,
         global_batch_size=36,
         steps_per_generation=2,
@@ -164,9 +164,9 @@ def test_the_table_shows_every_number_of_the_plan() -> None:
 layouts = st.fixed_dictionaries(
     {
         "world_size": st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16]),
-        "tensor_parallel": st.sampled_from([1, 2, 3, 4, 8]),
-        "pipeline_parallel": st.sampled_from([1, 2, 4]),
-        "context_parallel": st.sampled_from([1, 2]),
+        "tensor_model_parallel_size": st.sampled_from([1, 2, 3, 4, 8]),
+        "pipeline_model_parallel_size": st.sampled_from([1, 2, 4]),
+        "context_parallel_size": st.sampled_from([1, 2]),
     }
 )
 sizes = st.fixed_dictionaries(
@@ -182,7 +182,7 @@ sizes = st.fixed_dictionaries(
 
 def attempt(typed: dict[str, Any]) -> BatchPlan | BatchError:
     try:
-        return resolve(**typed)
+        return plan(**typed)
     except BatchError as error:
         return error
 
@@ -215,7 +215,7 @@ def test_what_a_refusal_proposes_works(layout: dict[str, int], typed: dict[str, 
         assert error.suggestions
     for suggestion in error.suggestions:
         assert all(f"{value}" in str(error) for value in suggestion.values())
-        repaired = layout | typed | {LAYOUT_FLAGS.get(flag, flag): value for flag, value in suggestion.items()}
+        repaired = layout | typed | suggestion
         outcome = attempt(repaired)
         if about_layout and isinstance(outcome, BatchError):
             # The sizes are wrong for every layout that was tried: that comes next, and is no matter of the world size.
@@ -256,5 +256,5 @@ def test_what_ms_swift_accepts_is_accepted_and_what_only_it_refuses_gets_a_note(
         assert (ours.generation_batch_size, ours.steps_per_generation) == theirs
     if isinstance(ours, BatchPlan):
         # ms-swift finds the last condition later, by an assertion
-        runs_there = theirs is not None and ours.generation_batch_size % ours.world_size == 0
+        runs_there = theirs is not None and ours.generation_batch_size % ours.layout.world_size == 0
         assert (ours.notes == ()) == runs_there

@@ -201,9 +201,9 @@ def test_prompt_and_completion_must_fit_into_the_engine(typed: dict[str, Any]) -
 
 
 def test_vllm_must_be_installed(typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from swift_megatron_grpo.arguments import layout_checks as argument_checks
+    from swift_megatron_grpo.arguments import value_checks
 
-    monkeypatch.setattr(argument_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(value_checks, "find_spec", lambda name: None)
     assert "vLLM is not installed" in refuse(typed)
 
 
@@ -279,6 +279,7 @@ from swift_megatron_grpo.platforms.cpu import activate
 activate()
 from swift.utils import parse_args
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 
 def parse(*more):
     return parse_args(GRPOArguments, [*sys.argv[1:], *more])[0]
@@ -299,10 +300,10 @@ lora.save_args(lora.output_dir)
 turns = parse("--output_dir", "out", "--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:1",
               "--vllm_server_pass_dataset", "true", "--reward_weights", "1", "0.5")
 without, learned = copy(turns), []
-turns.learn_of_servers(True)
+turns.set_grading_of_servers(True)
 learned.append(turns.reward_names)
 try:
-    without.learn_of_servers(False)
+    without.set_grading_of_servers(False)
 except ValueError as error:
     learned.append(str(error))
 
@@ -322,7 +323,7 @@ def ask(text):
 
 print("RESULT" + json.dumps({
     "late": late,
-    "lines": full.start_up_lines(),
+    "lines": start_up_lines(full),
     "full": repr(configure(full)),
     "lora": repr(configure(lora)),
     "learned": learned,

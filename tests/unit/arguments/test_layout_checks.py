@@ -8,18 +8,15 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.layout_checks import (
-    ModelShape,
-    Parallelism,
+from swift_megatron_grpo.arguments.layout_checks import ModelShape, check_interleaving, check_layout, read_model_shape
+from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
-    check_interleaving,
-    check_layout,
     check_lengths,
     check_micro_batches,
     check_model_path,
     check_reward_functions,
-    read_model_shape,
 )
+from swift_megatron_grpo.layout import Layout
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -27,10 +24,8 @@ def shape(**changes: Any) -> ModelShape:
     return ModelShape(**plain | changes)
 
 
-def layout(world_size: int = 16, **changes: Any) -> Parallelism:
-    names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor", "vllm_tensor")
-    sizes = {f"{name}_parallel_size": 1 for name in names}
-    return Parallelism(**{"world_size": world_size, "sequence_parallel": True} | sizes | changes)
+def layout(world_size: int = 16, **changes: Any) -> Layout:
+    return Layout(world_size, **{"sequence_parallel": True} | changes)
 
 
 def test_megatron_core_takes_key_value_heads_that_divide_or_are_divided() -> None:
@@ -142,7 +137,7 @@ def test_a_virtual_pipeline_divides_the_layers_of_every_stage(flags: dict[str, i
         check_layout(layout(**{"pipeline_model_parallel_size": 2} | flags), model)
 
 
-def interleaved(group: int | None = None, virtual: int = 2) -> Parallelism:
+def interleaved(group: int | None = None, virtual: int = 2) -> Layout:
     return layout(
         pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=virtual,

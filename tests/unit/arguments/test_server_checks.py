@@ -60,11 +60,11 @@ def test_what_servers_are_not_for() -> None:
 def test_which_flags_ask_for_conversations() -> None:
     left_out = {"multi_turn_scheduler": None, "max_turns": None, "gym_env": None, "use_gym_env": None,
                 "vllm_server_pass_dataset": False}  # fmt: skip
-    assert flags.asks_for_turns(left_out) is None
-    assert flags.asks_for_turns({**left_out, "use_gym_env": False}) is None
-    assert flags.asks_for_turns({**left_out, "vllm_server_pass_dataset": True}) == "--vllm_server_pass_dataset true"
+    assert flags.turn_flags(left_out) is None
+    assert flags.turn_flags({**left_out, "use_gym_env": False}) is None
+    assert flags.turn_flags({**left_out, "vllm_server_pass_dataset": True}) == "--vllm_server_pass_dataset true"
     typed = {**left_out, "multi_turn_scheduler": "hints", "max_turns": 3}
-    assert flags.asks_for_turns(typed) == "--multi_turn_scheduler hints --max_turns 3"
+    assert flags.turn_flags(typed) == "--multi_turn_scheduler hints --max_turns 3"
 
 
 CONFIG = ServerConfig(

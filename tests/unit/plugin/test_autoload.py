@@ -10,11 +10,8 @@ import sys
 
 import pytest
 
-from swift_megatron_grpo.plugin import autoload
-from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, asks_for_grpo, classify
-from swift_megatron_grpo.plugin.mode import VARIABLE
-
-pytestmark = pytest.mark.alone
+from swift_megatron_grpo.plugin import activation
+from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, VARIABLE, asks_for_grpo, classify
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
@@ -168,6 +165,7 @@ def test_torch_calls_arm() -> None:
     assert run(code, **{VARIABLE: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
 
 
+@pytest.mark.alone
 def test_arming_costs_less_than_a_millisecond() -> None:
     """As torch does it: at the end of its import, so with its modules loaded, and from bytecode."""
     code = """
@@ -195,7 +193,7 @@ print(json.dumps({"import": 1e3 * (imported - start), "arm": 1e3 * (armed - impo
 def test_handing_over_keeps_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
     executed: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execv", lambda path, args: executed.append((path, args)))
-    autoload._hand_over(
+    activation._hand_over(
         "swift.cli._megatron.main",
         ["rlhf", "--x", "1"],
         [PYTHON, "-X", "dev", "-u", "/venv/bin/swift", "megatron", "rlhf", "--x", "1"],

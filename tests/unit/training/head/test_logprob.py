@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.parallel import Parallel
+from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
 
-ALONE = Parallel(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1, cp_rank=0,
-                 cp_group=None, dp_size=1, dp_rank=0, dp_cp_group=None)  # type: ignore[arg-type]  # fmt: skip
+ALONE = RankPosition(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1,
+                     cp_rank=0, cp_group=None, dp_size=1, dp_rank=0, dp_cp_group=None)  # type: ignore[arg-type]  # fmt: skip
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:

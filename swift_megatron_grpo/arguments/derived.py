@@ -1,0 +1,181 @@
+"""Values that follow from the flags; the rest of the package reads them instead of the flags."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from swift.rewards import orms
+from swift.utils import get_dist_setting
+
+from swift_megatron_grpo.arguments import server_checks as servers
+from swift_megatron_grpo.arguments.batch_plan import resolve
+from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.config import BatchPlan
+from swift_megatron_grpo.grading import gym_reward
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.recording import folder as recording
+
+_REFERENCE_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # sizes that --ref_<size> sets for the frozen reference copy
+
+
+@dataclass
+class DerivedArguments(GRPOFlags):
+    # ---- the run
+
+    @property
+    def resumes(self) -> bool:
+        """Follow ms-swift: does a checkpoint set the iteration at which training continues?"""
+        return not self.finetune
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter)
+
+    # ---- layout and batches
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(
+            world_size=world_size(),
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
+            microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
+            sequence_parallel=self.sequence_parallel,
+            vllm_tensor_parallel_size=1 if self.uses_servers else self.vllm_tensor_parallel_size,
+            first_stage_layers=self.decoder_first_pipeline_num_layers,
+            last_stage_layers=self.decoder_last_pipeline_num_layers,
+            extra_layers=self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split,
+        )
+
+    @property
+    def reference_layout(self) -> Layout | None:
+        """Layout of the frozen reference copy; None: the layout of training."""
+        if all(getattr(self, f"ref_{size}") is None for size in _REFERENCE_SIZES):
+            return None
+        return self.with_reference_sizes().layout
+
+    def with_reference_sizes(self) -> Self:
+        """Copy these arguments as if the reference copy were the model that trains, for code that builds models."""
+        other = copy(self)
+        sizes = {size: getattr(self, f"ref_{size}") for size in _REFERENCE_SIZES}
+        if all(size is None for size in sizes.values()):
+            return other
+        for size, value in sizes.items():
+            if value is not None:
+                setattr(other, size, value)
+        other.virtual_pipeline_model_parallel_size = None
+        other.microbatch_group_size_per_vp_stage = None
+        other.sequence_parallel = other.tensor_model_parallel_size > 1
+        if other.pipeline_model_parallel_size != self.pipeline_model_parallel_size:
+            other.decoder_first_pipeline_num_layers = other.decoder_last_pipeline_num_layers = None
+        return other
+
+    def batch_plan(self) -> BatchPlan:
+        return resolve(
+            self.layout,
+            micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            num_generations=self.num_generations,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+        )
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that one rollout feeds."""
+        return self.batch_plan().steps_per_generation * self.num_iterations
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """Rollouts that generation may be ahead of training."""
+        if not self.async_generate:
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
+
+    # ---- servers
+
+    @property
+    def uses_servers(self) -> bool:
+        return self.vllm_mode == "server"
+
+    @property
+    def server_urls(self) -> tuple[str, ...]:
+        return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
+
+    @property
+    def turn_flags_for_servers(self) -> str | None:
+        """The flags that request conversations from servers, as typed; None: completions are single turns."""
+        return servers.turn_flags(vars(self)) if self.uses_servers else None
+
+    @property
+    def servers_may_grade(self) -> bool:
+        """Follow ms-swift: without --use_gym_env here, the servers' flags decide whether environments grade."""
+        return self.turn_flags_for_servers is not None and self.use_gym_env is None and self.gym_env is None
+
+    # ---- rewards
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        names = tuple(map(_reward_name, self.reward_funcs))
+        return (*names, gym_reward.__name__) if self.grades_by_environment else names
+
+    @property
+    def grades_by_environment(self) -> bool:
+        """Count the environment's total reward beside those of reward functions, as ms-swift does."""
+        return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
+
+    # ---- recording
+
+    @property
+    def dump_folder(self) -> Path | None:
+        return _absolute(self.rollout_dump)
+
+    @property
+    def replay_folder(self) -> Path | None:
+        return _absolute(self.rollout_replay)
+
+    def recording_settings(self) -> recording.Settings:
+        plan = self.batch_plan()
+        return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
+
+    def check_replay_reach(self, rollouts_done: int) -> None:
+        """Raise unless the folder holds every rollout that this run will ask for."""
+        if self.replay_folder is not None:
+            wanted = -(-self.train_iters // self.steps_per_rollout)
+            recording.check_reach(self.replay_folder, rollouts_done, wanted - rollouts_done, self.steps_per_rollout)
+
+
+def world_size() -> int:
+    """Read the launcher's world size; no process group need exist."""
+    size: int = get_dist_setting()[2]
+    return size
+
+
+def as_list(values: str | Sequence[str]) -> list[str]:
+    return [values] if isinstance(values, str) else list(values)
+
+
+def _absolute(typed: str | None) -> Path | None:
+    return None if typed is None else Path(typed).expanduser().absolute()
+
+
+def _reward_name(function: Any) -> str:
+    """Name a reward function after its class, as ms-swift does."""
+    registered = orms[function] if isinstance(function, str) else function
+    named = inspect.isclass(registered) or inspect.isfunction(registered)
+    return registered.__name__ if named else type(registered).__name__

@@ -1,0 +1,27 @@
+"""Collect what is wrong with the arguments, so that a user gets every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+def check_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Run every check and raise one ValueError with all problems."""
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except ValueError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ValueError("\n".join(dict.fromkeys(problems)))  # two checks may find the same
+
+
+@contextmanager
+def prefix_problems(subject: str) -> Iterator[None]:
+    """Begin the text of a problem with its subject."""
+    try:
+        yield
+    except ValueError as problem:
+        raise ValueError(f"{subject}: {problem}") from problem

@@ -1,0 +1,246 @@
+"""Every check of the arguments of one run, in the three orders in which ms-swift lets them run.
+
+The checks themselves are pure functions in the other files of this folder. Each raises ValueError with the fault, the
+flag, and a value that works; all faults are reported together, before a model loads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
+from swift.rewards import orms
+from swift.rollout import MultiTurnScheduler, envs, multi_turns
+from swift.utils import import_external_file
+
+from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import layout_checks as layouts
+from swift_megatron_grpo.arguments import rollout_checks as rollouts
+from swift_megatron_grpo.arguments import server_checks as servers
+from swift_megatron_grpo.arguments import value_checks as values
+from swift_megatron_grpo.arguments.batch_plan import resolve
+from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.support_table import refusals
+from swift_megatron_grpo.conversations import checks as turns
+from swift_megatron_grpo.conversations.registries import check_registered
+from swift_megatron_grpo.plugin.command_line import VARIABLE
+from swift_megatron_grpo.recording import folder as recording
+
+STOCK_TRAINER = f"{VARIABLE}=off for ms-swift's own trainer"
+# --report_to none, as under transformers: ms-swift's Megatron takes it for the name of a callback
+megatron_callbacks_map.setdefault("none", MegatronCallback)
+
+
+def check_command_line(args: DerivedArguments) -> None:
+    """Check what the user typed, before ms-swift resolves it."""
+    plugins = as_list(args.external_plugins) + as_list(args.custom_register_path)
+    values.check_plugin_files(plugins)
+    # Reward functions register themselves. ms-swift imports the files again later, which changes nothing.
+    for plugin in plugins:
+        import_external_file(plugin)
+    check_all(
+        [
+            lambda: check_flags(args),
+            lambda: _check_model_path(args),
+            args.batch_plan,
+            lambda: check_layout(args),
+            lambda: _check_interleaving(args),
+            lambda: _check_reference(args),
+            lambda: values.check_iterations(args.num_iterations),
+            lambda: _check_algorithm(args),
+            lambda: _check_micro_batches(args),
+            lambda: _check_lengths(args),
+            lambda: values.check_duration(args.train_iters, args.num_train_epochs),
+            lambda: check_rewards(args),
+            lambda: _check_callbacks(args),
+            lambda: _check_turns(args),
+            lambda: check_recording(args),
+            lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout),
+            lambda: _check_servers(args),
+            lambda: _check_ahead(args),
+            lambda: _check_adapter_sync(args),
+            values.check_vllm_installed,
+        ]
+    )
+
+
+def check_with_model_config(args: DerivedArguments) -> None:
+    """Check what depends on the model's config; ms-swift has read it, and has made nothing yet."""
+    check_all(
+        [
+            lambda: check_flags(args),
+            lambda: check_layout(args),
+            lambda: _check_modality(args),
+            lambda: _check_precision(args),
+        ]
+    )
+
+
+def check_adopted(args: DerivedArguments) -> None:
+    """Check arguments that ms-swift's own class has parsed and resolved."""
+    check_all(
+        [
+            lambda: check_flags(args),
+            lambda: _check_callbacks(args),
+            lambda: check_layout(args),
+            lambda: _check_interleaving(args),
+            lambda: _check_modality(args),
+            lambda: _check_algorithm(args),
+            lambda: check_rewards(args),
+            lambda: _check_turns(args),
+            lambda: check_recording(args),
+            lambda: _check_servers(args),
+            lambda: _check_ahead(args),
+            lambda: _check_adapter_sync(args),
+        ]
+    )
+
+
+def check_flags(args: DerivedArguments) -> None:
+    problems = refusals({each.name: getattr(args, each.name) for each in fields(args)}, STOCK_TRAINER)
+    if args.ref_model is not None and args.has_adapter:
+        problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
+    if args.has_adapter and args.expert_tensor_parallel_size > 1:
+        problems.append(
+            f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge has no LoRA for cut "
+            "experts; use --expert_tensor_parallel_size 1, and --expert_model_parallel_size to spread experts"
+        )
+    if args.recompute_elementwise and not args.fast_kernels:
+        problems.append(
+            "--recompute_elementwise true comes with the kernels that --fast_kernels false turns off; leave one out"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def check_rewards(args: DerivedArguments) -> None:
+    if args.servers_may_grade:
+        return
+    if args.reward_funcs or not args.grades_by_environment:
+        values.check_reward_functions(args.reward_funcs, orms)
+    values.check_reward_weights(args.reward_weights, len(args.reward_names))
+
+
+def check_recording(args: DerivedArguments) -> None:
+    rollouts.check_recording(args.rollout_dump, args.rollout_replay, args.rollout_only)
+    if args.dump_folder is not None and not args.servers_may_grade:
+        recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes)
+    if args.replay_folder is not None:
+        recording.check_replay(args.replay_folder, args.recording_settings())
+
+
+def check_layout(args: DerivedArguments) -> None:
+    checkpoint = Path(args.model_dir if "model_dir" in vars(args) else args.model or "").expanduser()
+    if not (checkpoint / "config.json").is_file():
+        return  # on a hub: checked again when ms-swift has fetched it
+    layouts.check_layout(args.layout, layouts.read_model_shape(checkpoint))
+    if args.reference_layout is not None:
+        with prefix_problems("the reference copy (--ref_...)"):
+            layouts.check_layout(args.reference_layout, layouts.read_model_shape(checkpoint))
+
+
+def _check_callbacks(args: DerivedArguments) -> None:
+    for flag in ("callbacks", "report_to"):
+        registry = "swift.megatron.callbacks.megatron_callbacks_map"
+        check_registered(flag, as_list(getattr(args, flag)), megatron_callbacks_map, registry)
+
+
+def _check_model_path(args: DerivedArguments) -> None:
+    resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json names the model
+    if args.model is None and not resumed_from:
+        raise ValueError("no model is set; use --model with a folder or a hub id")
+    for flag in ("model", "ref_model"):
+        if getattr(args, flag) is not None:
+            values.check_model_path(getattr(args, flag), flag, bare_ids=args.use_hf)
+
+
+def _check_interleaving(args: DerivedArguments) -> None:
+    micro_batches = None if args.max_tokens_per_micro_batch is not None else args.batch_plan().gradient_accumulation
+    layouts.check_interleaving(args.layout, micro_batches)
+
+
+def _check_reference(args: DerivedArguments) -> None:
+    """Check the batch sizes against the data-parallel size of a reference copy in its own layout."""
+    layout = args.reference_layout
+    if layout is None:
+        return
+    if args.beta == 0 or args.has_adapter:
+        why = "a LoRA run is the model without its adapter" if args.has_adapter else "--beta 0 is not there"
+        raise ValueError(
+            f"the --ref_..._parallel_size flags lay out a frozen copy, and the reference of {why}; leave them out"
+        )
+    resolve(
+        layout,
+        micro_batch_size=1,
+        global_batch_size=args.global_batch_size,
+        num_generations=args.num_generations,
+        generation_batch_size=args.generation_batch_size,
+        steps_per_generation=args.steps_per_generation,
+    )
+
+
+def _check_modality(args: DerivedArguments) -> None:
+    if args.model_meta.is_multimodal:
+        raise ValueError(
+            f"--model {args.model}: models with an image, video or audio part are not supported yet; use a text "
+            f"model, or {STOCK_TRAINER}"
+        )
+
+
+def _check_precision(args: DerivedArguments) -> None:
+    """Refuse checkpoints that ms-swift would train in fp16; support_table.NOT_YET has the reason."""
+    if args.fp16 is None and args.torch_dtype in (torch.float16, torch.float32):
+        raise ValueError(
+            f"--model {args.model} has torch_dtype {str(args.torch_dtype).removeprefix('torch.')}, which ms-swift "
+            "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
+        )
+
+
+def _check_lengths(args: DerivedArguments) -> None:
+    """Check lengths against vLLM in the training processes; a server reports its own limit."""
+    engine = None if args.uses_servers else args.vllm_max_model_len
+    values.check_lengths(args.max_length, args.max_completion_length, engine)
+
+
+def _check_adapter_sync(args: DerivedArguments) -> None:
+    sleep_level = 0 if args.uses_servers else args.sleep_level
+    values.check_adapter_sync(
+        args.vllm_enable_lora, args.has_adapter, args.lora_rank, sleep_level, args.mcore_model, args.sync_check
+    )
+
+
+def _check_servers(args: DerivedArguments) -> None:
+    servers.check_mode(args.vllm_mode, vars(args))
+    if args.uses_servers:
+        servers.check_timeouts(args.vllm_server_timeout, args.vllm_request_timeout)
+        servers.group_ports(args.vllm_server_group_port, len(args.server_urls))
+        servers.check_combinations(args.rollout_replay)
+
+
+def _check_ahead(args: DerivedArguments) -> None:
+    rollouts.check_ahead(
+        args.async_generate, args.max_staleness, args.uses_servers, args.rollout_replay, args.rollout_only
+    )
+
+
+def _check_micro_batches(args: DerivedArguments) -> None:
+    values.check_micro_batches(
+        args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
+    )
+
+
+def _check_algorithm(args: DerivedArguments) -> None:
+    algorithm.check_algorithm(algorithm.flags_of(vars(args)))
+
+
+def _check_turns(args: DerivedArguments) -> None:
+    if args.uses_servers:  # a server has the schedulers and environments, and reports its own
+        turns.check_max_turns(args.max_turns)
+        return
+    with_own_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
+    turns.check_multi_turn(
+        args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, with_own_run, envs
+    )

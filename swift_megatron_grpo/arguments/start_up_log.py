@@ -1,0 +1,41 @@
+"""The lines that a run logs first: which trainer it is, the layout, the batch arithmetic, and notes on flags."""
+
+from __future__ import annotations
+
+from swift_megatron_grpo import __version__
+from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import rollout_checks as rollouts
+from swift_megatron_grpo.arguments import server_checks as servers
+from swift_megatron_grpo.arguments.batch_plan import format_table
+from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.plugin.command_line import VARIABLE
+
+
+def start_up_lines(args: DerivedArguments) -> list[str]:
+    plan = args.batch_plan()
+    return [
+        f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {_layout(args)}",
+        *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
+        *plan.notes,
+        *_offload_notes(args),
+        *servers.notes(args.vllm_mode, vars(args)),
+        *rollouts.notes_ahead(args.rollouts_ahead, vars(args)),
+        *algorithm.notes(algorithm.flags_of(vars(args))),
+    ]
+
+
+def _layout(args: DerivedArguments) -> str:
+    layout = args.layout
+    where = f"at {', '.join(args.server_urls)}" if args.uses_servers else f"TP {args.vllm_tensor_parallel_size}"
+    line = f"{layout}, world {layout.world_size}; vLLM {where}"
+    return line if args.reference_layout is None else f"{line}; reference {args.reference_layout}"
+
+
+def _offload_notes(args: DerivedArguments) -> list[str]:
+    flags = [f"--{flag}" for flag in ("offload_model", "offload_optimizer", "offload_grad") if getattr(args, flag)]
+    if not flags or args.sleep_level or args.uses_servers:
+        return []
+    return [
+        f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "
+        "its memory; use --sleep_level 2 to let them take turns"
+    ]

@@ -1,0 +1,19 @@
+"""Names that ms-swift looks up in a registry, some of them only after the model is loaded."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def check_registered(flag: str, names: Iterable[str], known: Iterable[str], registry: str) -> None:
+    """Raise unless every name is registered, with the names that are close to it."""
+    known = sorted(known)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            meant = f"; did you mean {' or '.join(close)}?" if close else ";"
+            raise ValueError(
+                f"unknown name {name!r} in --{flag}{meant} known are {', '.join(known)}, and what a "
+                f"file given to --external_plugins adds to {registry}"
+            )

@@ -1,0 +1,45 @@
+"""How the ranks of a run share one model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The sizes of every kind of parallelism, under ms-swift's flag names. Not checked: see arguments/."""
+
+    world_size: int
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int = 1
+    microbatch_group_size_per_vp_stage: int | None = None
+    sequence_parallel: bool = False
+    vllm_tensor_parallel_size: int = 1  # of a vLLM inside the training processes
+    first_stage_layers: int | None = None  # None: as many as the other stages
+    last_stage_layers: int | None = None
+    extra_layers: int = 0  # the embedding and the loss, where each counts as a layer of its stage
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that hold one copy of the model."""
+        return math.prod(
+            (self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size)
+        )
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // self.model_parallel
+
+    def __str__(self) -> str:
+        sequence = " with SP" if self.sequence_parallel else ""
+        virtual = self.virtual_pipeline_model_parallel_size
+        interleaved = f" with VPP {virtual}" if virtual > 1 else ""
+        return (
+            f"TP {self.tensor_model_parallel_size}{sequence}, PP {self.pipeline_model_parallel_size}{interleaved}, "
+            f"CP {self.context_parallel_size}, EP {self.expert_model_parallel_size}, DP {self.data_parallel}"
+        )

@@ -1,0 +1,66 @@
+"""Make this package active in a process: hook later imports, or become another program."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from swift_megatron_grpo.plugin.command_line import MODES, ROLLOUT, SWIFT_MEGATRON, VARIABLE, classify, program_of
+
+_SERVER_MODULE = "swift_megatron_grpo.server"
+_MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
+
+
+def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    process = classify(argv, orig_argv)
+    if process is None:
+        return
+    mode = environ.get(VARIABLE, "on")
+    if mode not in MODES:
+        choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
+        raise SystemExit(f"swift-megatron-grpo: {VARIABLE}={mode!r} is none of its values ({choices})")
+    if mode == "off":
+        return
+    if process == SWIFT_MEGATRON:
+        _hand_over(_MEGATRON_MODULE, argv[2:], orig_argv)
+    if process == ROLLOUT:
+        if mode == "on":
+            _hand_over(_SERVER_MODULE, argv[1:], orig_argv)
+        return
+    hook_platform()
+    if mode == "on":
+        from swift_megatron_grpo.plugin.register import register
+
+        register()
+
+
+def hook_platform() -> None:
+    """Have the CPU platform in place before the first module that needs CUDA to be imported."""
+    from swift_megatron_grpo.import_hooks import before_import
+
+    for name in ("mcore_bridge", "megatron.core"):  # whichever comes first
+        before_import(name, _activate_platform)
+
+
+def _activate_platform() -> None:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":  # Megatron has no Metal backend
+        from swift_megatron_grpo.platforms.cpu import activate
+
+        activate()
+
+
+def _hand_over(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """This process becomes `python -m module args`, for what is being imported by now and can no longer be hooked.
+
+    `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
+    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does
+    not.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    options = orig_argv[1 : program_of(orig_argv)[0]]
+    os.execv(sys.executable, [sys.executable, *options, "-P", "-m", module, *args])
