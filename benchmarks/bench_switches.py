@@ -33,7 +33,7 @@ from swift_megatron_grpo.tools.check_layouts import base_flags, fixed_samples
 WARM_UP = 2
 
 
-class Parts:
+class PartTimer:
     """`with parts("sleep"): ...` in milliseconds, the GPU's work included."""
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
     samples = fixed_samples(264, trainer.settings.batch.global_batch_size, policies_given=True)
 
     def train() -> None:
-        loop.parts.residency.for_training()
-        loop.parts.training.train_step(samples, make_loss(loop.config.loss))
+        loop.stages.residency.for_training()
+        loop.stages.training.train_step(samples, make_loss(loop.config.loss))
         loop._weights_version += 1
 
-    parts = Parts()
+    parts = PartTimer()
     for _ in range(cycles):
         train()
         switch(loop, parts)
@@ -86,20 +86,20 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
         gc.collect()
     seen: dict[str, Any] = {
         "milliseconds": parts.medians(),
-        "tensors": sum(1 for _ in loop.parts.sync.export()),
+        "tensors": sum(1 for _ in loop.stages.sync.export()),
         "tracked objects": len(gc.get_objects()),
         "GiB": {
-            "vLLM to wake": loop.parts.generation.memory_to_wake / 2**30,
+            "vLLM to wake": loop.stages.generation.memory_to_wake / 2**30,
             "free": torch.cuda.mem_get_info()[0] / 2**30,
-            **{name: group.nbytes() / 2**30 for name, group in loop.parts.residency.groups.items()},
+            **{name: group.nbytes() / 2**30 for name, group in loop.stages.residency.groups.items()},
         },
-        "away": [name for name, group in loop.parts.residency.groups.items() if group.is_away],
+        "away": [name for name, group in loop.stages.residency.groups.items() if group.is_away],
     }
     if profile:
         seen["profile"] = profiled(lambda: switch(loop, lambda name: no_part()))
     if torch.distributed.get_rank() == 0:
         Path(out).write_text(json.dumps(seen, indent=1))
-    loop.parts.generation.shutdown()
+    loop.stages.generation.shutdown()
 
 
 @contextmanager
@@ -109,21 +109,21 @@ def no_part() -> Iterator[None]:
 
 def switch(loop: Any, part: Any) -> None:
     """What WeightSync, without its checks, and Rollouts do around generation."""
-    engine, residency, adapter = loop.parts.generation, loop.parts.residency, loop.parts.sync.export.adapter
+    engine, residency, adapter = loop.stages.generation, loop.stages.residency, loop.stages.sync.export.adapter
     with part("make room"):
         residency.make_room(engine.memory_to_wake)
     with part("wake weights"):
         engine.wake_weights()
     with part("policy for the sync"):
         residency.for_weight_sync()
-    if isinstance(part, Parts):
+    if isinstance(part, PartTimer):
         with part("export alone, not part of a switch"):
-            weights = list(loop.parts.sync.export())
+            weights = list(loop.stages.sync.export())
         with part("load what was exported, not part of a switch"):
-            engine.load_weights(iter(weights), loop._weights_version, adapter, accounted=False)
+            engine.load_weights(iter(weights), loop._weights_version, adapter, collect_checksums=False)
         del weights
     with part("sync: export and load"):
-        engine.load_weights(loop.parts.sync.export(), loop._weights_version, adapter, accounted=False)
+        engine.load_weights(loop.stages.sync.export(), loop._weights_version, adapter, collect_checksums=False)
     with part("policy leaves"):
         residency.for_generation()
     with part("wake cache"):

@@ -4,11 +4,8 @@ models, optimizer, schedule, checkpoints and callbacks are its parent's."""
 from __future__ import annotations
 
 import os
-import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,31 +20,30 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.failures import SharedFailure
-from swift_megatron_grpo.generation.interface import GenerationEngine
-from swift_megatron_grpo.generation.local.conversations import ConversingVllm
-from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
-from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
+from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
-from swift_megatron_grpo.loop.completion_log import CompletionLog
-from swift_megatron_grpo.loop.logprob_check import FirstRollout
-from swift_megatron_grpo.loop.stages import Parts
+from swift_megatron_grpo.loop.assemble import (
+    FrozenReference,
+    LoadedModels,
+    RunInputs,
+    assemble_stages,
+    prompt_source,
+    reference_engine_settings,
+    reference_policy,
+    training_engine,
+)
 from swift_megatron_grpo.loop.step import GRPOLoop
-from swift_megatron_grpo.loop.weight_sync import CANARY_TEXT, CANARY_TOKENS, Canary, WeightSync
 from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.recording.dump import RolloutDump
-from swift_megatron_grpo.recording.replay import RolloutReplay
-from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
+from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
-from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopy, FrozenCopyInOwnLayout, Reference
+from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
-from swift_megatron_grpo.weights.export import WeightExport, merged_on_read
+from swift_megatron_grpo.weights.export import merged_on_read
 
 logger = get_logger()
 
@@ -75,7 +71,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         config = configure_server(args)
         if config is None:
             return None
-        transport = BucketTransport(torch.device(torch.cuda.current_device()), config.bucket_bytes)
+        transport = WeightSender(torch.device(torch.cuda.current_device()), config.bucket_bytes)
         remote = RemoteVllm(config, transport, self.coordinator.rank)
         environments_grade = self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
@@ -86,24 +82,24 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)
-        self.frozen_copy, self.reference_layout, self.frozen_models = self._make_reference()
+        self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         peft_models: list[Any] = super()._prepare_peft_model(models)
         mark_experts(models)
         if self.args.fast_kernels:
-            use_fast_kernels(models, trained=True, remake=self.args.recompute_elementwise)
+            use_fast_kernels(models, trained=True, recompute_elementwise=self.args.recompute_elementwise)
         return peft_models
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
 
-    def _make_reference(self) -> tuple[FrozenCopy | None, ReferenceLayout | None, list[torch.nn.Module]]:
-        """A frozen copy where the reference policy is one, and what exists for its sake alone."""
+    def _load_reference(self) -> FrozenReference | None:
+        """Load the frozen copy, where the reference policy is one."""
         wanted, args = self.settings.reference, self.args
         if wanted.beta == 0 or wanted.model_dir is None:
-            return None, None, []
+            return None
         folder = safe_snapshot_download(wanted.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
         layout = None if wanted.layout is None else ReferenceLayout(wanted.layout, args.ddp_timeout // 60)
         with nullcontext() if layout is None else layout.active():
@@ -112,8 +108,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 model.to(torch.cuda.current_device())
             models[0].config.bridge.load_weights(models, folder)
             if args.fast_kernels:
-                use_fast_kernels(models, trained=False, remake=False)
-            return FrozenCopy(Passes(models, self._reference_settings())), layout, models
+                use_fast_kernels(models, trained=False, recompute_elementwise=False)
+            return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
         """Saving with --merge_lora: merged on the way out, instead of added to the weights and taken off again."""
@@ -127,117 +123,58 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def setup_training(self, train_dataset: Any, val_dataset: Any) -> tuple[None, None]:
         self.setup_model_training()
         self.loop = self._build_loop(train_dataset)
-        self.val_prompts = None if val_dataset is None else self._prompts(val_dataset, shuffle=False)
+        self.val_prompts = None
+        if val_dataset is not None:
+            self.val_prompts = prompt_source(self.settings, self.template, val_dataset, shuffle=False)
         return None, None
 
-    def _build_loop(self, train_dataset: Any) -> GRPOLoop:
-        settings, args = self.settings, self.args
-        trained_per_rollout = settings.batch.generation_batch_size * settings.num_iterations
+    def _build_loop(self, train_rows: Any) -> GRPOLoop:
+        config, args = self.settings, self.args
+        trained_per_rollout = config.batch.generation_batch_size * config.num_iterations
         rollouts_done = self.state.consumed_train_samples // trained_per_rollout
-        prompts_done = rollouts_done * settings.batch.rollout_prompts
-        residency = Residency(
-            settings.residency, self.wrapped_models, self.frozen_models, self.optimizer, tell=logger.info
-        )
         args.check_replay_reach(rollouts_done)
-        recording = settings.recording
-        generation = None if recording.replay is not None else self.remote or self._start_vllm(residency)
-        training = self.build_engine()
-        export = WeightExport(self.bridge, self.unwrapped_models, adapter_alone=args.vllm_enable_lora)
-        canary = self._canary()
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
-        parts = Parts(
-            prompts=self._prompts(train_dataset, settings.data.shuffle, prompts_done),
-            spare_prompts=self._prompts(train_dataset, settings.data.shuffle, spare=True),
-            generation=generation,
+        inputs = RunInputs(
+            template=self.template,
+            train_rows=train_rows,
             rewards=self.rewards,
-            training=training,
-            reference=self._reference(training, self.coordinator),
-            residency=residency,
-            sync=None
-            if generation is None
-            else WeightSync(settings.sync_check, generation, residency, export, canary, self.coordinator, logger),
-            first_rollout=FirstRollout(training.passes, canary.passes, self.coordinator, settings.sampling),
+            servers=self.remote,
             coordinator=self.coordinator,
-            log=CompletionLog(
-                settings.log, self.rewards.names, self.template.safe_decode, writer.append, is_last_rank()
-            ),
-            dump=None
-            if recording.dump is None
-            else RolloutDump(recording.dump, args.recording_settings(), rollouts_done, is_master()),
-            replay=None if recording.replay is None else RolloutReplay(recording.replay),
-            watchdog=self._start_watchdog(),
+            rollouts_done=rollouts_done,
+            recording=args.recording_settings(),
+            write_completions=writer.append,
+            is_master=is_master(),
+            is_last_rank=is_last_rank(),
+            logger=logger,
         )
-        loop = GRPOLoop(settings, parts, self.state, self.state.iteration, args.train_iters)
-        if loop.beta.adapts and self.state.iteration > 0:
-            loop.beta.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
+        stages = assemble_stages(config, self._loaded_models(), inputs)
+        loop = GRPOLoop(config, stages, self.state, self.state.iteration, args.train_iters)
+        if loop.kl_controller.adapts and self.state.iteration > 0:
+            loop.kl_controller.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
 
-    def _start_watchdog(self) -> Watchdog:
-        name = self.coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # of this run only
-        report = Path(self.args.output_dir).absolute() / name
-        return Watchdog(report, self.coordinator.rank, self.coordinator.world_size, self.settings.deadlines.phase)
+    def _loaded_models(self) -> LoadedModels:
+        return LoadedModels(
+            wrapped=self.wrapped_models,
+            unwrapped=self.unwrapped_models,
+            peft=self.peft_models,
+            optimizer=self.optimizer,
+            scheduler=self.opt_param_scheduler,
+            bridge=self.bridge,
+            reference=self.frozen_reference,
+        )
 
-    def _start_vllm(self, residency: Residency) -> GenerationEngine:
-        residency.make_room(memory_to_start(self.settings.vllm))
-        residency.for_generation()
-        vllm, turns = self.settings.vllm, self.settings.turns
-        generation = LocalVllm(vllm, self.template) if turns is None else ConversingVllm(vllm, turns, self.template)
-        generation.sleep()
-        residency.restore()
-        return generation
+    def build_engine(self) -> MegatronEngine:
+        return training_engine(self.settings, self._loaded_models())
+
+    def build_reference(self, training: MegatronEngine, coordinator: Coordinator) -> Reference | None:
+        return reference_policy(self.settings, self._loaded_models(), training, coordinator)
 
     def save_checkpoint(self) -> None:
         super().save_checkpoint()
         assert self.loop is not None
-        if self.loop.beta.adapts and is_master():
-            self.loop.beta.save(self.state.last_model_checkpoint)
-
-    def _prompts(self, dataset: Any, shuffle: bool, taken: int = 0, spare: bool = False) -> PromptSource:
-        system = self.template.template_meta.default_system
-        seed, label = self.settings.data.seed, ""
-        if spare:  # far from the seeds of the epochs to come
-            seed, label = seed + 1_000_000, "spare-"
-        return PromptSource(dataset, seed, shuffle, system, taken, label)
-
-    def _reference(self, training: MegatronEngine, coordinator: Coordinator) -> Reference | None:
-        if self.settings.reference.beta == 0:
-            return None
-        if self.frozen_copy is None:
-            return BaseUnderAdapter(training.passes, self.peft_models)
-        if self.reference_layout is None:
-            return self.frozen_copy
-        return FrozenCopyInOwnLayout(self.frozen_copy, self.reference_layout, coordinator)
-
-    def _canary(self) -> Canary:
-        text: list[int] = self.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
-        server = self.settings.server
-        room = self.settings.vllm.max_model_len if server is None else server.needed_length  # no server has less
-        longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM adds one
-        passes = Passes(self.wrapped_models, EngineSettings(temperature=1.0, micro_batch_size=1))
-        return Canary(text[:longest], passes, self.coordinator)
-
-    def build_engine(self) -> MegatronEngine:
-        return MegatronEngine(self.wrapped_models, self.optimizer, self.opt_param_scheduler, self._engine_settings())
-
-    def _engine_settings(self) -> EngineSettings:
-        packing = self.settings.packing
-        return EngineSettings(
-            temperature=self.settings.sampling.temperature,
-            micro_batch_size=self.settings.batch.micro_batch_size,
-            max_tokens=packing.max_tokens,
-            infer_max_tokens=packing.infer_max_tokens,
-            infer_micro_batch_size=packing.infer_micro_batch_size,
-        )
-
-    def _reference_settings(self) -> EngineSettings:
-        """In a layout of its own the reference need not hold the samples that its rank trains."""
-        settings = self._engine_settings()
-        if self.settings.reference.layout is None:
-            return settings
-        if settings.max_tokens is not None or settings.infer_max_tokens is not None:
-            return replace(settings, max_tokens=settings.infer_max_tokens or settings.max_tokens)
-        size = settings.infer_micro_batch_size or settings.micro_batch_size
-        return replace(settings, micro_batch_size=1, infer_micro_batch_size=size)
+        if self.loop.kl_controller.adapts and is_master():
+            self.loop.kl_controller.save(self.state.last_model_checkpoint)
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
         try:
@@ -280,7 +217,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         assert self.loop is not None
         folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.iteration}")
         if self.state.iteration > 0 and self.state.last_model_checkpoint != folder:
-            self.loop.parts.residency.restore()
+            self.loop.stages.residency.restore()
             self.save_checkpoint()
             logger.info(f"the run stops; what it has learned so far is in {folder}")
 
@@ -294,7 +231,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
             self.call_event("on_eval_step")
             self._aggregated_metrics([_tensors(metrics)], rounds)
-        self.loop.parts.residency.restore()  # a checkpoint may be next
+        self.loop.stages.residency.restore()  # a checkpoint may be next
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds
@@ -306,9 +243,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def finalize_training(self) -> None:
         super().finalize_training()
         assert self.loop is not None
-        if self.loop.parts.generation is not None:
-            self.loop.parts.generation.shutdown()
-        self.loop.parts.watchdog.close()
+        if self.loop.stages.generation is not None:
+            self.loop.stages.generation.shutdown()
+        self.loop.stages.watchdog.close()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")

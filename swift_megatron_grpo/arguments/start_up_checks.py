@@ -15,6 +15,7 @@ from swift.rewards import orms
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import import_external_file
 
+from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
@@ -26,10 +27,9 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.support_table import refusals
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
-from swift_megatron_grpo.plugin.command_line import VARIABLE
 from swift_megatron_grpo.recording import folder as recording
 
-STOCK_TRAINER = f"{VARIABLE}=off for ms-swift's own trainer"
+STOCK_TRAINER = f"{SWITCH}=off for ms-swift's own trainer"
 # --report_to none, as under transformers: ms-swift's Megatron takes it for the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo import __version__
+from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.batch_plan import format_table
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.plugin.command_line import VARIABLE
 
 
 def start_up_lines(args: DerivedArguments) -> list[str]:
     plan = args.batch_plan()
     return [
-        f"swift_megatron_grpo {__version__} trains this run ({VARIABLE}=off turns it off): {_layout(args)}",
+        f"swift_megatron_grpo {__version__} trains this run ({SWITCH}=off turns it off): {_layout(args)}",
         *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
         *plan.notes,
         *_offload_notes(args),

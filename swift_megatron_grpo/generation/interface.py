@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ class News:
     """What a generation has to tell since it was asked last."""
 
     finished: dict[int, Rollout]  # by index of the request, in whole units
-    lacks_weights: bool  # an engine has come back and waits for the newest ones
+    needs_weights: bool  # an engine has come back and waits for the newest ones
 
 
 class Generation(Protocol):
@@ -71,7 +71,7 @@ class AtOnce:
     runs = False  # not while the trainer does something else
 
     def next(self, newest: int) -> News:
-        return News(self.answer(), lacks_weights=False)
+        return News(self.answer(), needs_weights=False)
 
 
 class GenerationEngine(Protocol):
@@ -85,19 +85,19 @@ class GenerationEngine(Protocol):
 
     @property
     def is_new(self) -> bool:
-        """Whether it, or a part of it, has accounted for no load yet."""
+        """Whether it, or a part of it, has completed no checksummed load yet."""
         ...
 
-    def lacks(self, version: int) -> bool:
+    def needs_weights(self, version: int) -> bool:
         """Whether it, or a part of it, runs other weights than these."""
         ...
 
-    def trust(self) -> None:
+    def mark_verified(self) -> None:
         """The weights it was sent are the trainer's: it may generate with them."""
         ...
 
-    def distrust(self) -> None:
-        """The weights it was sent last are not the trainer's: it lacks them."""
+    def invalidate_weights(self) -> None:
+        """The weights it was sent last are not the trainer's: it needs them again."""
         ...
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
@@ -108,21 +108,23 @@ class GenerationEngine(Protocol):
         """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
         ...
 
-    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+    def load_weights(
+        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+    ) -> None:
         """All weights; or, with its configuration, those of a LoRA adapter on the checkpoint that the engine has.
-        `accounted`: holdings() will be asked what became of each."""
+        `collect_checksums`: held_weights() will be asked what became of each."""
         ...
 
     def wake_cache(self) -> None: ...
 
-    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         """Log-probs of every token but the first, at temperature 1 and of all tokens that there are, by each engine
-        that this rank asks; by name, as in holdings. Nothing of other weights answers. After wake_cache."""
+        that this rank asks; by name, as in held_weights. Nothing of other weights answers. After wake_cache."""
         ...
 
-    def holdings(self) -> list[Holding]:
+    def held_weights(self) -> list[WorkerWeights]:
         """What the model of each worker that this rank asks holds of the weights it was last sent. It can tell once it
-        has loaded weights that were accounted for."""
+        has loaded weights with checksums."""
         ...
 
     def sleep(self) -> None: ...

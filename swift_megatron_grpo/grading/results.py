@@ -22,7 +22,7 @@ class BadReward(RuntimeError):
     """A completion has no valid reward: every function said None, or one said NaN or infinity."""
 
 
-def grade(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
+def total_rewards(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
     """Completions with their total rewards, without advantages yet. One without a valid reward: see `--bad_reward`."""
     rewards = [total_reward(row, config.reward_weights) for row in scores]
     graded = [Graded(*each, advantage=0.0) for each in zip(rollouts, scores, rewards, strict=True)]
@@ -31,7 +31,7 @@ def grade(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) ->
     return graded
 
 
-def penalise(graded: Sequence[Graded], divergences: Sequence[float], beta: float) -> list[Graded]:
+def subtract_kl(graded: Sequence[Graded], divergences: Sequence[float], beta: float) -> list[Graded]:
     """reward - beta KL: what `--kl_in_reward` does before completions are compared."""
     return [
         each if each.reward is None else replace(each, reward=each.reward - beta * divergence)
@@ -39,7 +39,7 @@ def penalise(graded: Sequence[Graded], divergences: Sequence[float], beta: float
     ]
 
 
-def compare(graded: Sequence[Graded], num_generations: int, config: GradingConfig) -> list[Graded]:
+def add_advantages(graded: Sequence[Graded], num_generations: int, config: GradingConfig) -> list[Graded]:
     """Advantages. Groups are consecutive and whole."""
     rewards = [each.reward for each in graded]
     if all(reward is None for reward in rewards):
@@ -54,7 +54,7 @@ def compare(graded: Sequence[Graded], num_generations: int, config: GradingConfi
 
 def finish(rollouts: Sequence[Rollout], scores: Scores, num_generations: int, config: GradingConfig) -> list[Graded]:
     """From scores to advantages, where nothing comes between."""
-    return compare(grade(rollouts, scores, config), num_generations, config)
+    return add_advantages(total_rewards(rollouts, scores, config), num_generations, config)
 
 
 def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:

@@ -62,7 +62,9 @@ class RewardFunctions:
             )
 
 
-def score(rollouts: Sequence[Rollout], rewards: RewardFunctions, trainer_state: Any, limit: Limit = no_limit) -> Scores:
+def call_reward_functions(
+    rollouts: Sequence[Rollout], rewards: RewardFunctions, trainer_state: Any, limit: Limit = no_limit
+) -> Scores:
     """What every function says of every completion. NaN and infinity are passed on: `finish` decides what they mean."""
     if not rollouts:
         return []

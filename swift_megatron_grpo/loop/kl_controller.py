@@ -16,7 +16,7 @@ _LARGEST_ERROR = 0.2
 _FILE = "kl_beta.json"  # in a checkpoint's folder
 
 
-class Beta:
+class KlController:
     """The adaptive controller of https://arxiv.org/abs/1909.08593:
 
         beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) * completions / horizon)

@@ -23,7 +23,7 @@ SHIFTS = (0, -1, 1)  # the engine's value at t against the trainer's at t + shif
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class LogprobGap:
     """Of the engine's log-probs and the trainer's, summed over tokens; sums of ranks add up."""
 
     tokens: int = 0
@@ -32,7 +32,7 @@ class Agreement:
     pairs: tuple[int, ...] = (0,) * len(SHIFTS)
 
     @classmethod
-    def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> Agreement:
+    def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> LogprobGap:
         """Of one completion."""
         shifted = [_pairs(engine, trainer, shift) for shift in SHIFTS]
         return cls(
@@ -43,7 +43,7 @@ class Agreement:
         )
 
     @classmethod
-    def sum(cls, parts: Iterable[Agreement]) -> Agreement:
+    def sum(cls, parts: Iterable[LogprobGap]) -> LogprobGap:
         total = cls()
         for part in parts:
             total = cls(
@@ -60,7 +60,7 @@ class Agreement:
         return tuple(apart / max(pairs, 1) for apart, pairs in zip(self.apart, self.pairs, strict=True))
 
 
-class FirstRollout:
+class LogprobCheck:
     """All ranks together. Stops on what no setting can mean, warns of what a setting does."""
 
     def __init__(
@@ -80,25 +80,25 @@ class FirstRollout:
         if story is not None and self._coordinator.rank == 0:
             logger.warning(story)
 
-    def _agreement(self, passes: Passes, samples: Sequence[Sample]) -> Agreement:
+    def _agreement(self, passes: Passes, samples: Sequence[Sample]) -> LogprobGap:
         fewest = passes.fewest_samples
         some = samples[: min(len(samples), max(COMPLETIONS, fewest)) // fewest * fewest]
         place = passes.parallel
         mine = passes.infer(some) if some else {}
         speaks = place.tp_rank == 0 and place.cp_rank == 0  # of ranks that hold copies, one
-        return Agreement.sum(self._coordinator.all_gather(_of_samples(mine, some) if speaks else Agreement()))
+        return LogprobGap.sum(self._coordinator.all_gather(_of_samples(mine, some) if speaks else LogprobGap()))
 
 
-def _of_samples(values: Mapping[int, TokenValues], samples: Sequence[Sample]) -> Agreement:
+def _of_samples(values: Mapping[int, TokenValues], samples: Sequence[Sample]) -> LogprobGap:
     told = ((samples[index].rollout_logprobs, each.logprobs) for index, each in values.items())
-    return Agreement.sum(Agreement.of(engine, trainer) for engine, trainer in told if engine)
+    return LogprobGap.sum(LogprobGap.of(engine, trainer) for engine, trainer in told if engine)
 
 
 class ShiftedLogprobs(RuntimeError):
     """The engine's log-probs belong to the tokens beside."""
 
 
-def check_alignment(found: Agreement, rounding: float) -> None:
+def check_alignment(found: LogprobGap, rounding: float) -> None:
     """Stops where the engine's log-probs are those of the tokens beside."""
     aligned, *others = found.means
     best = min(others)
@@ -113,7 +113,7 @@ def check_alignment(found: Agreement, rounding: float) -> None:
 
 
 def distortion(
-    found: Agreement, at_temperature_1: Callable[[], Agreement], sampling: SamplingConfig, rounding: float
+    found: LogprobGap, at_temperature_1: Callable[[], LogprobGap], sampling: SamplingConfig, rounding: float
 ) -> str | None:
     """What to tell if the two distributions differ by more than rounding. `at_temperature_1`: the engine against the
     trainer without --temperature."""

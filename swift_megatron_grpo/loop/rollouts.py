@@ -19,10 +19,10 @@ from typing import Any
 
 from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.generation.interface import Generation, Share, requests_for
-from swift_megatron_grpo.grading import grade, resample, score
+from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.stages import Parts
+from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
@@ -55,8 +55,8 @@ def _nothing() -> None: ...
 class Rollouts:
     """All ranks together."""
 
-    def __init__(self, config: GRPOConfig, parts: Parts, trainer_state: Any, ahead: RunAhead) -> None:
-        self._config, self._parts = config, parts
+    def __init__(self, config: GRPOConfig, stages: Stages, trainer_state: Any, ahead: RunAhead) -> None:
+        self._config, self._stages = config, stages
         self._trainer_state = trainer_state  # reward functions may read it
         self._ahead = ahead
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
@@ -89,7 +89,7 @@ class Rollouts:
 
     def _prompts(self, rollout: int) -> list[Prompt]:
         """Its number alone says which, so what was begun ahead of a checkpoint is begun again when a run is resumed."""
-        source, size = self._parts.prompts, self._config.batch.rollout_prompts
+        source, size = self._stages.prompts, self._config.batch.rollout_prompts
         source.taken = rollout * size
         return source.take(size)
 
@@ -104,30 +104,30 @@ class Rollouts:
         self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step, answered: Callable[[], None]
     ) -> list[Graded]:
         """Generated and graded, and dumped if asked for; or as another run has dumped them."""
-        parts, num_generations = self._parts, self._config.grading.num_generations
-        if parts.replay is not None:
+        stages, num_generations = self._stages, self._config.grading.num_generations
+        if stages.replay is not None:
             with step.timer("replay"):
-                return grade(*parts.replay.take(rollout, draw, prompts, num_generations), self._config.grading)
+                return total_rewards(*stages.replay.take(rollout, draw, prompts, num_generations), self._config.grading)
         if draw == 0 and self._begun:
             begun = self._begun.popleft()
         else:
             begun = self._begin(prompts, num_generations, step)
         graded = self._grade(begun, step, answered)
-        if parts.dump is not None:
-            write = partial(parts.dump.write, rollout, draw, graded)
+        if stages.dump is not None:
+            write = partial(stages.dump.write, rollout, draw, graded)
             with step.timer("dump"):
-                parts.coordinator.all_gather_or_raise(write, "--rollout_dump")
+                stages.coordinator.all_gather_or_raise(write, "--rollout_dump")
         return graded
 
     def _replace_uniform_groups(self, rollout: int, graded: list[Graded], step: Step) -> list[Graded]:
         grading, per_rollout = self._config.grading, self._config.batch.rollout_prompts
         # Where the spare prompts go on depends on the rollout's number only, so a resumed run draws the same ones.
-        self._parts.spare_prompts.taken = (rollout + 1) * grading.max_resample_times * per_rollout
+        self._stages.spare_prompts.taken = (rollout + 1) * grading.max_resample_times * per_rollout
 
         draws = count(1)  # the first one is in `graded`
 
         def draw(groups: int) -> list[Graded]:
-            return self._draw(rollout, next(draws), self._parts.spare_prompts.take(groups), step, _nothing)
+            return self._draw(rollout, next(draws), self._stages.spare_prompts.take(groups), step, _nothing)
 
         found = resample(graded, grading.num_generations, grading.max_resample_times, draw)
         if found.uniform:
@@ -142,10 +142,10 @@ class Rollouts:
 
     def _begin(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> _Begun:
         """With the newest weights; or, beside what the engine is answering, with those that it has."""
-        engine, sync = self._parts.generation, self._parts.sync
+        engine, sync = self._stages.generation, self._stages.sync
         assert engine is not None and sync is not None
         if self._engine_is_idle():
-            step.metrics.update(sync(step.version, step.timer))
+            step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
         requests = requests_for(prompts, num_generations, self._config.sampling.seed, self._engine_version)
         generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
@@ -154,7 +154,7 @@ class Rollouts:
     def _engine_is_idle(self) -> bool:
         """Only the rank that speaks to servers knows when they have answered all."""
         runs = any(begun.generation.runs for begun in self._begun)
-        return not (self._begun and any(self._parts.coordinator.all_gather(runs)))
+        return not (self._begun and any(self._stages.coordinator.all_gather(runs)))
 
     def _collect(self, begun: _Begun, step: Step) -> Iterator[dict[int, Rollout]]:
         """One completion for each request, on every rank: whole groups, as they are complete."""
@@ -165,20 +165,20 @@ class Rollouts:
         while begun.missing:
             news = partial(begun.generation.next, step.version)
             with step.timer("generation"):
-                told = self._parts.coordinator.all_gather_or_raise(news, "generating completions")
-            if any(each.lacks_weights for each in told):
-                self._send_again(begun, step)
+                told = self._stages.coordinator.all_gather_or_raise(news, "generating completions")
+            if any(each.needs_weights for each in told):
+                self._resend(begun, step)
             finished = {index: rollout for each in told for index, rollout in each.finished.items()}
             _check_versions(finished.values(), begun.versions)
             begun.missing -= len(finished)
             if finished:
                 yield finished
 
-    def _send_again(self, begun: _Begun, step: Step) -> None:
+    def _resend(self, begun: _Begun, step: Step) -> None:
         """To a server that was started anew. Weights that are no longer the trainer's are gone if no server has them:
         then what they have left unanswered is answered by the trainer's."""
-        assert self._parts.sync is not None
-        self._parts.sync.again(step.version, step.timer)
+        assert self._stages.sync is not None
+        self._stages.sync.resend(step.version, step.timer)
         self._engine_version = step.version
         for each in (begun, *self._begun):
             if each.missing:
@@ -198,23 +198,24 @@ class Rollouts:
                 rewards |= zip(groups, self._score(list(groups.values()), begun.group), strict=True)
             rollouts |= groups
         order = range(len(rollouts))
-        return grade([rollouts[i] for i in order], [rewards[i] for i in order], self._config.grading)
+        return total_rewards([rollouts[i] for i in order], [rewards[i] for i in order], self._config.grading)
 
     def _release_engine(self, step: Step) -> None:
         """Where it shares GPUs with the policy, which comes back while rewards are computed."""
-        assert self._parts.generation is not None
+        assert self._stages.generation is not None
         with step.timer("phase_switch"):
-            self._parts.generation.sleep()
-            self._parts.residency.for_inference()
+            self._stages.generation.sleep()
+            self._stages.residency.for_inference()
 
     def _score(self, rollouts: list[Rollout], group: int) -> list[list[float | None]]:
         """Every rank grades some groups, whole ones, and tells the others."""
         groups = [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
-        coordinator, functions = self._parts.coordinator, self._parts.rewards
+        coordinator, functions = self._stages.coordinator, self._stages.rewards
         share = Share(coordinator.rank, coordinator.world_size, speaks=True)
         mine = [rollout for each in share.pick(groups) for rollout in each]
         parts = coordinator.all_gather_or_raise(
-            lambda: score(mine, functions, self._trainer_state, self._reward_limit) if mine else [], "grading"
+            lambda: call_reward_functions(mine, functions, self._trainer_state, self._reward_limit) if mine else [],
+            "grading",
         )
         return [row for part in parts for row in part]
 
@@ -224,7 +225,7 @@ class Rollouts:
         if seconds is None:
             yield None
         else:
-            with self._parts.watchdog.limit(what, seconds, "--reward_timeout"):
+            with self._stages.watchdog.limit(what, seconds, "--reward_timeout"):
                 yield seconds
 
 

@@ -9,7 +9,7 @@ from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.completion_log import CompletionLog
-from swift_megatron_grpo.loop.logprob_check import FirstRollout
+from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
@@ -20,7 +20,7 @@ from swift_megatron_grpo.training.reference import Reference
 
 
 @dataclass(frozen=True)
-class Parts:
+class Stages:
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     generation: GenerationEngine | None  # None: completions are replayed
@@ -29,7 +29,7 @@ class Parts:
     reference: Reference | None
     residency: Residency
     sync: WeightSync | None  # None: no engine
-    first_rollout: FirstRollout
+    logprob_check: LogprobCheck
     coordinator: Coordinator
     log: CompletionLog
     dump: RolloutDump | None

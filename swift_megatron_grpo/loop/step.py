@@ -10,17 +10,18 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
 
 from swift_megatron_grpo.config import CorrectionConfig, GRPOConfig
-from swift_megatron_grpo.grading import compare, penalise, reward_metrics
-from swift_megatron_grpo.loop.kl_controller import Beta, divergences
+from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
+from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.stages import Parts
+from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.training.engine import Output
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
@@ -37,18 +38,18 @@ _NOTHING_TO_TRAIN = (
 
 class GRPOLoop:
     def __init__(
-        self, config: GRPOConfig, parts: Parts, trainer_state: Any, steps_done: int, steps_in_all: int
+        self, config: GRPOConfig, stages: Stages, trainer_state: Any, steps_done: int, steps_in_all: int
     ) -> None:
         self.config = config
-        self.parts = parts
-        self.beta = Beta(config.loss.beta, config.kl)
+        self.stages = stages
+        self.kl_controller = KlController(config.loss.beta, config.kl)
         self._outputs: tuple[Output, ...] = ("logprob", "entropy") if reads_entropy(config.loss) else ("logprob",)
         self._weights_version = steps_done
         per_rollout = config.batch.steps_per_generation * config.num_iterations
         self._steps_to_skip = steps_done % per_rollout
-        first = parts.prompts.taken // config.batch.rollout_prompts
+        first = stages.prompts.taken // config.batch.rollout_prompts
         ahead = RunAhead(config.max_staleness, per_rollout, first, steps_done - self._steps_to_skip, steps_in_all)
-        self._rollouts = Rollouts(config, parts, trainer_state, ahead)
+        self._rollouts = Rollouts(config, stages, trainer_state, ahead)
         self._compared_with_engine = False
         self._batches: deque[list[Sample]] = deque()  # one for each optimizer step that the last rollout still feeds
 
@@ -65,96 +66,113 @@ class GRPOLoop:
             with timer("entropies"):
                 metrics |= self._select_tokens(samples)
         with timer("train"):
-            self.parts.residency.for_training()
-            loss = make_loss(replace(self.config.loss, beta=self.beta.value))
-            metrics |= effective_sample_size(self.parts.training.train_step(samples, loss, self._outputs))
+            self.stages.residency.for_training()
+            loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
+            metrics |= effective_sample_size(self.stages.training.train_step(samples, loss, self._outputs))
         self._weights_version += 1
-        if self.beta.adapts and not self.config.kl.in_reward:
-            metrics["kl_beta"] = self.beta.value
-            self.beta.observe(metrics["kl"], len(samples))
+        if self.kl_controller.adapts and not self.config.kl.in_reward:
+            metrics["kl_beta"] = self.kl_controller.value
+            self.kl_controller.observe(metrics["kl"], len(samples))
         return metrics | timer.seconds()
 
     def roll_out(self) -> dict[str, float]:
         """A rollout, graded and dumped; nothing is trained."""
         step = self._begin_step()
         graded = self._rollouts.take(step)
-        graded = compare(graded, self.config.grading.num_generations, self.config.grading)
-        self.parts.log.append(graded)
+        graded = add_advantages(graded, self.config.grading.num_generations, self.config.grading)
+        self.stages.log.append(graded)
         return self._summary(step, graded, self.config.grading.num_generations)
 
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
         """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
         step = self._begin_step()
         graded = self._rollouts.evaluate(prompts, num_generations, step)
-        graded = compare(graded, num_generations, self.config.grading)
+        graded = add_advantages(graded, num_generations, self.config.grading)
         return self._summary(step, graded, num_generations)
 
     def _begin_step(self) -> Step:
-        return Step(self._weights_version, PhaseTimer(self.parts.watchdog.phase))
+        return Step(self._weights_version, PhaseTimer(self.stages.watchdog.phase))
 
     def _summary(self, step: Step, graded: list[Graded], num_generations: int) -> dict[str, float]:
         return step.metrics | self._reward_metrics(graded, num_generations) | step.timer.seconds()
 
     def _roll_out(self, step: Step) -> None:
-        """Fills the queue of batches with the samples of one rollout."""
+        """Fill the queue of batches with the samples of one rollout."""
+        graded = self._graded_rollout(step)
         size, grading = self.config.batch.global_batch_size, self.config.grading
-        graded = self._rollouts.take(step)
-        if self.config.kl.in_reward:
-            graded = self._penalise(graded, step)
-        graded = compare(graded, grading.num_generations, grading)
-        self.parts.log.append(graded)
-
         samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
         batches = [samples[i : i + size] for i in range(0, len(samples), size)]
         self._compare_with_engine(batches[0], step.timer)
-        iterations = self.config.num_iterations
         engine_is_old = old_policy_is_engines([g.rollout for g in graded], step.version, self.config.loss.correction)
+        self._add_old_policy(batches, engine_is_old, step.timer)
+        self._add_reference(batches, step.timer)
+        self._queue(batches, engine_is_old)
+
+    def _graded_rollout(self, step: Step) -> list[Graded]:
+        """Take the next rollout and compute its rewards, KL penalty and advantages."""
+        grading = self.config.grading
+        graded = self._rollouts.take(step)
+        if self.config.kl.in_reward:
+            graded = self._subtract_kl(graded, step)
+        graded = add_advantages(graded, grading.num_generations, grading)
+        self.stages.log.append(graded)
+        step.metrics.update(self._reward_metrics(graded, grading.num_generations))
+        return graded
+
+    def _add_old_policy(self, batches: Sequence[list[Sample]], engine_is_old: bool, timer: PhaseTimer) -> None:
         if engine_is_old:
-            for sample in samples:
+            for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
         else:
-            self._add_old_logprobs(batches if iterations > 1 else batches[1:], step.timer)
-        if self.parts.reference is not None and not self.config.kl.in_reward:
-            with step.timer("ref_logprobs"):
-                self.parts.residency.for_reference()
-                for each in batches:
-                    for index, values in self.parts.reference.infer(each).items():
-                        each[index].ref_logprobs = values.logprobs
-        # The first step trains the old policy itself, unless that is an older one: its old log-probs are its own. The
-        # policy of every later step has moved.
+            self._add_old_logprobs(batches if self.config.num_iterations > 1 else batches[1:], timer)
+
+    def _add_reference(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
+        if self.stages.reference is None or self.config.kl.in_reward:
+            return
+        with timer("ref_logprobs"):
+            self.stages.residency.for_reference()
+            for samples in batches:
+                for index, values in self.stages.reference.infer(samples).items():
+                    samples[index].ref_logprobs = values.logprobs
+
+    def _queue(self, batches: list[list[Sample]], engine_is_old: bool) -> None:
+        """Queue one batch for each optimizer step that this rollout feeds.
+
+        The first step trains the old policy itself, unless that is an older one, so the old log-probs are its own. In
+        every later step the policy has moved.
+        """
         first = batches[0] if engine_is_old else [replace(sample, old_logprobs=None) for sample in batches[0]]
-        steps = [first, *batches[1:], *batches * (iterations - 1)]
+        steps = [first, *batches[1:], *batches * (self.config.num_iterations - 1)]
         self._batches.extend(steps[self._steps_to_skip :])
-        self._steps_to_skip = 0  # steps that a resumed run has done
-        step.metrics.update(self._reward_metrics(graded, grading.num_generations))
+        self._steps_to_skip = 0  # a resumed run has done these already
 
     def _add_old_logprobs(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
         for samples in batches:
             with timer("old_logprobs"):
-                for index, values in self.parts.training.infer(samples).items():
+                for index, values in self.stages.training.infer(samples).items():
                     samples[index].old_logprobs = values.logprobs
 
-    def _penalise(self, graded: list[Graded], step: Step) -> list[Graded]:
+    def _subtract_kl(self, graded: list[Graded], step: Step) -> list[Graded]:
         """reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere: sums go over gloo."""
-        assert self.parts.reference is not None
+        assert self.stages.reference is not None
         samples = [_to_sample(each, group=0, overlong_filter=False) for each in graded]
         with step.timer("kl_in_reward"):
-            policy = self.parts.training.infer(samples)
-            self.parts.residency.for_reference()
-            reference = self.parts.reference.infer(samples)
+            policy = self.stages.training.infer(samples)
+            self.stages.residency.for_reference()
+            reference = self.stages.reference.infer(samples)
             told = self._of_all_ranks(divergences(policy, reference, self.config.kl.reward_estimator))
         penalties = [told[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         step.metrics.update(kl=sum(penalties) / len(penalties), kl_per_token=per_token)
-        penalised = penalise(graded, penalties, self.beta.value)
-        if self.beta.adapts:
-            step.metrics["kl_beta"] = self.beta.value
-            self.beta.observe(per_token, len(samples))
+        penalised = subtract_kl(graded, penalties, self.kl_controller.value)
+        if self.kl_controller.adapts:
+            step.metrics["kl_beta"] = self.kl_controller.value
+            self.kl_controller.observe(per_token, len(samples))
         return penalised
 
     def _select_tokens(self, samples: list[Sample]) -> dict[str, float]:
-        values = self.parts.training.infer(samples, ("logprob", "entropy"))
+        values = self.stages.training.infer(samples, ("logprob", "entropy"))
         told = self._of_all_ranks({i: np.asarray(each.entropies, np.float32) for i, each in values.items()})
         threshold = entropy_threshold(told.values(), self.config.top_entropy_quantile)
         for index, entropies in told.items():
@@ -162,19 +180,19 @@ class GRPOLoop:
         return {"entropy/entropy_threshold": threshold}
 
     def _of_all_ranks(self, values: dict[int, T]) -> dict[int, T]:
-        return self.parts.coordinator.gather_samples(values, self.parts.training.parallel)
+        return self.stages.coordinator.gather_samples(values, self.stages.training.parallel)
 
     def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
         """Once in a run."""
-        rounding = None if self.parts.sync is None else self.parts.sync.rounding
+        rounding = None if self.stages.sync is None else self.stages.sync.rounding
         if rounding is not None and not self._compared_with_engine:
             with timer("sync_check"):
-                self.parts.first_rollout.check(samples, rounding)
+                self.stages.logprob_check.check(samples, rounding)
         self._compared_with_engine = True
 
     def _reward_metrics(self, graded: list[Graded], num_generations: int) -> dict[str, float]:
         grading = self.config.grading
-        return reward_metrics(graded, self.parts.rewards.names, num_generations, grading.scale_rewards)
+        return reward_metrics(graded, self.stages.rewards.names, num_generations, grading.scale_rewards)
 
 
 def old_policy_is_engines(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:

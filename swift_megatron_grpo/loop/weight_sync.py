@@ -9,12 +9,11 @@ from itertools import chain
 
 from swift_megatron_grpo.config import SyncCheckConfig
 from swift_megatron_grpo.generation.interface import GenerationEngine
+from swift_megatron_grpo.loop.canary import Canary
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.training.memory.residency import Residency
-from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.types import Sample
 from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
@@ -23,17 +22,9 @@ from swift_megatron_grpo.weights.verify import (
     Manifest,
     Problem,
     changed_forms,
-    compare,
+    compare_with_sent,
     describe,
 )
-
-# Prose, numbers and code: what most models have seen. Its length is what an engine's answer costs.
-CANARY_TEXT = (
-    "The quick brown fox jumps over the lazy dog. In 1969 two people walked on the Moon; 12 have been there since. "
-    "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
-    "Water boils at 100 degrees Celsius at sea level, and freezes at 0. Paris is the capital of France. "
-)
-CANARY_TOKENS = 128
 
 _NO_TENSOR_DIFFERS = (
     "What the engine holds is what was exported, tensor by tensor. So the export itself is wrong, or the engine "
@@ -44,23 +35,6 @@ _NO_TENSOR_DIFFERS = (
 
 class EngineHasOtherWeights(RuntimeError):
     """The engine does not run the trainer's weights, not even after they were sent again."""
-
-
-class Canary:
-    """What the trainer says of a fixed text. All ranks together."""
-
-    def __init__(self, tokens: Sequence[int], passes: Passes, coordinator: Coordinator) -> None:
-        self.tokens = list(tokens)
-        self.passes = passes  # at temperature 1
-        self._coordinator = coordinator
-
-    def logprobs(self) -> list[list[float]]:
-        """On every rank, from every data-parallel rank: copies of the weights must not have parted either."""
-        mask = [False] + [True] * (len(self.tokens) - 1)
-        sample = Sample(tokens=self.tokens, completion_mask=mask, advantage=0.0)
-        values = self.passes.infer([sample] * self.passes.fewest_samples)
-        told = self._coordinator.gather_samples(values, self.passes.parallel)
-        return [each.logprobs for each in told.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +75,7 @@ class WeightSync:
         floor = BOUNDS[self._config.dtype].floor
         return None if self._config.mode == "off" else max(floor, self._usual or 0.0)
 
-    def __call__(self, version: int, timer: PhaseTimer) -> dict[str, float]:
+    def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """Leaves the engine awake, with the weights of this version."""
         if not self._any_lacks(version):
             self._wake_weights(timer)
@@ -109,8 +83,8 @@ class WeightSync:
             return {}
         return self._sync(version, timer, asleep=True)
 
-    def again(self, version: int, timer: PhaseTimer) -> None:
-        """To what lacks them of an engine that is awake and generating: a server that was started anew."""
+    def resend(self, version: int, timer: PhaseTimer) -> None:
+        """To every part that needs them of an engine that is awake and generating: a server that was started anew."""
         if self._any_lacks(version):
             found = self._sync(version, timer, asleep=False)
             checked = f", checked: {found}" if found else ""
@@ -128,7 +102,7 @@ class WeightSync:
             full = self._config.mode == "full" or self._forms is None
             first = self._attempt(version, timer, asleep, full)
             metrics = self._repeat(first, version, timer, asleep) if first.problems else self._accept(first)
-        self._engine.trust()
+        self._engine.mark_verified()
         return metrics
 
     def _wake_weights(self, timer: PhaseTimer) -> None:
@@ -142,19 +116,23 @@ class WeightSync:
             self._engine.wake_cache()
 
     def _any_lacks(self, version: int) -> bool:
-        """Exporting takes all ranks, so all of them learn that an engine lacks these weights."""
-        return any(self._coordinator.all_gather_or_raise(lambda: self._engine.lacks(version), "reaching the engines"))
+        """Exporting takes all ranks, so all of them learn that an engine needs these weights."""
+        return any(
+            self._coordinator.all_gather_or_raise(lambda: self._engine.needs_weights(version), "reaching the engines")
+        )
 
     def _load(self, version: int, timer: PhaseTimer, full: bool) -> tuple[Manifest | None, bool]:
-        """Until no engine lacks them: a server may go while it receives, and another one come. Returns what was sent,
-        and whether all of it is accounted for: as asked, and always where an engine is new."""
+        """Send until no engine needs them: a server may go while it receives, and another one come. Returns what was
+        sent, and whether checksums were collected: as asked, and always where an engine is new."""
         manifest = None
         with timer("weight_sync"):
             while self._any_lacks(version):
                 full = self._reads_back and (full or any(self._coordinator.all_gather(self._engine.is_new)))
                 manifest = Manifest(self._config.dtype if full else None)
                 self._residency.for_weight_sync()
-                self._engine.load_weights(manifest.watch(self.export()), version, self.export.adapter, accounted=full)
+                self._engine.load_weights(
+                    manifest.watch(self.export()), version, self.export.adapter, collect_checksums=full
+                )
         return manifest, full
 
     def _attempt(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt:
@@ -179,7 +157,7 @@ class WeightSync:
             if manifest is not None:
                 problems += self._faults_of_export(manifest)
             if manifest is not None and full:
-                found, unreadable = self._faults_of_tensors(manifest, self._holdings())
+                found, unreadable = self._faults_of_tensors(manifest, self._held_weights())
                 problems += found
             apart = self._differences(expected)
         if not apart:
@@ -189,8 +167,8 @@ class WeightSync:
 
     def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
         # of the sync that failed: what is sent once more says what it should have been
-        held = self._holdings() if self._reads_back else []
-        self._engine.distrust()
+        held = self._held_weights() if self._reads_back else []
+        self._engine.invalidate_weights()
         if asleep:
             self._engine.sleep()
         second = self._attempt(version, timer, asleep, full=True)
@@ -201,7 +179,7 @@ class WeightSync:
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and is good now. {story}")
             return self._accept(second)
-        self._engine.distrust()
+        self._engine.invalidate_weights()
         why = f"\n{_NO_TENSOR_DIFFERS}" if all(each.numbers_only for each in second.problems) else ""
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
@@ -242,21 +220,23 @@ class WeightSync:
             found.append(Problem("trainer", "the run has an adapter, and it is bound to no module (--target_modules)"))
         return found
 
-    def _holdings(self) -> list[Holding]:
+    def _held_weights(self) -> list[WorkerWeights]:
         """Of the engines that this rank asks, from all their workers."""
-        answers = self._coordinator.all_gather_or_raise(self._engine.holdings, "reading weights back")
+        answers = self._coordinator.all_gather_or_raise(self._engine.held_weights, "reading weights back")
         engines = {each.engine for each in answers[self._coordinator.rank]}
         return [each for told in answers for each in told if each.engine in engines]
 
-    def _faults_of_tensors(self, manifest: Manifest, holdings: Iterable[Holding]) -> tuple[list[Problem], set[str]]:
-        told = self._coordinator.all_gather(compare(manifest.forms, manifest.checksums(), list(holdings)))
+    def _faults_of_tensors(
+        self, manifest: Manifest, held_weights: Iterable[WorkerWeights]
+    ) -> tuple[list[Problem], set[str]]:
+        told = self._coordinator.all_gather(compare_with_sent(manifest.forms, manifest.checksums(), list(held_weights)))
         problems = list(chain.from_iterable(part for part, _ in told))
         return problems, set().union(*(part for _, part in told))
 
     def _differences(self, expected: Sequence[Sequence[float]]) -> dict[str, Difference]:
         """Of every engine from any data-parallel rank."""
         answers = self._coordinator.all_gather_or_raise(
-            lambda: self._engine.score(self.canary.tokens), "asking the engines about a fixed text"
+            lambda: self._engine.score_text(self.canary.tokens), "asking the engines about a fixed text"
         )
         return {
             engine: Difference.largest(Difference.of(told, mine) for mine in expected)

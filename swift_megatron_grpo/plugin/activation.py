@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from swift_megatron_grpo.plugin.command_line import MODES, ROLLOUT, SWIFT_MEGATRON, VARIABLE, classify, program_of
+from swift_megatron_grpo import SWITCH
+from swift_megatron_grpo.plugin.command_line import MODES, ROLLOUT, SWIFT_MEGATRON, classify, program_of
 
 _SERVER_MODULE = "swift_megatron_grpo.server"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
@@ -16,10 +17,10 @@ def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str
     process = classify(argv, orig_argv)
     if process is None:
         return
-    mode = environ.get(VARIABLE, "on")
+    mode = environ.get(SWITCH, "on")
     if mode not in MODES:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
-        raise SystemExit(f"swift-megatron-grpo: {VARIABLE}={mode!r} is none of its values ({choices})")
+        raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
     if mode == "off":
         return
     if process == SWIFT_MEGATRON:

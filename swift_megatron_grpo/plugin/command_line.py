@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-VARIABLE = "SWIFT_MEGATRON_GRPO"
 MODES = {
     "on": "the trainer, and the CPU platform where there is no accelerator",
     "off": "nothing: ms-swift as without this package",

@@ -19,7 +19,7 @@ _MODULUS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """A piece of a tensor: at which places, in the order of its rows, of the whole tensor the elements lie."""
 
     offset: int
@@ -27,7 +27,7 @@ class Piece:
     strides: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Piece:
+    def whole(cls, shape: Sequence[int]) -> TensorSlice:
         strides, size = [], 1
         for length in reversed(shape):
             strides.append(size)
@@ -40,19 +40,19 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldSlice:
     """A piece of a tensor that an engine holds, and the checksum of what is there."""
 
-    piece: Piece
+    piece: TensorSlice
     checksum: int
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class WorkerWeights:
     """What one worker's model holds, by the names under which it was sent. Nothing but strings and numbers."""
 
     engine: str  # workers of one engine name the same
-    held: dict[str, tuple[Held, ...]]
+    held: dict[str, tuple[HeldSlice, ...]]
     ignored: tuple[str, ...]  # were sent, and this worker's model took nothing of them
     # parameters of the model, by its own names, that nothing sent has written, or not all of
     unwritten: tuple[str, ...]
@@ -67,20 +67,21 @@ class Holding:
         return {"engine": self.engine, "held": held, **{name: list(names) for name, names in lists.items()}}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Holding:
+    def from_json(cls, told: dict[str, Any]) -> WorkerWeights:
         held = {
             name: tuple(
-                Held(Piece(offset, tuple(shape), tuple(strides)), value) for offset, shape, strides, value in rows
+                HeldSlice(TensorSlice(offset, tuple(shape), tuple(strides)), value)
+                for offset, shape, strides, value in rows
             )
             for name, rows in told["held"].items()
         }
         return cls(told["engine"], held, tuple(told["ignored"]), tuple(told["unwritten"]), tuple(told["unreadable"]))
 
 
-def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: Piece | None = None) -> torch.Tensor:
+def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None = None) -> torch.Tensor:
     """Of the bits of the elements, in `dtype` if theirs is wider. `piece`: what `tensor` is of a whole one; None: it is
     whole. Stays on its device: see `resolve`."""
-    piece = piece or Piece.whole(tensor.shape)
+    piece = piece or TensorSlice.whole(tensor.shape)
     if tensor.element_size() > dtype.itemsize:
         tensor = tensor.to(dtype)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -96,10 +97,10 @@ def resolve(checksums: Iterable[torch.Tensor]) -> list[int]:
     return [value % _MODULUS for value in torch.stack(found).tolist()] if found else []
 
 
-def _chunks(tensor: torch.Tensor, piece: Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(tensor: torch.Tensor, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Rows of the tensor with the places of their elements."""
     if tensor.ndim == 0:
-        tensor, piece = tensor.view(1), Piece(piece.offset, (1,), (1,))
+        tensor, piece = tensor.view(1), TensorSlice(piece.offset, (1,), (1,))
     rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
     for begin in range(0, tensor.shape[0], rows):
         values = tensor[begin : begin + rows]

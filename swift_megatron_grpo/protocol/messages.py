@@ -16,12 +16,12 @@ PROTOCOL = 4
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
 RUN_HEADER = "X-GRPO-Run"  # who asks
-SILENCE = 20.0  # seconds after which a run that has not asked for the status counts as ended
+RUN_IDLE_SECONDS = 20.0  # seconds after which a run that has not asked for the status counts as ended
 # HTTP statuses of a server
 CONFLICT = 409  # it has other weights than the trainer counts on
 TAKEN = 423  # it serves another run
 ENGINE_GONE = 503
-USELESS = (TAKEN, ENGINE_GONE)  # for this run, and not because of what it was asked
+SERVER_UNUSABLE = (TAKEN, ENGINE_GONE)  # for this run, and not because of what it was asked
 
 
 class Routes:
@@ -30,7 +30,7 @@ class Routes:
     JOIN = "/grpo/weights/join"
     RECEIVE = "/grpo/weights/receive"
     SCORE = "/grpo/score"
-    HOLDINGS = "/grpo/holdings"
+    HELD_WEIGHTS = "/grpo/held_weights"
     LEAVE = "/grpo/leave"
 
 
@@ -80,7 +80,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Leading:
+class ConversationSettings:
     """How a server leads conversations."""
 
     scheduler: str  # key of swift.rollout.multi_turns
@@ -104,14 +104,16 @@ class ServerStatus:
     max_logprobs: int  # that it tells of a token; -1: of the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
-    leading: Leading | None  # None: a completion is one turn
+    leading: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # what of its config.json must be the trainer's
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> ServerStatus:
         """Something may be missing in another protocol, which is refused when the status is looked at."""
         leading = said.get("leading")
-        values = _fields_of(cls, said) | {"leading": leading and Leading(**_fields_of(Leading, leading))}
+        values = _fields_of(cls, said) | {
+            "leading": leading and ConversationSettings(**_fields_of(ConversationSettings, leading))
+        }
         return cls(**values)
 
 
@@ -122,7 +124,7 @@ def serves_another(run: str) -> str:
     )
 
 
-def _fields_of(cls: type[ServerStatus | Leading], said: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(cls: type[ServerStatus | ConversationSettings], said: dict[str, Any]) -> dict[str, Any]:
     return {each.name: said.get(each.name) for each in fields(cls)}
 
 

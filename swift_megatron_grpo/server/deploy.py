@@ -33,7 +33,7 @@ from swift_megatron_grpo.protocol.messages import (
     PROTOCOL,
     RUN_HEADER,
     TAKEN,
-    Leading,
+    ConversationSettings,
     Routes,
     ServerStatus,
     serves_another,
@@ -42,7 +42,7 @@ from swift_megatron_grpo.server import worker
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
-from swift_megatron_grpo.server.run_lease import Tenancy
+from swift_megatron_grpo.server.run_lease import RunLease
 
 logger = get_logger()
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
@@ -64,7 +64,7 @@ class JoinRequest(BaseModel):
 class ReceiveRequest(BaseModel):
     version: int
     lora: bool  # an adapter on the checkpoint, not the model's weights
-    accounted: bool  # the trainer will ask what became of each tensor
+    collect_checksums: bool  # the trainer will ask what became of each tensor
 
 
 class ScoreRequest(BaseModel):
@@ -79,7 +79,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     def __init__(self, args: list[str] | GRPORolloutArguments | None = None) -> None:
         self.instance = uuid.uuid4().hex
         self.weights_version = NO_WEIGHTS
-        self.tenancy = Tenancy()
+        self.lease = RunLease()
         self.description: dict[str, Any] = {}
         self.store: TCPStore | None = None  # of the newest group; it lives as long as this
         self.joining: asyncio.Task[Any] | None = None
@@ -123,21 +123,21 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.GENERATE, dependencies=guard)(self.generate)
         self.app.post(Routes.JOIN, dependencies=guard)(self.join)
         self.app.post(Routes.RECEIVE, dependencies=guard)(self.receive)
-        self.app.post(Routes.SCORE, dependencies=guard)(self.score)
-        self.app.get(Routes.HOLDINGS, dependencies=guard)(self.holdings)
+        self.app.post(Routes.SCORE, dependencies=guard)(self.score_text)
+        self.app.get(Routes.HELD_WEIGHTS, dependencies=guard)(self.held_weights)
         self.app.post(Routes.LEAVE, dependencies=guard)(self.leave)
 
     async def status(self, run: Run = None) -> dict[str, Any]:
         """A run that asks while no other is served has the server from now on."""
         now = time.monotonic()
-        if self.tenancy.hear(run, now):
+        if self.lease.touch(run, now):
             self.weights_version = NO_WEIGHTS  # they are another run's
         return asdict(
             ServerStatus(
                 plugin=__version__,
                 protocol=PROTOCOL,
                 instance=self.instance,
-                run=self.tenancy.served(now),
+                run=self.lease.holder(now),
                 weights_version=self.weights_version,
                 world_size=self._world_size,
                 max_model_len=self.description["max_model_len"],
@@ -156,20 +156,20 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         answer = await while_connected(request, answering)
         return {**answer, "weights_version": asked.weights_version}
 
-    async def score(self, asked: ScoreRequest, run: Run = None) -> dict[str, Any]:
+    async def score_text(self, asked: ScoreRequest, run: Run = None) -> dict[str, Any]:
         """Log-probs of every token but the first, by each replica of the model."""
         self._refuse_other_weights(run, asked.weights_version)
-        return await self._ask_engine("score", tokens=asked.tokens)
+        return await self._ask_engine("score_text", tokens=asked.tokens)
 
-    async def holdings(self, run: Run = None) -> dict[str, Any]:
+    async def held_weights(self, run: Run = None) -> dict[str, Any]:
         """What each worker holds of the weights that it was last sent."""
         if run is not None:  # who has no run may look
             self._refuse_other_runs(run)
-        return await self._ask_engine("holdings")
+        return await self._ask_engine("held_weights")
 
     async def leave(self, run: Run = None) -> dict[str, Any]:
         """The next run need not wait for this one's silence."""
-        self.tenancy.leave(run)
+        self.lease.leave(run)
         return {}
 
     def _refuse_other_weights(self, run: str | None, version: int) -> None:
@@ -179,18 +179,18 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
     def _refuse_other_runs(self, run: str | None) -> None:
         self._refuse_while_taken(run)
-        if not self.tenancy.belongs_to(run):
+        if not self.lease.is_held_by(run):
             raise HTTPException(CONFLICT, f"it has no weights of this run; POST {Routes.JOIN} first")
 
     def _refuse_while_taken(self, run: str | None) -> None:
-        served = self.tenancy.served(time.monotonic())
+        served = self.lease.holder(time.monotonic())
         if served not in (None, run):
             raise HTTPException(TAKEN, serves_another(served))
 
     async def join(self, asked: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
         """Opens a rendezvous, to which the trainer comes next. Who joined before is out."""
         self._refuse_while_taken(run)
-        self.tenancy.hear(run, time.monotonic())
+        self.lease.touch(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
         self.store = listen(self.args.host or "::", asked.port)
@@ -211,8 +211,10 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         assert self.joining is not None  # or no run would be served
         self.weights_version = NO_WEIGHTS
         await self.joining
-        report: dict[str, Any] = await self._ask_engine("receive", lora=asked.lora, accounted=asked.accounted)
-        if self.tenancy.belongs_to(run):
+        report: dict[str, Any] = await self._ask_engine(
+            "receive", lora=asked.lora, collect_checksums=asked.collect_checksums
+        )
+        if self.lease.is_held_by(run):
             self.weights_version = asked.version
         return report
 
@@ -226,11 +228,11 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             raise HTTPException(ENGINE_GONE, str(error)) from error
 
     @property
-    def _leading(self) -> Leading | None:
+    def _leading(self) -> ConversationSettings | None:
         args = self.args
         if not args.multi_turn_scheduler:
             return None
-        return Leading(args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env))
+        return ConversationSettings(args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env))
 
     @property
     def _world_size(self) -> int:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.protocol.messages import SILENCE
+from swift_megatron_grpo.protocol.messages import RUN_IDLE_SECONDS
 
 
-class Tenancy:
+class RunLease:
     """`now` is in seconds, of a clock that never goes back."""
 
     def __init__(self) -> None:
         self._run: str | None = None
         self._heard = 0.0
 
-    def hear(self, run: str | None, now: float) -> bool:
+    def touch(self, run: str | None, now: float) -> bool:
         """Of a run that asks. Whether it moves in: where no other is served, the first that asks is from now on."""
-        moves_in = run not in (None, self._run) and self.served(now) is None
+        moves_in = run not in (None, self._run) and self.holder(now) is None
         if moves_in:
             self._run = run
-        if self.belongs_to(run):
+        if self.is_held_by(run):
             self._heard = now
         return moves_in
 
     def leave(self, run: str | None) -> None:
-        if self.belongs_to(run):
+        if self.is_held_by(run):
             self._run = None
 
-    def belongs_to(self, run: str | None) -> bool:
+    def is_held_by(self, run: str | None) -> bool:
         """Also after a long silence: nobody else has moved in since."""
         return run is not None and run == self._run
 
-    def served(self, now: float) -> str | None:
+    def holder(self, now: float) -> str | None:
         """The run that has moved in, and is still there."""
-        return self._run if now - self._heard < SILENCE else None
+        return self._run if now - self._heard < RUN_IDLE_SECONDS else None

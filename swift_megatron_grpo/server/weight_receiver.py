@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from swift_megatron_grpo.protocol.buckets import unpack
 from swift_megatron_grpo.protocol.channel import Channel, Rendezvous
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
-from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 
 if current_platform.is_cpu():
     from swift_megatron_grpo.platforms.cpu import activate_engine
@@ -31,7 +31,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
     """ms-swift's methods for ms-swift's routes, and these for ours. Attributes of the worker are at hand."""
 
     grpo_channel: Channel | None = None
-    grpo_inventory: Inventory | None = None
+    grpo_inventory: LoadedWeights | None = None
 
     def grpo_join(self, rendezvous: dict[str, Any]) -> None:
         """Meet the trainer, which is rank 0. A group of before belongs to a trainer that is gone."""
@@ -46,15 +46,15 @@ class WeightReceiver(WeightSyncWorkerExtension):
             self.grpo_channel.close()
             self.grpo_channel = None
 
-    def grpo_receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+    def grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         """All weights of the model, or with `lora` those of an adapter on the checkpoint that the model is."""
         try:
-            return self._grpo_receive(lora, accounted)
+            return self._grpo_receive(lora, collect_checksums)
         except BaseException:
             self.grpo_leave()  # so that the trainer, which is sending, notices
             raise
 
-    def _grpo_receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+    def _grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         assert self.grpo_channel is not None, "no trainer has joined this server"
         began = time.monotonic()
         arriving = _Arriving(self.grpo_channel)
@@ -66,16 +66,18 @@ class WeightReceiver(WeightSyncWorkerExtension):
             runner = self.model_runner
             patch_vllm_moe_model_weight_loader(runner.model)
             finish = partial(finish_vllm_weight_reload, runner.model, runner.model_config, self.device, strict=True)
-            self._grpo_inventory().load(arriving, finish, accounted)
+            self._grpo_loaded_weights().load(arriving, finish, collect_checksums)
         return {"tensors": arriving.tensors, "bytes": arriving.bytes, "seconds": time.monotonic() - began}
 
-    def grpo_holdings(self) -> dict[str, Any]:
-        return self._grpo_inventory().holding().to_json()
+    def grpo_held_weights(self) -> dict[str, Any]:
+        return self._grpo_loaded_weights().holding().to_json()
 
-    def _grpo_inventory(self) -> Inventory:
+    def _grpo_loaded_weights(self) -> LoadedWeights:
         if self.grpo_inventory is None:
             runner = self.model_runner
-            self.grpo_inventory = Inventory(runner.model, runner.model_config.dtype, engine="")  # the trainer names it
+            self.grpo_inventory = LoadedWeights(
+                runner.model, runner.model_config.dtype, engine=""
+            )  # the trainer names it
         return self.grpo_inventory
 
 

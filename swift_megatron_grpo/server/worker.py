@@ -81,7 +81,7 @@ class EngineCommands:
         self._engine = engine
         self._answerer = conversations or Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        each = (self.describe, self.generate, self.join, self.receive, self.score, self.holdings)
+        each = (self.describe, self.generate, self.join, self.receive, self.score_text, self.held_weights)
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in each
         }
@@ -124,20 +124,20 @@ class EngineCommands:
     async def join(self, rendezvous: dict[str, Any]) -> None:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
 
-    async def receive(self, lora: bool, accounted: bool) -> dict[str, Any]:
+    async def receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         """What is still being generated is for a trainer that no longer waits for it."""
         left_over = list(self._generating)
         for task in left_over:
             task.cancel()
         await asyncio.gather(*left_over, return_exceptions=True)
         engine = self._engine.engine
-        reports = await engine.collective_rpc("grpo_receive", args=(lora, accounted))
+        reports = await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
         # What older weights computed must not answer for newer ones.
         await engine.reset_prefix_cache()
         await engine.reset_encoder_cache()
         return {"workers": reports}
 
-    async def score(self, tokens: list[int]) -> dict[str, Any]:
+    async def score_text(self, tokens: list[int]) -> dict[str, Any]:
         """By each data-parallel replica: they hold copies of the weights."""
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
         told = await asyncio.gather(*(self._score(tokens, replica) for replica in range(replicas)))
@@ -154,5 +154,5 @@ class EngineCommands:
         [*_, last] = [answer async for answer in answers]
         return text_logprobs(last, tokens)
 
-    async def holdings(self) -> dict[str, Any]:
-        return {"workers": await self._engine.engine.collective_rpc("grpo_holdings")}
+    async def held_weights(self) -> dict[str, Any]:
+        return {"workers": await self._engine.engine.collective_rpc("grpo_held_weights")}

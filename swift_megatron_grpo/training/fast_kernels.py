@@ -31,9 +31,9 @@ from swift_megatron_grpo.training.memory.recompute_elementwise import forget, ma
 TOKENS_TO_FORGET = 4096
 
 
-def use_fast_kernels(models: Iterable[GPTModel], trained: bool, remake: bool) -> None:
-    """`models` as built, not wrapped. `trained`: Megatron will give their weights gradient buffers. `remake`: outputs
-    of norms and SwiGLU are made again in backward.
+def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elementwise: bool) -> None:
+    """`models` as built, not wrapped. `trained`: Megatron will give their weights gradient buffers.
+    `recompute_elementwise`: outputs of norms and SwiGLU are made again in backward.
     """
     for model in models:
         if not next(model.parameters()).is_cuda:
@@ -47,7 +47,7 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, remake: bool) ->
             config.apply_rope_fusion = True
         for module in list(model.modules()):
             _use_in(module, trained)
-            if remake and config.recompute_granularity != "full" and not config.fp8:
+            if recompute_elementwise and config.recompute_granularity != "full" and not config.fp8:
                 _forget_in(module)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_megatron_grpo.protocol.held_weights import Held, Holding, Piece, checksum, resolve
+from swift_megatron_grpo.protocol.held_weights import HeldSlice, TensorSlice, WorkerWeights, checksum, resolve
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
@@ -48,30 +48,30 @@ class _Sent:
     nbytes: int
 
 
-class Inventory:
+class LoadedWeights:
     """Of the part of a model that one worker holds."""
 
     def __init__(self, model: Any, dtype: torch.dtype, engine: str) -> None:
         self._model = model
         self._dtype = dtype  # of the run; what is wider is compared in it
         self._engine = engine
-        self._watch: _Watch | None = None
+        self._watch: _LoadTrace | None = None
         self._repacked: set[str] = set()  # what vLLM rearranges for a kernel once it is loaded
-        self._as_written: dict[str, tuple[Held, ...]] = {}  # of these, what they were before
+        self._as_written: dict[str, tuple[HeldSlice, ...]] = {}  # of these, what they were before
 
     @property
     def is_new(self) -> bool:
         return self._watch is None
 
-    def load(self, weights: NamedWeights, finish: Callable[[], None], accounted: bool) -> None:
-        """model.load_weights and `finish`, what vLLM does to loaded weights. `accounted`: all that was written can be
-        told afterwards. The first load of these is watched, and the next ones until one was complete."""
+    def load(self, weights: NamedWeights, finish: Callable[[], None], collect_checksums: bool) -> None:
+        """model.load_weights and `finish`, what vLLM does to loaded weights. `collect_checksums`: all that was
+        written can be told afterwards. The first load of these is watched, and the next ones until one was complete."""
         self._as_written = {}
-        if not accounted:
+        if not collect_checksums:
             self._model.load_weights(weights)
             finish()
         elif self._watch is None or not self._watch.complete:
-            self._watch, self._repacked = _Watch(self._model), set()
+            self._watch, self._repacked = _LoadTrace(self._model), set()
             with self._watch:
                 loaded = self._model.load_weights(self._watch.announced(weights))
             self._watch.close(loaded)
@@ -85,14 +85,16 @@ class Inventory:
             self._as_written = self._read(self._repacked)
             finish()
 
-    def holding(self) -> Holding:
-        """After the first load that was accounted for."""
+    def holding(self) -> WorkerWeights:
+        """After the first load with checksums."""
         assert self._watch is not None
         held = self._read(name for name in self._watch.pieces if name not in self._repacked) | self._as_written
         unreadable = [name for name in self._watch.taken if name not in held]
-        return Holding(self._engine, held, tuple(self._watch.ignored), tuple(self._watch.unwritten), tuple(unreadable))
+        return WorkerWeights(
+            self._engine, held, tuple(self._watch.ignored), tuple(self._watch.unwritten), tuple(unreadable)
+        )
 
-    def _read(self, names: Iterable[str]) -> dict[str, tuple[Held, ...]]:
+    def _read(self, names: Iterable[str]) -> dict[str, tuple[HeldSlice, ...]]:
         """The tensors of these names, as far as they are where they were written."""
         assert self._watch is not None
         parameters = dict(self._model.named_parameters())
@@ -107,10 +109,10 @@ class Inventory:
                 for piece, place in pieces
             )
         )
-        return {name: tuple(Held(piece, next(numbers)) for piece, _ in pieces) for name, pieces in there.items()}
+        return {name: tuple(HeldSlice(piece, next(numbers)) for piece, _ in pieces) for name, pieces in there.items()}
 
 
-class _Watch(TorchDispatchMode):
+class _LoadTrace(TorchDispatchMode):
     """While open, notes what is copied from announced tensors into parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -124,7 +126,7 @@ class _Watch(TorchDispatchMode):
         self._copied: dict[str, set[_Place]] = defaultdict(set)
         self._filled: dict[str, set[_Place]] = defaultdict(set)  # with zeros: what no tensor is for
         self._untraceable: set[str] = set()
-        self.pieces: dict[str, list[tuple[Piece, _Place]]] = defaultdict(list)
+        self.pieces: dict[str, list[tuple[TensorSlice, _Place]]] = defaultdict(list)
         self.ignored: list[str] = []
         self.taken: list[str] = []
         self.unwritten: list[str] = []
@@ -176,7 +178,9 @@ class _Watch(TorchDispatchMode):
             there = [name for name, pieces in self.pieces.items() if any(each.parameter == owner for _, each in pieces)]
             self._untraceable.update(there or [each.name for each in self._announced[-1:]])
             return
-        piece = Piece((_begin(args[1]) - sent.begin) // args[1].element_size(), tuple(args[1].shape), args[1].stride())
+        piece = TensorSlice(
+            (_begin(args[1]) - sent.begin) // args[1].element_size(), tuple(args[1].shape), args[1].stride()
+        )
         self.pieces[sent.name].append((piece, place))
 
     def _origin(self, source: torch.Tensor) -> _Sent | None:

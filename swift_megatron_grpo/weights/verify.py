@@ -14,7 +14,7 @@ from itertools import groupby
 
 import torch
 
-from swift_megatron_grpo.protocol.held_weights import Held, Holding, checksum, resolve
+from swift_megatron_grpo.protocol.held_weights import HeldSlice, WorkerWeights, checksum, resolve
 
 NAMED = 8  # tensors of a kind that a message names
 
@@ -81,13 +81,13 @@ def changed_forms(before: Mapping[str, Form], now: Mapping[str, Form]) -> list[P
 # ---- what an engine holds
 
 
-def compare(
-    forms: Mapping[str, Form], checksums: Mapping[str, int], holdings: Iterable[Holding]
+def compare_with_sent(
+    forms: Mapping[str, Form], checksums: Mapping[str, int], held_weights: Iterable[WorkerWeights]
 ) -> tuple[list[Problem], set[str]]:
     """What engines hold against what was sent; and the tensors that cannot be read back. Each engine's workers are all
     there."""
-    by_engine: dict[str, list[Holding]] = defaultdict(list)
-    for holding in holdings:
+    by_engine: dict[str, list[WorkerWeights]] = defaultdict(list)
+    for holding in held_weights:
         by_engine[holding.engine].append(holding)
     problems = [
         Problem(engine, what, tensor)
@@ -98,7 +98,7 @@ def compare(
 
 
 def _faults(
-    forms: Mapping[str, Form], checksums: Mapping[str, int], workers: Sequence[Holding]
+    forms: Mapping[str, Form], checksums: Mapping[str, int], workers: Sequence[WorkerWeights]
 ) -> Iterator[tuple[str, str]]:
     """Of one engine."""
     ignored = set.intersection(*(set(worker.ignored) for worker in workers))
@@ -115,7 +115,7 @@ def _faults(
         yield from (("weights that nothing sent is for", name) for name in worker.unwritten)
 
 
-def _fault(pieces: Sequence[Held], numel: int, expected: int) -> str | None:
+def _fault(pieces: Sequence[HeldSlice], numel: int, expected: int) -> str | None:
     different = {held.piece: held.checksum for held in pieces}  # workers may hold copies of one piece
     if any(different[held.piece] != held.checksum for held in pieces):
         return "two copies in the engine differ"

@@ -127,7 +127,7 @@ def reference(out: str, flags: list[str]) -> None:
 
     trainer = make_trainer(flags)
     engine = trainer.build_engine()
-    frozen = trainer._reference(engine, Coordinator(timedelta(minutes=5)))
+    frozen = trainer.build_reference(engine, Coordinator(timedelta(minutes=5)))
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     told: Told = {"trained": {index: v.logprobs for index, v in engine.infer(samples).items()}}
     told["before"] = {index: v.logprobs for index, v in frozen.infer(samples).items()}

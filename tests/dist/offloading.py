@@ -55,6 +55,10 @@ def differing(one: Step, other: Step) -> list[str]:
     return [name for name in one.weights if not torch.equal(one.weights[name], other.weights[name])]
 
 
+def _frozen_models(trainer: Any) -> list[Any]:
+    return [] if trainer.frozen_reference is None else trainer.frozen_reference.models
+
+
 class Run:
     """On a GPU that has room for either vLLM or the trained state."""
 
@@ -64,14 +68,14 @@ class Run:
         self.trainer = MegatronRLHF(flags).prepare_trainer()
         self.trainer.setup_model_training()
         self.engine = self.trainer.build_engine()
-        self.reference = self.trainer._reference(self.engine, Coordinator(timedelta(minutes=5)))
+        self.reference = self.trainer.build_reference(self.engine, Coordinator(timedelta(minutes=5)))
         self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
         self.decisions: list[str] = []
         trainer = self.trainer
         self.residency = Residency(
             config,
             trainer.wrapped_models,
-            trainer.frozen_models,
+            _frozen_models(trainer),
             trainer.optimizer,
             tell=self.decisions.append,
             free_memory=self.bytes_away,
@@ -121,7 +125,7 @@ class Run:
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
             "policy": [*self.trainer.unwrapped_models[0].parameters(), *self.trainer.unwrapped_models[0].buffers()],
-            "reference": [p for model in self.trainer.frozen_models for p in model.parameters()],
+            "reference": [p for model in _frozen_models(self.trainer) for p in model.parameters()],
             "gradients": [
                 parameter.main_grad
                 for parameter in self.trainer.unwrapped_models[0].parameters()

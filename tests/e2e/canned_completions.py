@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-import swift_megatron_grpo.trainer
+import swift_megatron_grpo.loop.assemble
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -27,12 +27,12 @@ class CannedCompletions:
         self.share = Share(index=rank, of=world_size, speaks=True)
         self._random = random.Random(rank)
 
-    def lacks(self, version: int) -> bool:
+    def needs_weights(self, version: int) -> bool:
         return self.weights_version != version
 
-    def trust(self) -> None: ...
+    def mark_verified(self) -> None: ...
 
-    def distrust(self) -> None: ...
+    def invalidate_weights(self) -> None: ...
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
         longest = sampling.max_completion_length
@@ -46,7 +46,9 @@ class CannedCompletions:
         reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
         return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)
 
-    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+    def load_weights(
+        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+    ) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 
@@ -54,10 +56,10 @@ class CannedCompletions:
 
     def wake_cache(self) -> None: ...
 
-    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
-    def holdings(self) -> list[Holding]:
+    def held_weights(self) -> list[WorkerWeights]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
@@ -65,4 +67,4 @@ class CannedCompletions:
     def shutdown(self) -> None: ...
 
 
-swift_megatron_grpo.trainer.LocalVllm = CannedCompletions
+swift_megatron_grpo.loop.assemble.LocalVllm = CannedCompletions

@@ -22,7 +22,7 @@ class ProbeCallback(MegatronCallback):
     def on_save(self, output_dir: str) -> None:
         trainer: Any = self.trainer
         sample = Sample(tokens=TOKENS, completion_mask=[False] + [True] * (len(TOKENS) - 1), advantage=0.0)
-        engine = trainer.loop.parts.training
+        engine = trainer.loop.stages.training
         values = engine.infer([sample] * 8)  # enough for every rank and micro batch of these tests
         if is_last_rank():  # the last pipeline stage
             with open(os.path.join(output_dir, "probe.json"), "w") as file:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import swift_megatron_grpo.trainer
+import swift_megatron_grpo.loop.assemble
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Rollout
 
 
@@ -26,12 +26,12 @@ class RecordedCompletions:
         self.weights_version = -1
         self._rollouts = iter(json.loads(Path(os.environ["RECORD"]).read_text())["rollouts"])
 
-    def lacks(self, version: int) -> bool:
+    def needs_weights(self, version: int) -> bool:
         return self.weights_version != version
 
-    def trust(self) -> None: ...
+    def mark_verified(self) -> None: ...
 
-    def distrust(self) -> None: ...
+    def invalidate_weights(self) -> None: ...
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
         return AtOnce(lambda: self._recorded(requests))
@@ -43,7 +43,9 @@ class RecordedCompletions:
             for request, row in zip(requests, rows, strict=True)
         }
 
-    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+    def load_weights(
+        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+    ) -> None:
         assert sum(1 for _ in weights) > 0
         self.weights_version = version
 
@@ -51,10 +53,10 @@ class RecordedCompletions:
 
     def wake_cache(self) -> None: ...
 
-    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
-    def holdings(self) -> list[Holding]:
+    def held_weights(self) -> list[WorkerWeights]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
@@ -62,4 +64,4 @@ class RecordedCompletions:
     def shutdown(self) -> None: ...
 
 
-swift_megatron_grpo.trainer.LocalVllm = RecordedCompletions
+swift_megatron_grpo.loop.assemble.LocalVllm = RecordedCompletions

@@ -60,7 +60,7 @@ def swapped(weights: NamedWeights) -> NamedWeights:
 
 def on_the_way(loop: GRPOLoop, change: Change, times: int = 2) -> AbstractContextManager[None]:
     """Between what was exported and the engine, in so many transfers."""
-    engine: Any = loop.parts.generation
+    engine: Any = loop.stages.generation
     load, left = engine.load_weights, [times]
 
     def load_changed(weights: NamedWeights, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ def experts_swapped_in_export(loop: GRPOLoop) -> AbstractContextManager[None]:
 @contextmanager
 def experts_swapped_for_one_engine(loop: GRPOLoop) -> Iterator[None]:
     """That of rank 1; or of rank 0, which alone speaks to servers."""
-    speaker = 0 if isinstance(loop.parts.generation, RemoteVllm) else 1
+    speaker = 0 if isinstance(loop.stages.generation, RemoteVllm) else 1
     if torch.distributed.get_rank() != speaker:
         yield
         return
@@ -123,7 +123,7 @@ class Changed:
 
 
 def answering(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> AbstractContextManager[None]:
-    engine: Any = loop.parts.generation
+    engine: Any = loop.stages.generation
     generate = engine.generate
     return replaced(engine, "generate", lambda *args: Changed(generate(*args), change))
 
@@ -134,7 +134,7 @@ def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 
 def temperature_not_heeded(loop: GRPOLoop) -> AbstractContextManager[None]:
-    engine: Any = loop.parts.generation
+    engine: Any = loop.stages.generation
     generate = engine.generate
     loop._compared_with_engine = False
 
@@ -186,7 +186,7 @@ step = GRPOLoop.step
 
 def step_with_faults(self: GRPOLoop) -> dict[str, float]:
     done = self._weights_version
-    models = self.parts.sync.export._models
+    models = self.stages.sync.export._models
     frozen = {name: each for model in models for name, each in model.named_parameters() if not each.requires_grad}
     base.update({name: each.detach().clone() for name, each in frozen.items() if name not in base})
     for fault in SCENARIOS[scenario].get(done, []):
@@ -202,7 +202,7 @@ def step_with_faults(self: GRPOLoop) -> dict[str, float]:
 
 
 def story(loop: GRPOLoop, fault: Fault) -> str:
-    engine: Any = loop.parts.generation
+    engine: Any = loop.stages.generation
     generate, times = engine.generate, [0]
 
     def counted(*args: Any) -> Any:

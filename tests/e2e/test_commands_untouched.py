@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.plugin.command_line import VARIABLE
+from swift_megatron_grpo import SWITCH
 
 pytestmark = pytest.mark.e2e
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 def start(mode: str, *command: str, **environ: str) -> subprocess.Popen[str]:
     script = Path(sys.executable).with_name(command[0])
     fixed = {"HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", "PYTHONHASHSEED": "0"}  # help texts print sets
-    variables = {**os.environ, **fixed, **environ, VARIABLE: mode}
+    variables = {**os.environ, **fixed, **environ, SWITCH: mode}
     return subprocess.Popen(
         [str(script), *command[1:]], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

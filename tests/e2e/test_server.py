@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from swift_megatron_grpo.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
-from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, SILENCE, Routes
+from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, RUN_IDLE_SECONDS, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
@@ -66,7 +66,7 @@ def test_doors(servers: list[RolloutServer]) -> None:
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
     ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
     posts = [*ours, "/infer/", "/update_flattened_params/"]
-    for method, route in [("GET", Routes.STATUS), ("GET", Routes.HOLDINGS), *(("POST", route) for route in posts)]:
+    for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 server.ask(method, route, {}, key)
@@ -135,15 +135,15 @@ def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
         urls=(stuck.url, well.url), group_ports=(0, 0), timeout=120, request_timeout=15, api_key=KEY,
         bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
     )  # fmt: skip
-    engine = RemoteVllm(config, BucketTransport(torch.device("cpu"), 2**20), rank=0)
+    engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompts = [Prompt(str(i), {"messages": [{"role": "user", "content": f"question {i}"}]}) for i in range(32)]
     requests = requests_for(prompts, 2, seed=1, version=7)
     asked_before = well.log.read_text().count(f"POST {Routes.GENERATE}")
     try:
         engine.check()
-        assert engine.lacks(7)
-        engine.load_weights(load_file(dense / "model.safetensors").items(), 7, None, accounted=False)
-        engine.trust()
+        assert engine.needs_weights(7)
+        engine.load_weights(load_file(dense / "model.safetensors").items(), 7, None, collect_checksums=False)
+        engine.mark_verified()
         os.killpg(stuck.process.pid, signal.SIGSTOP)
         generation = engine.generate(requests, 2, SamplingConfig(1.0, 1.0, -1, 1.0, 200, ()))
         rollouts: dict[int, Rollout] = {}
@@ -168,24 +168,24 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
         bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
     )  # fmt: skip
     weights = load_file(dense / "model.safetensors")
-    ours, another = (RemoteVllm(config, BucketTransport(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
+    ours, another = (RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
     requests = requests_for([Prompt("a", {"messages": [{"role": "user", "content": "question"}]})], 1, None, version=7)
     asked = {"tokens": [5, 6, 7], "weights_version": 7}
     try:
         ours.check()
-        assert ours.lacks(7)
-        ours.load_weights(weights.items(), 7, None, accounted=False)
-        ours.trust()
+        assert ours.needs_weights(7)
+        ours.load_weights(weights.items(), 7, None, collect_checksums=False)
+        ours.mark_verified()
         began = time.monotonic()
         with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run)}\), and"):
             another.check()
-        assert time.monotonic() - began > SILENCE  # it might have ended a moment ago
+        assert time.monotonic() - began > RUN_IDLE_SECONDS  # it might have ended a moment ago
         for method, route, said in [
             ("POST", Routes.GENERATE, {"request": {}, "sampling": {}, "weights_version": 7}),
             ("POST", Routes.SCORE, asked),
             ("POST", Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
-            ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "accounted": False}),
-            ("GET", Routes.HOLDINGS, None),
+            ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "collect_checksums": False}),
+            ("GET", Routes.HELD_WEIGHTS, None),
         ]:
             with pytest.raises(urllib.error.HTTPError, match="423"):
                 servers[1].ask(method, route, said, run=another._servers.run)
@@ -245,7 +245,9 @@ def test_the_only_server_is_started_again(
 
     disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], meanwhile=kill)
     assert "weights 2 were sent again to what lacked them, checked: {'sync_check/mean_diff': " in disturbed.output
-    [held] = server.ask("GET", Routes.HOLDINGS)["workers"]  # in full: none that had not accounted for a load could tell
+    [held] = server.ask("GET", Routes.HELD_WEIGHTS)[
+        "workers"
+    ]  # in full: none that had not collect_checksums for a load could tell
     assert held["held"] and not held["ignored"] and not held["unwritten"]
     undisturbed = train(dense, dataset, folder / "not restarted", [*flags, *server_flags(server)])
     assert restarted and "0 of 1 are left" in disturbed.output and "is back after" in disturbed.output
@@ -310,7 +312,7 @@ def test_a_server_that_does_not_suit_is_refused(
         Thread(target=web.serve_forever, daemon=True).start()
         change = {"urls": (f"http://{HOST}:{web.server_port}",)}
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
-    engine = RemoteVllm(replace(config, **change), BucketTransport(torch.device("cpu"), 2**20), rank=0)  # type: ignore
+    engine = RemoteVllm(replace(config, **change), WeightSender(torch.device("cpu"), 2**20), rank=0)  # type: ignore
     try:
         if said is None:
             engine.check()

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
-from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport
+from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Completion, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from tests.e2e.riddles import WAIT
@@ -134,7 +134,7 @@ def test_a_server_that_leads_otherwise_is_refused(
 ) -> None:
     riddles.wait()
     config = replace(config_of(riddles, dense), turns=wanted)
-    engine = RemoteVllm(config, BucketTransport(torch.device("cpu"), 2**20), rank=0)
+    engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     try:
         with pytest.raises(ValueError, match=said):
             engine.check()
@@ -148,7 +148,7 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
     """By new weights, and by who asks for it once more."""
     riddles.wait()
     weights = load_file(dense / "model.safetensors")
-    engine = RemoteVllm(config_of(riddles, dense), BucketTransport(torch.device("cpu"), 2**20), rank=0)
+    engine = RemoteVllm(config_of(riddles, dense), WeightSender(torch.device("cpu"), 2**20), rank=0)
     sampling = {"max_tokens": 4, "temperature": 1.0, "seed": 3}
 
     def ask(uuid: str, content: str) -> Any:
@@ -170,11 +170,11 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
         return thread
 
     def send(version: int) -> None:
-        engine.load_weights(weights.items(), version, None, accounted=False)
+        engine.load_weights(weights.items(), version, None, collect_checksums=False)
 
     try:
         assert engine.check()  # which says that the environment grades
-        assert engine.lacks(7)
+        assert engine.needs_weights(7)
         send(7)
         answers: list[Any] = []
         first = ask_and_keep(answers, "waits")
@@ -183,7 +183,7 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
         assert len(answers) == 1 and closed(folder)[-1] == "waits"
         beside = ask("beside", "Hello.")
         assert beside.infos["num_turns"] == len(beside.messages) // 2 and True in beside.sampled
-        assert engine.lacks(8)
+        assert engine.needs_weights(8)
         send(8)
         again.join(timeout=20)
         assert len(answers) == 2 and all("taken back" in answer for answer in answers)

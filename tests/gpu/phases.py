@@ -20,8 +20,8 @@ def main(out: str, flags: list[str], cycles: int) -> None:
 
     trainer: Any = MegatronRLHF(flags).prepare_trainer()
     trainer.setup_training([{"messages": [{"role": "user", "content": "hello"}]}], None)
-    loop, engine = trainer.loop, trainer.loop.parts.generation
-    residency = loop.parts.residency
+    loop, engine = trainer.loop, trainer.loop.stages.generation
+    residency = loop.stages.residency
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     seen: list[dict[str, dict[str, int]]] = []
     away: list[list[str]] = []
@@ -30,7 +30,9 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         residency.make_room(engine.memory_to_wake)
         engine.wake_weights()
         residency.for_weight_sync()
-        engine.load_weights(export_weights(trainer.bridge, trainer.unwrapped_models), 0, adapter=None, accounted=False)
+        engine.load_weights(
+            export_weights(trainer.bridge, trainer.unwrapped_models), 0, adapter=None, collect_checksums=False
+        )
         residency.for_generation()
         levels["before the cache"] = memory()
         engine.wake_cache()
@@ -40,7 +42,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         levels["asleep"] = memory()
         residency.for_inference()
         residency.for_training()
-        loop.parts.training.train_step(samples, make_loss(loop.config.loss))
+        loop.stages.training.train_step(samples, make_loss(loop.config.loss))
         levels["trained"] = memory()
         seen.append(levels)
     told = {"levels": seen, "away": away, "to wake": engine.memory_to_wake}

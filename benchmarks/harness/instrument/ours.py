@@ -12,7 +12,7 @@ from swift.rl_core.data import GRPOSample
 from swift.rlhf_trainers.utils import encode_sample
 from swift.template import Template
 
-import swift_megatron_grpo.trainer
+import swift_megatron_grpo.loop.assemble
 from benchmarks.harness.instrument.clock import REST, Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
@@ -21,7 +21,7 @@ from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Gene
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample
@@ -41,7 +41,7 @@ PHASE_OF_TIMER = {
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
     if job.canned:
-        vars(swift_megatron_grpo.trainer)["LocalVllm"] = lambda _, template: Canned(template, canned)
+        vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = lambda _, template: Canned(template, canned)
     _follow_timer(clock)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     _count_tokens(clock, tokens)
@@ -78,12 +78,12 @@ class Canned:
         self._template.max_length = None
         self._canned = canned
 
-    def lacks(self, version: int) -> bool:
+    def needs_weights(self, version: int) -> bool:
         return self.weights_version != version
 
-    def trust(self) -> None: ...
+    def mark_verified(self) -> None: ...
 
-    def distrust(self) -> None: ...
+    def invalidate_weights(self) -> None: ...
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
         return AtOnce(lambda: self._made_up(requests) if self.share.speaks else {})
@@ -105,17 +105,19 @@ class Canned:
         encoded = encode_sample(sample, self._template)
         return [token for token, label in zip(encoded["input_ids"], encoded["labels"], strict=True) if label == -100]
 
-    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+    def load_weights(
+        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+    ) -> None:
         self.weights_version = version
 
     def wake_weights(self) -> None: ...
 
     def wake_cache(self) -> None: ...
 
-    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
-    def holdings(self) -> list[Holding]:
+    def held_weights(self) -> list[WorkerWeights]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...

@@ -23,11 +23,11 @@ from vllm.platforms import current_platform
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
 from swift_megatron_grpo.generation.local.sampling import sample
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
-from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
 
 logger = get_logger()
@@ -54,7 +54,7 @@ class LocalVllm:
         self._asleep = False
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
-        self._inventory = Inventory(self._engine.inner_model, config.dtype, self._name)
+        self._loaded_weights = LoadedWeights(self._engine.inner_model, config.dtype, self._name)
 
     @property
     def share(self) -> Share:
@@ -72,14 +72,14 @@ class LocalVllm:
 
     @property
     def is_new(self) -> bool:
-        return self._inventory.is_new
+        return self._loaded_weights.is_new
 
-    def lacks(self, version: int) -> bool:
+    def needs_weights(self, version: int) -> bool:
         return self._weights_version != version
 
-    def trust(self) -> None: ...
+    def mark_verified(self) -> None: ...
 
-    def distrust(self) -> None:
+    def invalidate_weights(self) -> None:
         self._weights_version = NO_WEIGHTS
 
     def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
@@ -100,13 +100,15 @@ class LocalVllm:
             set_expandable_segments(False)
             self._wake("weights")
 
-    def load_weights(self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, accounted: bool) -> None:
+    def load_weights(
+        self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
+    ) -> None:
         if adapter is None:
             model = self._engine.inner_model
             patch_vllm_moe_model_weight_loader(model)
             device = torch.device(torch.cuda.current_device())
             finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
-            self._inventory.load(weights, finish, accounted)
+            self._loaded_weights.load(weights, finish, collect_checksums)
         else:
             # copies: vLLM scales them in place, and without a GPU they are the trainer's own
             tensors = {name: tensor.detach().clone() for name, tensor in weights}
@@ -121,17 +123,17 @@ class LocalVllm:
             self._wake("kv_cache")
             self._asleep = False
 
-    def score(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
-        vllm.add_request("score", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
+        vllm.add_request("score_text", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
         answer = None
         while vllm.has_unfinished_requests():
             [answer] = vllm.step() or [answer]
         return {self._name: text_logprobs(answer, tokens)}
 
-    def holdings(self) -> list[Holding]:
-        return [self._inventory.holding()]
+    def held_weights(self) -> list[WorkerWeights]:
+        return [self._loaded_weights.holding()]
 
     def _wake(self, tag: str) -> None:
         try:

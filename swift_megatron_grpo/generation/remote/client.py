@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 
-from swift_megatron_grpo.protocol.held_weights import Holding
+from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import RUN_HEADER, Completion, Routes, ServerStatus, unpacked_logprobs
 
 
@@ -54,15 +54,15 @@ class Client:
     async def receive(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._ask("POST", Routes.RECEIVE, timeout, asked)
 
-    async def score(self, asked: dict[str, Any], timeout: float) -> list[list[float]]:
+    async def score_text(self, asked: dict[str, Any], timeout: float) -> list[list[float]]:
         """Of each replica of the model."""
         answer = await self._ask("POST", Routes.SCORE, timeout, asked)
         return [unpacked_logprobs(replica) for replica in answer["replicas"]]
 
-    async def holdings(self, timeout: float) -> list[Holding]:
+    async def held_weights(self, timeout: float) -> list[WorkerWeights]:
         """Of each worker."""
-        answer = await self._ask("GET", Routes.HOLDINGS, timeout)
-        return [Holding.from_json(worker) for worker in answer["workers"]]
+        answer = await self._ask("GET", Routes.HELD_WEIGHTS, timeout)
+        return [WorkerWeights.from_json(worker) for worker in answer["workers"]]
 
     async def leave(self, timeout: float) -> None:
         await self._ask("POST", Routes.LEAVE, timeout)

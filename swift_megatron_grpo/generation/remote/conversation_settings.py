@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from swift_megatron_grpo.config import RemoteTurnsConfig
-from swift_megatron_grpo.protocol.messages import Leading
+from swift_megatron_grpo.protocol.messages import ConversationSettings
 
 _SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # of one request, which are trained as if each was a completion
 _OF_YOUR_OWN = "and --external_plugins with the file that registers what is not ms-swift's"
 
 
-def disagreements(theirs: Leading | None, ours: RemoteTurnsConfig | None) -> list[str]:
+def disagreements(theirs: ConversationSettings | None, ours: RemoteTurnsConfig | None) -> list[str]:
     """Of one server and this run. What the run leaves out is the server's to decide."""
     if ours is None:
         return [] if theirs is None else [_not_asked_for(theirs)]
@@ -35,7 +35,7 @@ def disagreements(theirs: Leading | None, ours: RemoteTurnsConfig | None) -> lis
     ]
 
 
-def differences(leading: Mapping[str, Leading | None]) -> list[str]:
+def differences(leading: Mapping[str, ConversationSettings | None]) -> list[str]:
     """Between the servers of one run, by url."""
     if len(set(leading.values())) < 2:
         return []
@@ -43,7 +43,7 @@ def differences(leading: Mapping[str, Leading | None]) -> list[str]:
     return [f"the rollout servers lead conversations in different ways; start them all in the same one ({told})"]
 
 
-def _not_asked_for(theirs: Leading) -> str:
+def _not_asked_for(theirs: ConversationSettings) -> str:
     return (
         f"it leads conversations of several turns ({_typed(theirs)}), and this run asks for answers of one; add "
         f"--multi_turn_scheduler {theirs.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
@@ -63,7 +63,7 @@ def _not_led(ours: RemoteTurnsConfig) -> str:
     )
 
 
-def _typed(leading: Leading) -> str:
+def _typed(leading: ConversationSettings) -> str:
     """As on the server's command line."""
     values = {
         "multi_turn_scheduler": leading.scheduler,

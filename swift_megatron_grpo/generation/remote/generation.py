@@ -21,11 +21,11 @@ from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import News, Request
 from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure, Slow, Unreachable
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher
-from swift_megatron_grpo.generation.remote.event_loop import Background
-from swift_megatron_grpo.generation.remote.lost_requests import Recoveries
+from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
+from swift_megatron_grpo.generation.remote.lost_requests import LostRequests
 from swift_megatron_grpo.generation.remote.servers import Server, Servers
 from swift_megatron_grpo.generation.requests import conversation_in_words, infer_request, request_config
-from swift_megatron_grpo.protocol.messages import CONFLICT, USELESS, Completion
+from swift_megatron_grpo.protocol.messages import CONFLICT, SERVER_UNUSABLE, Completion
 from swift_megatron_grpo.types import Rollout
 
 logger = get_logger()
@@ -36,7 +36,7 @@ _TRIES = 2  # of a request that a server refuses which is well
 class RemoteGeneration:
     def __init__(
         self,
-        background: Background,
+        events: EventLoopThread,
         servers: Servers,
         requests: Sequence[Request],
         unit: int,
@@ -44,17 +44,17 @@ class RemoteGeneration:
         version: int,
         older: Sequence[RemoteGeneration] = (),
     ) -> None:
-        self._background, self._servers = background, servers
+        self._events, self._servers = events, servers
         self._older = list(older)
         self._requests, self._unit, self._version = requests, unit, version
         self._sampling = sampling
         self._dispatcher = Dispatcher(len(requests))
         self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by server
         self._finished: dict[int, Rollout] = {}  # by place in `requests`; not told yet
-        self._recoveries = Recoveries()
+        self._recoveries = LostRequests()
         self._failure: Exception | None = None
         self._changed, self._moved = asyncio.Event(), asyncio.Event()
-        self._running = background.start(self._run())
+        self._running = events.start(self._run())
 
     @property
     def runs(self) -> bool:
@@ -67,7 +67,7 @@ class RemoteGeneration:
 
     def next(self, newest: int) -> News:
         """Waits until there is something to tell."""
-        return self._background.run(self._next(newest))
+        return self._events.run(self._next(newest))
 
     async def _next(self, newest: int) -> News:
         while True:
@@ -76,7 +76,7 @@ class RemoteGeneration:
             units, lacking = self._complete_units(), self._lacks_weights(newest)
             if units or lacking:
                 told = {self._requests[place].index: self._finished.pop(place) for unit in units for place in unit}
-                return News(told, lacks_weights=lacking)
+                return News(told, needs_weights=lacking)
             # Not before: while the trainer trains, a server has time to come back.
             self._servers.refuse_to_wait_for_ever()
             await self._moved.wait()
@@ -90,7 +90,7 @@ class RemoteGeneration:
         version = self._servers.version_to_ask(self._version)
         if version == newest:
             return bool(self._servers.without_weights(newest))
-        return bool(self._servers.present) and not self._servers.that_generate(version)
+        return bool(self._servers.present) and not self._servers.verified_servers(version)
 
     async def stop(self) -> None:
         """What is not answered yet is not wanted any more."""
@@ -139,7 +139,7 @@ class RemoteGeneration:
 
     def _follow_servers(self) -> None:
         self._version = self._servers.version_to_ask(self._version)
-        ready = {server.url: server for server in self._servers.that_generate(self._version)}
+        ready = {server.url: server for server in self._servers.verified_servers(self._version)}
         for url in self._dispatcher.servers - set(ready):
             lost = self._dispatcher.lose(url)
             self._stop_asking(url)
@@ -179,8 +179,8 @@ class RemoteGeneration:
             self._servers.lose(server, str(failure))
         except Refused as failure:
             if failure.status == CONFLICT:
-                server.drop_line()  # somebody else's weights; it gets ours again
-            elif failure.status in USELESS:
+                server.drop_connection()  # somebody else's weights; it gets ours again
+            elif failure.status in SERVER_UNUSABLE:
                 self._servers.lose(server, str(failure))
             else:
                 self._refused(place, server, failure)

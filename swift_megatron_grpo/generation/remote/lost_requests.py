@@ -14,7 +14,7 @@ class _Loss:
     missing: set[int]
 
 
-class Recoveries:
+class LostRequests:
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
 

@@ -12,7 +12,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Protocol
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -22,7 +21,8 @@ from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.remote.client import Client, Refused, ServerFailure, Slow, make_session
 from swift_megatron_grpo.generation.remote.conversation_settings import disagreements
-from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, PROTOCOL, SILENCE, ServerStatus, serves_another
+from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
+from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, PROTOCOL, RUN_IDLE_SECONDS, ServerStatus, serves_another
 
 logger = get_logger()
 
@@ -34,12 +34,6 @@ class NoServer(SharedFailure):
     """No rollout server is left, and none has come back in time."""
 
 
-class Line(Protocol):
-    """What weights travel on, to one server."""
-
-    def close(self) -> None: ...
-
-
 class Server:
     """What the trainer knows of one server. `status` is None while it is out."""
 
@@ -49,9 +43,9 @@ class Server:
         self.group_port = group_port
         self.status: ServerStatus | None = None
         self.weights_version = NO_WEIGHTS
-        self.trusted = False  # those weights are known to be the trainer's
-        self.accounted_since: str | None = None  # the instance that has accounted for a load
-        self.line: Line | None = None
+        self.verified = False  # those weights are known to be the trainer's
+        self.checked_instance: str | None = None  # the instance that has collect_checksums for a load
+        self.connection: WeightConnection | None = None
         self.asked = 0  # requests that it is answering, of all generations
         self.why_out = "not asked yet"
         self.last_answer = self.out_since = time.monotonic()
@@ -66,22 +60,22 @@ class Server:
 
     @property
     def is_new(self) -> bool:
-        return self.status is None or self.status.instance != self.accounted_since
+        return self.status is None or self.status.instance != self.checked_instance
 
-    def received(self, version: int, accounted: bool) -> None:
+    def received(self, version: int, collect_checksums: bool) -> None:
         assert self.status is not None
-        self.weights_version, self.trusted = version, False
-        if accounted:
-            self.accounted_since = self.status.instance
+        self.weights_version, self.verified = version, False
+        if collect_checksums:
+            self.checked_instance = self.status.instance
 
-    def distrust(self) -> None:
-        self.weights_version, self.trusted = NO_WEIGHTS, False
+    def invalidate_weights(self) -> None:
+        self.weights_version, self.verified = NO_WEIGHTS, False
 
-    def drop_line(self) -> None:
-        if self.line is not None:
-            self.line.close()
-        self.line = None
-        self.distrust()
+    def drop_connection(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+        self.connection = None
+        self.invalidate_weights()
 
 
 class Servers:
@@ -108,7 +102,7 @@ class Servers:
         for task in self._watching:
             task.cancel()
         for server in self.all:
-            server.drop_line()
+            server.drop_connection()
         # One that does not answer notices the silence.
         await asyncio.gather(*(server.client.leave(timeout=2) for server in self.present), return_exceptions=True)
         if self._session is not None:
@@ -121,13 +115,13 @@ class Servers:
     def with_weights(self, version: int) -> list[Server]:
         return [server for server in self.present if server.weights_version == version]
 
-    def that_generate(self, version: int) -> list[Server]:
-        return [server for server in self.with_weights(version) if server.trusted]
+    def verified_servers(self, version: int) -> list[Server]:
+        return [server for server in self.with_weights(version) if server.verified]
 
     def version_to_ask(self, version: int) -> int:
         """This one, while a server generates with it. When none is left, and the trainer has moved on, its newer
         weights go to the servers instead: then those."""
-        found = {server.weights_version for server in self.present if server.trusted}
+        found = {server.weights_version for server in self.present if server.verified}
         return version if version in found else max(found | {version})
 
     def without_weights(self, version: int) -> list[Server]:
@@ -143,7 +137,7 @@ class Servers:
             try:
                 status = await server.client.status(timeout=5)
                 other = self._other_run(status)
-                if other is None or time.monotonic() - began > SILENCE + 5:
+                if other is None or time.monotonic() - began > RUN_IDLE_SECONDS + 5:
                     server.status, server.last_answer = status, time.monotonic()
                     return status
                 if not told:
@@ -173,11 +167,11 @@ class Servers:
                 f"{stories}. Start `swift rollout` again, then resume this run from its last checkpoint"
             )
 
-    async def trust(self, version: int) -> list[Server]:
+    async def mark_verified(self, version: int) -> list[Server]:
         """Those that have these weights may generate with them."""
         trusted = self.with_weights(version)
         for server in trusted:
-            server.trusted = True
+            server.verified = True
         self.tell_change()
         return trusted
 
@@ -190,7 +184,7 @@ class Servers:
             return
         server.status = None
         server.why_out, server.out_since = why, time.monotonic()
-        server.drop_line()
+        server.drop_connection()
         server.client.give_up()
         logger.warning(f"rollout server {server.url} is out: {why}; {len(self.present)} of {len(self.all)} are left")
         self.tell_change()

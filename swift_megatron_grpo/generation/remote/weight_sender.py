@@ -20,17 +20,17 @@ _IN_FLIGHT = 1  # buckets that wait for one that travels
 
 
 @dataclass(frozen=True)
-class BucketTransport:
+class WeightSender:
     device: torch.device
     bucket_bytes: int
 
-    def join(self, rendezvous: dict[str, Any]) -> Line:
-        return Line(Channel(Rendezvous(**rendezvous), rank=0, device=self.device))
+    def join(self, rendezvous: dict[str, Any]) -> WeightConnection:
+        return WeightConnection(Channel(Rendezvous(**rendezvous), rank=0, device=self.device))
 
     def send(
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
-        lines: Sequence[Line],
+        lines: Sequence[WeightConnection],
         adapter: dict[str, Any] | None = None,
     ) -> list[Exception | None]:
         """What went wrong on each line. Goes through all weights in any case: other ranks export with this one."""
@@ -48,7 +48,7 @@ class BucketTransport:
         return [line.finish({"end": True, "adapter": adapter}) for line in lines]
 
 
-class Line:
+class WeightConnection:
     """One server's."""
 
     def __init__(self, channel: Channel) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
-from swift_megatron_grpo.generation.remote.weight_sender import Line
+from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Sample
 from tests.stress.survival.processes import digest
 
 SECONDS_OF_TRANSFER = float(os.environ.get("WITNESS_TRANSFER", "0"))
-in_phase, train_step, finish = Watchdog.phase, MegatronEngine.train_step, Line.finish
+in_phase, train_step, finish = Watchdog.phase, MegatronEngine.train_step, WeightConnection.finish
 
 
 def note(**event: object) -> None:
@@ -47,7 +47,7 @@ def noted_train_step(self: MegatronEngine, samples: Sequence[Sample], *args: Any
     return metrics
 
 
-def slow_finish(self: Line, end: dict[str, Any]) -> Exception | None:
+def slow_finish(self: WeightConnection, end: dict[str, Any]) -> Exception | None:
     note(phase="weights on their way")
     time.sleep(SECONDS_OF_TRANSFER)
     failure = finish(self, end)
@@ -57,4 +57,4 @@ def slow_finish(self: Line, end: dict[str, Any]) -> Exception | None:
 
 Watchdog.phase = phase  # type: ignore[method-assign]
 MegatronEngine.train_step = noted_train_step  # type: ignore[method-assign]
-Line.finish = slow_finish  # type: ignore[method-assign]
+WeightConnection.finish = slow_finish  # type: ignore[method-assign]

@@ -132,7 +132,7 @@ def test_batch_sizes_are_checked_with_the_world_of_the_launcher(
 
 
 def test_other_training_types_have_other_arguments(typed: dict[str, Any]) -> None:
-    assert "are those of --rlhf_type grpo, got dpo" in refuse(typed, rlhf_type="dpo")
+    assert "are for --rlhf_type grpo, got dpo" in refuse(typed, rlhf_type="dpo")
 
 
 def test_one_completion_per_prompt_has_no_advantage(typed: dict[str, Any]) -> None:

@@ -76,7 +76,11 @@ def test_multi_turn_flags() -> None:
         (None, {"max_turns": 3}, "--max_turns 3 needs .*add --multi_turn_scheduler"),
         (None, {"gym_env": "e"}, "--gym_env e needs .*add --multi_turn_scheduler with gym_scheduler"),
         (None, {"use_gym_env": True}, "--use_gym_env True needs"),
-        ("c", {}, "unknown name 'c' in --multi_turn_scheduler; known are a, b, and what a file given to --external_plugins"),
+        (
+            "c",
+            {},
+            "unknown name 'c' in --multi_turn_scheduler; known are a, b, and what a file given to --external_plugins",
+        ),
         ("a", {"gym_env": "f"}, "unknown name 'f' in --gym_env; known are e"),
         ("b", {}, r"--multi_turn_scheduler b leads the conversation in a run\(\) of its own"),
         ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),

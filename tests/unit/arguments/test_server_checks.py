@@ -13,7 +13,7 @@ from swift_megatron_grpo.arguments import server_checks as flags
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.servers import problems_of, refusal
-from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, Leading, ServerStatus
+from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
 
 
 def test_servers_by_host_and_port_or_by_address() -> None:
@@ -79,7 +79,7 @@ CONFIG = ServerConfig(
 )
 
 
-GYM = Leading("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
+GYM = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
 
 
 def status(**said: Any) -> ServerStatus:

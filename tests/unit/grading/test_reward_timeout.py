@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.deadlines.interrupt import interrupted_after
-from swift_megatron_grpo.grading import RewardError, score
+from swift_megatron_grpo.grading import RewardError, call_reward_functions
 from tests.unit.grading.test_rewards import functions, length, make_rollouts
 
 pytestmark = pytest.mark.alone
@@ -87,18 +87,21 @@ def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
 def test_the_function_is_named(asked: list[Callable[..., Any]], name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RewardError, match=rf"reward function {name} has not answered for 0\.\d s \(--reward_timeout\)"):
-        score(make_rollouts(["a", "bb"]), functions(*asked), None, limit)
+        call_reward_functions(make_rollouts(["a", "bb"]), functions(*asked), None, limit)
     assert time.monotonic() - began < 5
 
 
 def test_functions_in_time_are_left_alone() -> None:
     rollouts = make_rollouts(["a", "bb"])
-    assert score(rollouts, functions(length, times_itself, in_time), None, limit) == [[1, 0.25, 1], [2, 0.25, 1]]
+    assert call_reward_functions(rollouts, functions(length, times_itself, in_time), None, limit) == [
+        [1, 0.25, 1],
+        [2, 0.25, 1],
+    ]
 
 
 def test_a_timeout_of_the_functions_own_is_its_own() -> None:
     with pytest.raises(RewardError, match="raises_timeout raised TimeoutError: the judge did not answer"):
-        score(make_rollouts(["a"]), functions(raises_timeout), None, limit)
+        call_reward_functions(make_rollouts(["a"]), functions(raises_timeout), None, limit)
 
 
 def test_looking_for_the_failing_completion_takes_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,5 +115,5 @@ def test_looking_for_the_failing_completion_takes_its_time_too(monkeypatch: pyte
 
     began = time.monotonic()
     with pytest.raises(RewardError, match="fails_together raised ValueError: two"):
-        score(make_rollouts(["a", "bb"]), functions(fails_together), None)
+        call_reward_functions(make_rollouts(["a", "bb"]), functions(fails_together), None)
     assert time.monotonic() - began < 5

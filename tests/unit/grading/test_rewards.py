@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.config import BadRewardPolicy, GradingConfig, ScaleRewards
-from swift_megatron_grpo.grading import BadReward, RewardError, RewardFunctions, finish, reward_metrics, score
+from swift_megatron_grpo.grading import (
+    BadReward,
+    RewardError,
+    RewardFunctions,
+    call_reward_functions,
+    finish,
+    reward_metrics,
+)
 from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
@@ -106,7 +113,7 @@ def test_a_function_gets_what_ms_swift_gives_it() -> None:
 
     theirs, ours = Recorder(), Recorder()
     compute_rewards_per_func(samples, [theirs], [None], torch.device("cpu"), trainer_state=state)
-    score(rollouts, only(ours), state)
+    call_reward_functions(rollouts, only(ours), state)
 
     assert ours.completions == theirs.completions
     assert ours.kwargs == theirs.kwargs
@@ -123,7 +130,10 @@ def test_ms_swifts_own_functions_run() -> None:
     names = ["format", "soft_overlong", "repetition"]
     rewards = RewardFunctions(names, [orms[name](args=limits) for name in names], [1.0, 1.0, 1.0])
     rollouts = make_rollouts(["<think>a</think><answer>b</answer>", "a b a b a b"])
-    assert score(rollouts, rewards, None) == [[1.0, pytest.approx(-7.5), 0.0], [0.0, pytest.approx(-1.75), -0.6]]
+    assert call_reward_functions(rollouts, rewards, None) == [
+        [1.0, pytest.approx(-7.5), 0.0],
+        [0.0, pytest.approx(-1.75), -0.6],
+    ]
 
 
 def test_a_function_that_changes_its_arguments_changes_nothing_else() -> None:
@@ -135,14 +145,14 @@ def test_a_function_that_changes_its_arguments_changes_nothing_else() -> None:
 
     solution = {"value": "4"}
     rollouts = make_rollouts(["a", "b"], group=2, solution=solution)
-    score(rollouts, functions(careless), None)
+    call_reward_functions(rollouts, functions(careless), None)
     assert solution == {"value": "4"}
     assert rollouts[0].prompt.row["messages"] == [{"role": "user", "content": "question 0"}]
 
 
 def test_request_ids_tell_completions_of_a_prompt_apart() -> None:
     seen = Recorder()
-    score(make_rollouts(["a", "b", "c", "d"], group=2), only(seen), None)
+    call_reward_functions(make_rollouts(["a", "b", "c", "d"], group=2), only(seen), None)
     assert seen.kwargs["request_id"] == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
     assert seen.kwargs["prompt_id"] == ["0-0", "0-0", "0-1", "0-1"]
 
@@ -154,7 +164,10 @@ def test_none_means_that_a_function_does_not_apply() -> None:
     def only_a(completions: list[str], **kwargs: Any) -> list[float | None]:
         return [1.0 if completion == "a" else None for completion in completions]
 
-    assert score(make_rollouts(["a", "b"]), functions(only_a, length), None) == [[1.0, 1.0], [None, 1.0]]
+    assert call_reward_functions(make_rollouts(["a", "b"]), functions(only_a, length), None) == [
+        [1.0, 1.0],
+        [None, 1.0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +177,7 @@ def test_any_list_of_numbers_will_do(answer: Any) -> None:
     def numbers(completions: list[str], **kwargs: Any) -> Any:
         return answer
 
-    assert score(make_rollouts(["a", "b"]), functions(numbers), None) == [[1.0], [2.5]]
+    assert call_reward_functions(make_rollouts(["a", "b"]), functions(numbers), None) == [[1.0], [2.5]]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +200,7 @@ def test_an_answer_that_is_no_list_of_numbers_is_named(answer: Any, message: str
         return answer
 
     with pytest.raises(RewardError) as caught:
-        score(make_rollouts(["a", "b"]), functions(strange), None)
+        call_reward_functions(make_rollouts(["a", "b"]), functions(strange), None)
     assert message in str(caught.value)
 
 
@@ -209,7 +222,7 @@ def test_the_completion_that_a_function_fails_on_is_named(function: Callable[...
     texts = [str(i) for i in range(13)]
     texts[bad] = "seven " + "x" * 300
     with pytest.raises(RewardError) as caught:
-        score(make_rollouts(texts), functions(length, function), None)
+        call_reward_functions(make_rollouts(texts), functions(length, function), None)
     message = str(caught.value)
     assert message.startswith(f"reward function {function.__name__} raised ValueError: could not convert string")
     assert f"(prompt 0-{bad}, completion 'seven " in message
@@ -225,7 +238,7 @@ def test_a_failure_of_several_completions_together_names_the_first() -> None:
         return [0.0] * len(completions)
 
     with pytest.raises(RewardError, match=r"too many \(on 4 completions, the first: prompt 0-0, completion 'a'\)"):
-        score(make_rollouts(list("abcd")), functions(refuses_two), None)
+        call_reward_functions(make_rollouts(list("abcd")), functions(refuses_two), None)
 
 
 @pytest.mark.parametrize("function_is_async", [False, True])
@@ -238,7 +251,7 @@ def test_a_column_that_the_dataset_lacks_is_a_reward_error(function_is_async: bo
 
     function = needs_solution_later if function_is_async else needs_solution
     with pytest.raises(RewardError, match="missing 1 required positional argument: 'solution'"):
-        score(make_rollouts(["a", "b"]), functions(function), None)
+        call_reward_functions(make_rollouts(["a", "b"]), functions(function), None)
 
 
 def test_coroutines_run_together_and_keep_their_places() -> None:
@@ -254,11 +267,11 @@ def test_coroutines_run_together_and_keep_their_places() -> None:
             return [2.0] * len(completions)
 
     rewards = RewardFunctions(["first", "length", "second"], [first, length, Second()], [1.0, 1.0, 1.0])
-    assert score(make_rollouts(["a", "bb"]), rewards, None) == [[1.0, 1.0, 2.0], [1.0, 2.0, 2.0]]
+    assert call_reward_functions(make_rollouts(["a", "bb"]), rewards, None) == [[1.0, 1.0, 2.0], [1.0, 2.0, 2.0]]
 
 
 def test_nothing_to_score_asks_nobody() -> None:
-    assert score([], functions(raises_on_bad), None) == []
+    assert call_reward_functions([], functions(raises_on_bad), None) == []
 
 
 # ---- from rewards to advantages

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.config import GradingConfig, KlConfig
-from swift_megatron_grpo.grading import compare, grade, penalise
-from swift_megatron_grpo.loop.kl_controller import Beta, divergences
+from swift_megatron_grpo.grading import add_advantages, subtract_kl, total_rewards
+from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
@@ -57,7 +57,9 @@ def test_kl_in_the_reward_is_ms_swifts() -> None:
     rollouts = [Rollout(Prompt(f"{i // 2}", {}), [1], [2], None, "", "stop", 0) for i in range(4)]
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         settings = GradingConfig(2, ("f",), (1.0,), "batch", "stop", estimator)  # type: ignore[arg-type]
-        ours = compare(penalise(grade(rollouts, [[r] for r in rewards], settings), kls, beta), 2, settings)
+        ours = add_advantages(
+            subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), 2, settings
+        )
         theirs, penalised = compute_advantages(
             torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 2, estimator,
             "batch", True, beta, torch.tensor(kls, dtype=torch.float64))  # fmt: skip
@@ -68,7 +70,9 @@ def test_kl_in_the_reward_is_ms_swifts() -> None:
 def test_a_dropped_completion_has_no_penalty() -> None:
     settings = GradingConfig(2, ("f",), (1.0,), "none", "drop")
     rollouts = [Rollout(Prompt("0", {}), [1], [2], None, "", "stop", 0)] * 2
-    assert [each.reward for each in penalise(grade(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)] == [
+    assert [
+        each.reward for each in subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)
+    ] == [
         0.0,
         None,
     ]
@@ -76,7 +80,7 @@ def test_a_dropped_completion_has_no_penalty() -> None:
 
 def test_beta_follows_the_kl() -> None:
     """verl's and ROLL's numbers: beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon."""
-    beta = Beta(0.1, KlConfig(target=0.02, horizon=1000))
+    beta = KlController(0.1, KlConfig(target=0.02, horizon=1000))
     beta.observe(0.021, 100)
     assert beta.value == pytest.approx(0.1 * (1 + 0.05 * 0.1))
     beta.observe(10.0, 100)
@@ -86,13 +90,13 @@ def test_beta_follows_the_kl() -> None:
 
 
 def test_without_a_target_beta_stays() -> None:
-    beta = Beta(0.1, KlConfig())
+    beta = KlController(0.1, KlConfig())
     beta.observe(10.0, 100)
     assert beta.value == 0.1 and not beta.adapts
 
 
 def test_a_resumed_run_goes_on_with_its_beta(tmp_path: Path) -> None:
-    reached, fresh = Beta(0.123, KlConfig(target=0.1)), Beta(0.04, KlConfig(target=0.1))
+    reached, fresh = KlController(0.123, KlConfig(target=0.1)), KlController(0.04, KlConfig(target=0.1))
     reached.save(str(tmp_path))
     fresh.restore((None, str(tmp_path / "elsewhere")))
     assert fresh.value == 0.04

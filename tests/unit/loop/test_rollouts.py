@@ -50,14 +50,14 @@ class Engine:
         self.generations.append(Generation(self, list(requests), unit))
         return self.generations[-1]
 
-    def __call__(self, version: int, timer: PhaseTimer) -> dict[str, float]:
+    def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """As WeightSync."""
         assert not any(generation.runs for generation in self.generations), "new weights while it generates"
         self.version = version
         self.synced.append(version)
         return {}
 
-    def again(self, version: int, timer: PhaseTimer) -> None:
+    def resend(self, version: int, timer: PhaseTimer) -> None:
         self.version, self.lost = version, False
         self.synced.append(version)
 
@@ -77,9 +77,9 @@ class Generation:
     def next(self, newest: int) -> News:
         """One group."""
         if self.engine.lost:
-            return News({}, lacks_weights=True)
+            return News({}, needs_weights=True)
         group, self.requests = self.requests[: self.unit], self.requests[self.unit :]
-        return News({each.index: self._complete(each.prompt) for each in group}, lacks_weights=False)
+        return News({each.index: self._complete(each.prompt) for each in group}, needs_weights=False)
 
     def _complete(self, prompt: Prompt) -> Rollout:
         return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.loop.logprob_check import Agreement, ShiftedLogprobs, check_alignment, distortion
-from swift_megatron_grpo.protocol import held_weights as holdings
+from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion
+from swift_megatron_grpo.protocol import held_weights as held_weights
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
-from swift_megatron_grpo.protocol.held_weights import Holding, Piece, checksum, resolve
-from swift_megatron_grpo.vllm_shared.load_tracer import Inventory
+from swift_megatron_grpo.protocol.held_weights import TensorSlice, WorkerWeights, checksum, resolve
+from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,
@@ -26,7 +26,7 @@ from swift_megatron_grpo.weights.verify import (
     Manifest,
     Problem,
     changed_forms,
-    compare,
+    compare_with_sent,
     describe,
 )
 
@@ -36,20 +36,20 @@ BF16 = torch.bfloat16
 # ---- checksums
 
 
-def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: Piece | None = None) -> int:
+def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: TensorSlice | None = None) -> int:
     return resolve([checksum(tensor, dtype, piece)])[0]
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 2**22])
 def test_pieces_add_up_however_a_tensor_is_cut(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "_CHUNK", chunk)
+    monkeypatch.setattr(held_weights, "_CHUNK", chunk)
     whole = torch.randn(6, 10, 4).to(BF16)
     for dimension, at in ((0, 2), (1, 7), (2, 1)):
         cut = [whole.narrow(dimension, 0, at), whole.narrow(dimension, at, whole.shape[dimension] - at)]
-        parts = [number(p, BF16, Piece(int(p.storage_offset()), tuple(p.shape), p.stride())) for p in cut]
+        parts = [number(p, BF16, TensorSlice(int(p.storage_offset()), tuple(p.shape), p.stride())) for p in cut]
         assert sum(parts) % 2**64 == number(whole)
     turned = whole.transpose(0, 2)
-    assert number(turned.contiguous(), BF16, Piece(0, tuple(turned.shape), turned.stride())) == number(whole)
+    assert number(turned.contiguous(), BF16, TensorSlice(0, tuple(turned.shape), turned.stride())) == number(whole)
 
 
 def test_every_change_shows() -> None:
@@ -119,22 +119,24 @@ class Engine:
     def __init__(self, finish: Any = lambda model: None) -> None:
         self.models = [Model(0), Model(1)]
         self.finish = finish
-        self.inventories = [Inventory(model, torch.float32, "engine 0") for model in self.models]
+        self.inventories = [LoadedWeights(model, torch.float32, "engine 0") for model in self.models]
 
-    def load(self, weights: dict[str, torch.Tensor], accounted: bool = True) -> None:
+    def load(self, weights: dict[str, torch.Tensor], collect_checksums: bool = True) -> None:
         for model, inventory in zip(self.models, self.inventories, strict=True):
-            inventory.load(iter(weights.items()), lambda model=model: self.finish(model), accounted)
+            inventory.load(iter(weights.items()), lambda model=model: self.finish(model), collect_checksums)
 
     def load_arriving(self, weights: dict[str, torch.Tensor], nbytes: int) -> None:
         for model, inventory in zip(self.models, self.inventories, strict=True):
             arriving = chain.from_iterable(unpack(each.header, each.data) for each in buckets(weights.items(), nbytes))
-            inventory.load(arriving, lambda model=model: self.finish(model), accounted=True)
+            inventory.load(arriving, lambda model=model: self.finish(model), collect_checksums=True)
 
     def faults(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
         manifest = Manifest(torch.float32)
         assert dict(manifest.watch(sent.items())).keys() == sent.keys()
         told = [json.loads(json.dumps(inventory.holding().to_json())) for inventory in self.inventories]
-        problems, unreadable = compare(manifest.forms, manifest.checksums(), map(Holding.from_json, told))
+        problems, unreadable = compare_with_sent(
+            manifest.forms, manifest.checksums(), map(WorkerWeights.from_json, told)
+        )
         assert all(problem.where == "engine 0" for problem in problems)
         return {(problem.tensor, problem.what) for problem in problems}, unreadable
 
@@ -144,7 +146,7 @@ def test_an_engine_that_holds_what_was_sent_has_no_fault() -> None:
     engine.load(weights)
     assert engine.faults(weights) == (set(), set())
     weights = tensors()
-    engine.load(weights, accounted=False)  # the way is known by now
+    engine.load(weights, collect_checksums=False)  # the way is known by now
     assert engine.faults(weights) == (set(), set())
 
 
@@ -211,7 +213,7 @@ def test_what_is_repacked_for_a_kernel_is_read_before() -> None:
     assert engine.faults(weights) == (set(), set())
     engine.load(weights | {"expert.0": weights["expert.1"]})
     assert {name for name, _ in engine.faults(weights)[0]} == {"expert.0"}
-    engine.load(weights, accounted=False)
+    engine.load(weights, collect_checksums=False)
     assert engine.faults(weights) == (set(), {"expert.0", "expert.1", "expert.2"})
 
 
@@ -225,7 +227,7 @@ def test_what_is_computed_from_a_tensor_cannot_be_read_back() -> None:
 
     engine, weights = Engine(), tensors()
     engine.models = [Negated(0), Negated(1)]
-    engine.inventories = [Inventory(model, torch.float32, "engine 0") for model in engine.models]
+    engine.inventories = [LoadedWeights(model, torch.float32, "engine 0") for model in engine.models]
     engine.load(weights)
     assert engine.faults(weights) == (set(), {"norm", "o"})
 
@@ -271,17 +273,17 @@ SAMPLING = SamplingConfig(
 )
 
 
-def completions(change: Any = lambda values: values) -> Agreement:
+def completions(change: Any = lambda values: values) -> LogprobGap:
     source = random.Random(0)
     parts = []
     for _ in range(8):
         trainer = [-source.expovariate(1.0) for _ in range(20)]
         engine = change([value + source.gauss(0, 0.01) for value in trainer])
-        parts.append(Agreement.of(engine, trainer))
-    return Agreement.sum([Agreement.sum(parts[:3]), Agreement(), Agreement.sum(parts[3:])])
+        parts.append(LogprobGap.of(engine, trainer))
+    return LogprobGap.sum([LogprobGap.sum(parts[:3]), LogprobGap(), LogprobGap.sum(parts[3:])])
 
 
-def shift_of_temperature() -> Agreement:
+def shift_of_temperature() -> LogprobGap:
     raise AssertionError("not asked")
 
 
@@ -290,7 +292,7 @@ def test_log_probs_that_agree_are_no_news() -> None:
     assert found.tokens == 160 and found.means[0] < 0.02 < found.means[1]
     check_alignment(found, rounding=0.01)
     assert distortion(found, shift_of_temperature, SAMPLING, rounding=0.01) is None
-    assert distortion(Agreement(), shift_of_temperature, SAMPLING, rounding=0.01) is None
+    assert distortion(LogprobGap(), shift_of_temperature, SAMPLING, rounding=0.01) is None
 
 
 @pytest.mark.parametrize("shift, side", [(1, "after"), (-1, "before")])

@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
+from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin import activation
-from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, VARIABLE, asks_for_grpo, classify
+from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, asks_for_grpo, classify
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
@@ -127,25 +128,25 @@ TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers
     [("on", PLATFORM_HOOKS + TRAINER_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")],
 )
 def test_what_each_value_of_the_variable_hooks(value: str, hooked: list[str] | str) -> None:
-    result = run(RANK_PROCESS, **{VARIABLE: value})
+    result = run(RANK_PROCESS, **{SWITCH: value})
     assert result.stdout.strip() == str(hooked), result.stderr
     assert result.stderr == ""
 
 
 def test_on_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
     assert run(RANK_PROCESS).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
 
 
 def test_a_wrong_value_stops_a_rank_with_the_choices() -> None:
-    result = run(RANK_PROCESS, **{VARIABLE: "yes"})
+    result = run(RANK_PROCESS, **{SWITCH: "yes"})
     assert result.returncode == 1
     assert "SWIFT_MEGATRON_GRPO='yes' is none of its values (on: " in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_a_wrong_value_is_nobody_elses_business() -> None:
-    result = run("from swift_megatron_grpo.plugin.autoload import arm; arm(); print('fine')", **{VARIABLE: "yes"})
+    result = run("from swift_megatron_grpo.plugin.autoload import arm; arm(); print('fine')", **{SWITCH: "yes"})
     assert (result.stdout.strip(), result.stderr, result.returncode) == ("fine", "", 0)
 
 
@@ -161,8 +162,8 @@ def test_a_failure_is_one_line_and_not_an_exception() -> None:
 def test_torch_calls_arm() -> None:
     """The installed entry point, end to end: a process with a rank's command line has hooks once torch is imported."""
     code = RANK_PROCESS.replace("from swift_megatron_grpo.plugin.autoload import arm\narm()", "import torch")
-    assert run(code, **{VARIABLE: "on"}).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
-    assert run(code, **{VARIABLE: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
+    assert run(code, **{SWITCH: "on"}).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
+    assert run(code, **{SWITCH: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
 
 
 @pytest.mark.alone

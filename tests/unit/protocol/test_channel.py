@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.generation.remote.weight_sender import BucketTransport, Line
+from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
 from swift_megatron_grpo.protocol.channel import Channel, Rendezvous, listen
 
@@ -59,7 +59,7 @@ def receive(rendezvous: dict[str, Any], rank: int, dies: str, told: Connection) 
     told.send(received)
 
 
-def start(workers: int, dies: str = "") -> tuple[Line, list[Any], list[Connection]]:
+def start(workers: int, dies: str = "") -> tuple[WeightConnection, list[Any], list[Connection]]:
     store = listen("127.0.0.1", 0)
     STORES.append(store)
     rendezvous = {"host": "127.0.0.1", "port": store.port, "size": workers + 1, "session": "s", "timeout": 60.0}
@@ -72,7 +72,7 @@ def start(workers: int, dies: str = "") -> tuple[Line, list[Any], list[Connectio
         PROCESSES.append(process)
         processes.append(process)
         told.append(ours)
-    return BucketTransport(CPU, 100).join(rendezvous), processes, told
+    return WeightSender(CPU, 100).join(rendezvous), processes, told
 
 
 STORES: list[Any] = []
@@ -99,7 +99,7 @@ def test_every_worker_of_every_server_receives_all_and_a_dead_server_holds_up_no
             exported.append(name)
             yield name, tensor
 
-    failures = BucketTransport(CPU, 100).send(export(), [well, killed, refusing])
+    failures = WeightSender(CPU, 100).send(export(), [well, killed, refusing])
     assert failures[0] is None
     assert [type(failure) for failure in failures[1:]] == [RuntimeError, RuntimeError], failures
     assert len(exported) == 100  # all of it, or the other ranks would wait
@@ -117,7 +117,7 @@ def test_closing_a_line_frees_its_sender() -> None:
     process = context.Process(target=join_only, args=(rendezvous,), daemon=True)
     process.start()
     PROCESSES.append(process)
-    line = BucketTransport(CPU, 100).join(rendezvous)
+    line = WeightSender(CPU, 100).join(rendezvous)
     line.begin()
     large = torch.zeros(200_000_000)
     began = time.monotonic()

@@ -8,9 +8,9 @@ import pytest
 
 from swift_megatron_grpo.config import RemoteTurnsConfig
 from swift_megatron_grpo.generation.remote.conversation_settings import differences, disagreements
-from swift_megatron_grpo.protocol.messages import Leading
+from swift_megatron_grpo.protocol.messages import ConversationSettings
 
-THEIRS = Leading("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
+THEIRS = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
 OURS = RemoteTurnsConfig("--vllm_server_pass_dataset true")
 
 
@@ -34,7 +34,7 @@ def test_what_the_trainer_leaves_out_is_the_servers_to_decide() -> None:
         (replace(THEIRS, scheduler="thinking_tips_scheduler"), OURS, "several samples of one request"),
     ],
 )  # fmt: skip
-def test_mismatches(theirs: Leading | None, ours: RemoteTurnsConfig | None, said: str) -> None:
+def test_mismatches(theirs: ConversationSettings | None, ours: RemoteTurnsConfig | None, said: str) -> None:
     [told] = disagreements(theirs, ours)
     with pytest.raises(ValueError, match=said):
         raise ValueError(told)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher
-from swift_megatron_grpo.generation.remote.lost_requests import Recoveries
+from swift_megatron_grpo.generation.remote.lost_requests import LostRequests
 
 
 def test_requests_go_in_order_to_the_freest_server() -> None:
@@ -79,7 +79,7 @@ def test_a_refused_request_does_not_hold_up_others() -> None:
 
 
 def test_the_cost_of_each_loss_is_told_when_it_is_made_good() -> None:
-    recoveries = Recoveries()
+    recoveries = LostRequests()
     recoveries.lost("a", {1, 2}, now=10)
     recoveries.lost("idle", set(), now=10)
     assert recoveries.finished(3, now=11) == [] and recoveries.finished(1, now=11) == []

@@ -14,10 +14,10 @@ from aiohttp import web
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import News, requests_for
-from swift_megatron_grpo.generation.remote.event_loop import Background
+from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import NoServer, Server, Servers
-from swift_megatron_grpo.protocol.messages import USELESS, Completion, Routes
+from swift_megatron_grpo.protocol.messages import SERVER_UNUSABLE, Completion, Routes
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.unit.arguments.test_server_checks import CONFIG, status
 
@@ -58,7 +58,7 @@ class Place:
     """Two servers, in one event loop with those who ask them."""
 
     def __init__(self) -> None:
-        self.background = Background("test")
+        self.background = EventLoopThread("test")
         self.answers = [Answers(), Answers()]
         self.generations: list[RemoteGeneration] = []
         self.background.run(self._open())
@@ -91,8 +91,8 @@ class Place:
     def has_weights(self, server: Server, version: int, slots: int = 8) -> None:
         async def receive() -> None:
             server.status = status(max_num_seqs=slots)
-            server.received(version, accounted=True)
-            await self.servers.trust(version)
+            server.received(version, collect_checksums=True)
+            await self.servers.mark_verified(version)
 
         self.background.run(receive())
 
@@ -144,7 +144,7 @@ def collect(generation: RemoteGeneration, newest: int, number: int) -> list[Roll
     found: dict[int, Rollout] = {}
     while len(found) < number:
         news = generation.next(newest)
-        assert not news.lacks_weights
+        assert not news.needs_weights
         found |= news.finished
     return [found[index] for index in sorted(found)]
 
@@ -199,7 +199,7 @@ def test_when_no_server_has_the_old_weights_any_more_the_trainers_finish_it(plac
     place.lose(server)
     place.comes_back(server)
     news: News = generation.next(newest=1)
-    assert news.lacks_weights and not news.finished and generation.runs
+    assert news.needs_weights and not news.finished and generation.runs
     place.has_weights(server, 1)  # sent because of the news
     until(lambda: len(answers.asked) == 5)
     place.let_go("b", "c")
@@ -211,7 +211,7 @@ def test_as_long_as_the_trainers_weights_are_those_of_the_generation_a_server_ge
     place.has_weights(stays, 0)
     generation = place.generate("ab", 0)
     place.comes_back(comes)
-    assert generation.next(newest=0).lacks_weights
+    assert generation.next(newest=0).needs_weights
     place.has_weights(comes, 0)
     until(lambda: sum(len(answers.asked) for answers in place.answers) == 2)
     place.let_go("a", "b")
@@ -238,7 +238,7 @@ def test_nobody_is_missed_before_completions_are_wanted(place: Place) -> None:
         generation.next(newest=1)
 
 
-@pytest.mark.parametrize("refusal", USELESS)
+@pytest.mark.parametrize("refusal", SERVER_UNUSABLE)
 def test_a_server_that_cannot_serve_this_run_is_out(place: Place, refusal: int) -> None:
     """It is no fault of the prompt, which would end the run the second time."""
     (fails, well), (refusing, answers) = place.servers.all, place.answers

@@ -1,0 +1,189 @@
+"""Build the stages of one run from its configuration and the models that the trainer has loaded."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.config import GRPOConfig
+from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.deadlines.watchdog import Watchdog
+from swift_megatron_grpo.generation.interface import GenerationEngine
+from swift_megatron_grpo.generation.local.conversations import ConversingVllm
+from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
+from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.loop.canary import CANARY_TEXT, CANARY_TOKENS, Canary
+from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.loop.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.stages import Stages
+from swift_megatron_grpo.loop.weight_sync import WeightSync
+from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.folder import Settings as RecordingSettings
+from swift_megatron_grpo.recording.replay import RolloutReplay
+from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
+from swift_megatron_grpo.training.memory.residency import Residency
+from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.training.reference import (
+    BaseUnderAdapter,
+    FrozenCopy,
+    FrozenCopyInOwnLayout,
+    Reference,
+)
+from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.weights.export import WeightExport
+
+_SPARE_SEED = 1_000_000  # far from the seeds of the epochs to come
+
+
+@dataclass(frozen=True)
+class FrozenReference:
+    """The frozen copy of a fully tuned run, and the layout that exists for it alone (None: as in training)."""
+
+    copy: FrozenCopy
+    layout: ReferenceLayout | None
+    models: list[Any]
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """What ms-swift and Megatron have built on this rank."""
+
+    wrapped: list[Any]  # for training (DDP), one per virtual pipeline stage
+    unwrapped: list[Any]
+    peft: list[Any]
+    optimizer: Any  # of Megatron
+    scheduler: Any  # of Megatron
+    bridge: Any  # of mcore-bridge
+    reference: FrozenReference | None
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the stages work on and report to."""
+
+    template: Any  # of ms-swift
+    train_rows: Sequence[dict[str, Any]]
+    rewards: RewardFunctions
+    servers: GenerationEngine | None  # None: vLLM runs in the training processes
+    coordinator: Coordinator
+    rollouts_done: int  # before this run, which may resume another
+    recording: RecordingSettings
+    write_completions: Callable[[list[dict[str, Any]]], None]
+    is_master: bool
+    is_last_rank: bool  # the rank that reports to trackers
+    logger: logging.Logger
+
+
+def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Stages:
+    frozen_models = [] if models.reference is None else models.reference.models
+    residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, tell=run.logger.info)
+    recording = config.recording
+    generation = None if recording.replay is not None else run.servers or _start_vllm(config, run.template, residency)
+    training = training_engine(config, models)
+    canary = _canary(config, models, run)
+    sync = None
+    if generation is not None:
+        adapter_alone = (config.vllm if config.server is None else config.server).lora_rank is not None
+        export = WeightExport(models.bridge, models.unwrapped, adapter_alone)
+        sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
+    prompts_done = run.rollouts_done * config.batch.rollout_prompts
+    return Stages(
+        prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
+        spare_prompts=_spare_prompts(config, run),
+        generation=generation,
+        rewards=run.rewards,
+        training=training,
+        reference=reference_policy(config, models, training, run.coordinator),
+        residency=residency,
+        sync=sync,
+        logprob_check=LogprobCheck(training.passes, canary.passes, run.coordinator, config.sampling),
+        coordinator=run.coordinator,
+        log=CompletionLog(
+            config.log, run.rewards.names, run.template.safe_decode, run.write_completions, run.is_last_rank
+        ),
+        dump=None
+        if recording.dump is None
+        else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master),
+        replay=None if recording.replay is None else RolloutReplay(recording.replay),
+        watchdog=_start_watchdog(config, run.coordinator),
+    )
+
+
+def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:
+    return MegatronEngine(models.wrapped, models.optimizer, models.scheduler, engine_settings(config))
+
+
+def engine_settings(config: GRPOConfig) -> EngineSettings:
+    packing = config.packing
+    return EngineSettings(
+        temperature=config.sampling.temperature,
+        micro_batch_size=config.batch.micro_batch_size,
+        max_tokens=packing.max_tokens,
+        infer_max_tokens=packing.infer_max_tokens,
+        infer_micro_batch_size=packing.infer_micro_batch_size,
+    )
+
+
+def reference_engine_settings(config: GRPOConfig) -> EngineSettings:
+    """Settings of the frozen copy; in its own layout a rank need not hold the samples that it trains."""
+    settings = engine_settings(config)
+    if config.reference.layout is None:
+        return settings
+    if settings.max_tokens is not None or settings.infer_max_tokens is not None:
+        return replace(settings, max_tokens=settings.infer_max_tokens or settings.max_tokens)
+    size = settings.infer_micro_batch_size or settings.micro_batch_size
+    return replace(settings, micro_batch_size=1, infer_micro_batch_size=size)
+
+
+def reference_policy(
+    config: GRPOConfig, models: LoadedModels, training: MegatronEngine, coordinator: Coordinator
+) -> Reference | None:
+    if config.reference.beta == 0:
+        return None
+    frozen = models.reference
+    if frozen is None:
+        return BaseUnderAdapter(training.passes, models.peft)
+    if frozen.layout is None:
+        return frozen.copy
+    return FrozenCopyInOwnLayout(frozen.copy, frozen.layout, coordinator)
+
+
+def prompt_source(
+    config: GRPOConfig, template: Any, rows: Sequence[dict[str, Any]], shuffle: bool, taken: int = 0
+) -> PromptSource:
+    return PromptSource(rows, config.data.seed, shuffle, template.template_meta.default_system, taken)
+
+
+def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
+    system, seed = run.template.template_meta.default_system, config.data.seed + _SPARE_SEED
+    return PromptSource(run.train_rows, seed, config.data.shuffle, system, label="spare-")
+
+
+def _start_vllm(config: GRPOConfig, template: Any, residency: Residency) -> GenerationEngine:
+    residency.make_room(memory_to_start(config.vllm))
+    residency.for_generation()
+    vllm, turns = config.vllm, config.turns
+    generation = LocalVllm(vllm, template) if turns is None else ConversingVllm(vllm, turns, template)
+    generation.sleep()
+    residency.restore()
+    return generation
+
+
+def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
+    text: list[int] = run.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+    server = config.server
+    room = config.vllm.max_model_len if server is None else server.needed_length  # every server has at least that
+    longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM adds one
+    passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
+    return Canary(text[:longest], passes, run.coordinator)
+
+
+def _start_watchdog(config: GRPOConfig, coordinator: Coordinator) -> Watchdog:
+    name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # one name for all ranks
+    report = Path(config.log.output_dir).absolute() / name
+    return Watchdog(report, coordinator.rank, coordinator.world_size, config.deadlines.phase)
