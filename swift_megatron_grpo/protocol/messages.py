@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-PROTOCOL = 4
+PROTOCOL = 5
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
 RUN_HEADER = "X-GRPO-Run"  # who asks
@@ -104,15 +104,15 @@ class ServerStatus:
     max_logprobs: int  # that it tells of a token; -1: of the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
-    leading: ConversationSettings | None  # None: a completion is one turn
+    conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # what of its config.json must be the trainer's
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> ServerStatus:
         """Something may be missing in another protocol, which is refused when the status is looked at."""
-        leading = said.get("leading")
+        conversations = said.get("conversations")
         values = _fields_of(cls, said) | {
-            "leading": leading and ConversationSettings(**_fields_of(ConversationSettings, leading))
+            "conversations": conversations and ConversationSettings(**_fields_of(ConversationSettings, conversations))
         }
         return cls(**values)
 

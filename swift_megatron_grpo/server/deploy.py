@@ -145,7 +145,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
-                leading=self._leading,
+                conversations=self._leading,
                 model=self.description["model"],
             )
         )

@@ -61,12 +61,12 @@ class RemoteVllm:
     async def _check(self) -> bool:
         results = await asyncio.gather(*map(self._problems, self._servers.all))
         problems = [problem for each in results for problem in each]
-        leading = {each.url: each.status.leading for each in self._servers.all if each.status is not None}
-        problems += differences(leading) if not problems else []
+        conversations = {each.url: each.status.conversations for each in self._servers.all if each.status is not None}
+        problems += differences(conversations) if not problems else []
         if problems:
             raise ValueError("\n".join(problems))
         self._servers.watch()
-        return any(each is not None and each.use_gym_env for each in leading.values())
+        return any(each is not None and each.use_gym_env for each in conversations.values())
 
     async def _problems(self, server: Server) -> list[str]:
         try:

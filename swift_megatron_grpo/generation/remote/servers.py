@@ -266,7 +266,7 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             "it was started with max_logprobs 0 in --vllm_engine_kwargs and cannot tell the log-probs of what it "
             "samples, which tell how far the policy has moved since; leave that out"
         )
-    problems += disagreements(status.leading, config.turns)
+    problems += disagreements(status.conversations, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
         problems.append("--vllm_enable_lora true needs it there as well; start it with --vllm_enable_lora true")
     elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:

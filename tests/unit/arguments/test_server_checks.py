@@ -86,7 +86,7 @@ def status(**said: Any) -> ServerStatus:
     usual: dict[str, Any] = {
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "run": None, "weights_version": -1, "world_size": 1,
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
-        "leading": None,
+        "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
     return ServerStatus(**{**usual, **said})
@@ -104,7 +104,7 @@ def test_a_server_that_suits() -> None:
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
         ({"max_model_len": 256}, "start it with --vllm_max_model_len 300"),
         ({"max_logprobs": 0}, "cannot tell the log-probs of what it samples"),
-        ({"leading": GYM}, "it leads conversations of several turns"),
+        ({"conversations": GYM}, "it leads conversations of several turns"),
     ],
 )
 def test_a_server_that_does_not(said: dict[str, Any], problem: str) -> None:
@@ -135,7 +135,7 @@ def test_a_conversation_travels_with_what_environments_say() -> None:
 
 
 def test_a_status_travels() -> None:
-    for said in (status(), status(leading=GYM)):
+    for said in (status(), status(conversations=GYM)):
         assert ServerStatus.from_json(json.loads(json.dumps(asdict(said)))) == said
     older = {"protocol": PROTOCOL - 1, "plugin": "0.1", "multi_turn": False}
     assert "install the same version" in problems_of(ServerStatus.from_json(older), CONFIG, PROTOCOL)[0]

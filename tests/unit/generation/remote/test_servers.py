@@ -51,7 +51,7 @@ def test_a_server_that_was_started_anew_has_accounted_for_nothing() -> None:
 def test_a_server_that_was_started_otherwise_stays_out() -> None:
     found = servers(1)
     [server] = found.all
-    found._answered(server, status(instance="second", leading=GYM))
+    found._answered(server, status(instance="second", conversations=GYM))
     assert server.is_out and "it leads conversations" in server.why_out
     found._answered(server, status(instance="third"))
     assert not server.is_out
