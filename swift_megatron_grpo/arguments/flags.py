@@ -165,7 +165,7 @@ class GRPOFlags(MegatronRLHFArguments):
         default=None,
         metadata={
             "help": "Folder for every rollout of this run: completions token by token, with their rewards, as lines of "
-            "JSON. docs/rollouts.md has the format. Default: none, rollouts are not kept."
+            "JSON. docs/dump_and_replay.md has the format. Default: none, rollouts are not kept."
         },
     )
     rollout_replay: str | None = field(

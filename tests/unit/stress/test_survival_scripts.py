@@ -47,13 +47,13 @@ def test_growth_is_of_what_comes_after_the_warm_up() -> None:
 
 def test_the_page_tells_what_the_files_hold() -> None:
     docs = REPOSITORY / "docs"
-    page = (docs / "survival.md").read_text()
-    story = json.loads((docs / "survival_kills.json").read_text())
+    page = (docs / "fault_tolerance.md").read_text()
+    story = json.loads((docs / "fault_tolerance_kills.json").read_text())
     kills = [kill_servers.Kill(at=0, **kill) for kill in story["kills"]]
     assert story["good"] and len(kills) == 20 and kill_servers.table(kills) in page
     assert f"{sum(kill.unfinished for kill in kills)} completions had to be made again" in page
     assert f"Both runs trained {story['result']['trained']} completions" in page
-    memory = json.loads((docs / "survival_soak.json").read_text())
+    memory = json.loads((docs / "fault_tolerance_soak.json").read_text())
     for name in ("trainer", "server"):
         [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
         assert f"{100 * memory[name]['growth']:+.2f} %" in row
