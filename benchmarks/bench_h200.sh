@@ -37,8 +37,8 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 # memory SHAPE GOAL
 memory() {
     bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
-        --ours tokens16384 tokens16384+remake tokens16384+recompute --stock mbs16 mbs16+recompute \
-        --pair tokens16384 mbs16 --pair tokens16384+remake mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
+        --ours tokens16384 tokens16384+elementwise tokens16384+recompute --stock mbs16 mbs16+recompute \
+        --pair tokens16384 mbs16 --pair tokens16384+elementwise mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
 }
 
 group() {

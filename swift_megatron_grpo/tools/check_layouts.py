@@ -4,7 +4,7 @@
     python -m swift_megatron_grpo.tools.check_layouts --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
 A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
-(token budget of a micro batch), recompute, selective, overlap, remake (cheap activations are made again). Exit
+(token budget of a micro batch), recompute, selective, overlap, elementwise (cheap activations are recomputed). Exit
 code 1 if a value is further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy
 one, with a KL term.
 """
@@ -48,7 +48,7 @@ SWITCHES = {
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
     "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
     "overlap": ["--overlap_grad_reduce", "true"],
-    "remake": ["--recompute_elementwise", "true"],
+    "elementwise": ["--recompute_elementwise", "true"],
     "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
 }
 
