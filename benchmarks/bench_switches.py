@@ -93,7 +93,7 @@ def be_a_rank(flags: list[str], cycles: int, profile: bool, out: str) -> None:
             "free": torch.cuda.mem_get_info()[0] / 2**30,
             **{name: group.nbytes() / 2**30 for name, group in loop.stages.residency.groups.items()},
         },
-        "away": [name for name, group in loop.stages.residency.groups.items() if group.is_away],
+        "away": [name for name, group in loop.stages.residency.groups.items() if group.is_offloaded],
     }
     if profile:
         seen["profile"] = profiled(lambda: switch(loop, lambda name: no_part()))

@@ -18,10 +18,10 @@ from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Difference,
-    Form,
     Manifest,
     Problem,
-    changed_forms,
+    TensorSpec,
+    changed_specs,
     compare_with_sent,
     describe,
 )
@@ -66,7 +66,7 @@ class WeightSync:
         self._coordinator = coordinator
         self._log = log
         self._reads_back = config.mode != "off" and export.adapter is None  # tensors; an adapter's are scaled and fused
-        self._forms: dict[str, Form] | None = None  # of the last sync that was good
+        self._specs: dict[str, TensorSpec] | None = None  # of the last sync that was good
         self._usual: float | None = None  # the largest mean difference after a sync that was good
 
     @property
@@ -99,7 +99,7 @@ class WeightSync:
             if asleep:
                 self._wake_cache(timer)
         else:
-            full = self._config.mode == "full" or self._forms is None
+            full = self._config.mode == "full" or self._specs is None
             first = self._attempt(version, timer, asleep, full)
             metrics = self._repeat(first, version, timer, asleep) if first.problems else self._accept(first)
         self._engine.mark_verified()
@@ -189,14 +189,14 @@ class WeightSync:
     def _accept(self, attempt: _Attempt) -> dict[str, float]:
         difference = attempt.difference
         if attempt.manifest is not None:
-            if self._forms is None:
+            if self._specs is None:
                 self._log.info(self._first_check(attempt.manifest, attempt))
-            self._forms = attempt.manifest.forms
+            self._specs = attempt.manifest.specs
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
 
     def _first_check(self, manifest: Manifest, attempt: _Attempt) -> str:
-        found, difference = len(manifest.forms), attempt.difference
+        found, difference = len(manifest.specs), attempt.difference
         repacked = f", but {len(attempt.unreadable)} that vLLM has repacked" if attempt.unreadable else ""
         holds = f"holds all {found} tensors bit by bit as they were sent{repacked}"
         bound = f"runs the adapter of {found} tensors"
@@ -209,7 +209,7 @@ class WeightSync:
     # ---- what may be wrong. All ranks together, with the same result on each
 
     def _faults_of_export(self, manifest: Manifest) -> list[Problem]:
-        problems = changed_forms(self._forms, manifest.forms) if self._forms is not None else []
+        problems = changed_specs(self._specs, manifest.specs) if self._specs is not None else []
         adapted, merged = self.export.adapted, self.export.take_merged()
         if merged != adapted and self.export.adapter is None:
             lost = f"{adapted - merged} of {adapted} adapters were not merged into what was sent"
@@ -229,7 +229,7 @@ class WeightSync:
     def _faults_of_tensors(
         self, manifest: Manifest, held_weights: Iterable[WorkerWeights]
     ) -> tuple[list[Problem], set[str]]:
-        told = self._coordinator.all_gather(compare_with_sent(manifest.forms, manifest.checksums(), list(held_weights)))
+        told = self._coordinator.all_gather(compare_with_sent(manifest.specs, manifest.checksums(), list(held_weights)))
         problems = list(chain.from_iterable(part for part, _ in told))
         return problems, set().union(*(part for _, part in told))
 

@@ -80,7 +80,7 @@ class WorkerWeights:
 
 def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None = None) -> torch.Tensor:
     """Of the bits of the elements, in `dtype` if theirs is wider. `piece`: what `tensor` is of a whole one; None: it is
-    whole. Stays on its device: see `resolve`."""
+    whole. Stays on its device: see `to_integers`."""
     piece = piece or TensorSlice.whole(tensor.shape)
     if tensor.element_size() > dtype.itemsize:
         tensor = tensor.to(dtype)
@@ -91,7 +91,7 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None
     return total
 
 
-def resolve(checksums: Iterable[torch.Tensor]) -> list[int]:
+def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
     """As numbers, in one transfer."""
     found = list(checksums)
     return [value % _MODULUS for value in torch.stack(found).tolist()] if found else []

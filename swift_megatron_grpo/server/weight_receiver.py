@@ -31,7 +31,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
     """ms-swift's methods for ms-swift's routes, and these for ours. Attributes of the worker are at hand."""
 
     grpo_channel: Channel | None = None
-    grpo_inventory: LoadedWeights | None = None
+    grpo_loaded_weights: LoadedWeights | None = None
 
     def grpo_join(self, rendezvous: dict[str, Any]) -> None:
         """Meet the trainer, which is rank 0. A group of before belongs to a trainer that is gone."""
@@ -70,15 +70,15 @@ class WeightReceiver(WeightSyncWorkerExtension):
         return {"tensors": arriving.tensors, "bytes": arriving.bytes, "seconds": time.monotonic() - began}
 
     def grpo_held_weights(self) -> dict[str, Any]:
-        return self._grpo_loaded_weights().holding().to_json()
+        return self._grpo_loaded_weights().worker_weights().to_json()
 
     def _grpo_loaded_weights(self) -> LoadedWeights:
-        if self.grpo_inventory is None:
+        if self.grpo_loaded_weights is None:
             runner = self.model_runner
-            self.grpo_inventory = LoadedWeights(
+            self.grpo_loaded_weights = LoadedWeights(
                 runner.model, runner.model_config.dtype, engine=""
             )  # the trainer names it
-        return self.grpo_inventory
+        return self.grpo_loaded_weights
 
 
 class _Arriving:

@@ -26,8 +26,8 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
-from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import take_layer_losses
-from swift_megatron_grpo.training.memory.out_of_memory import explained
+from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
+from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
 from swift_megatron_grpo.types import Sample, TokenValues
 
@@ -89,14 +89,14 @@ class MegatronEngine:
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
 
-        with explained("the optimizer's update", self.parallel.rank, _IF_OPTIMIZER_TOO_LARGE):
+        with out_of_memory_advice("the optimizer's update", self.parallel.rank, _IF_OPTIMIZER_TOO_LARGE):
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: megatron's optimizer did not update the weights")
         self.scheduler.step(increment=len(samples))
         self.steps_done += 1
-        layer_losses = take_layer_losses(self.passes.config, plan.num_micro_batches)
-        return {**metrics, **layer_losses, "grad_norm": float(grad_norm)}
+        moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
+        return {**metrics, **moe_aux_losses, "grad_norm": float(grad_norm)}
 
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
         """Forward only: see Passes.infer."""

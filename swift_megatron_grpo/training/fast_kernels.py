@@ -25,10 +25,10 @@ from mcore_bridge.model import GPTModel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.mlp import MLP
 
-from swift_megatron_grpo.training.memory.recompute_elementwise import forget, maker_of, shares_memory
+from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
 # The host needs 0.1 ms more for each linear layer after an output that is made again. With so many tokens it has them.
-TOKENS_TO_FORGET = 4096
+MIN_TOKENS_TO_RECOMPUTE = 4096
 
 
 def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elementwise: bool) -> None:
@@ -48,7 +48,7 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elemen
         for module in list(model.modules()):
             _use_in(module, trained)
             if recompute_elementwise and config.recompute_granularity != "full" and not config.fp8:
-                _forget_in(module)
+                _recompute_elementwise_in(module)
 
 
 def _use_in(module: Any, trained: bool) -> None:
@@ -61,13 +61,13 @@ def _use_in(module: Any, trained: bool) -> None:
         module.fuse_wgrad_accumulation = True  # it is asked for at every forward pass
 
 
-def _forget_in(module: Any) -> None:
+def _recompute_elementwise_in(module: Any) -> None:
     import transformer_engine.pytorch as te
 
     if isinstance(module, MLP):
-        module.linear_fc2.forward = partial(_forgetting_swiglu, module.linear_fc2.forward)
+        module.linear_fc2.forward = partial(_swiglu_recomputed_in_backward, module.linear_fc2.forward)
     elif isinstance(module, te.LayerNormLinear) and module.normalization == "RMSNorm":
-        module.forward = partial(_forgetting_norm, module, module.forward)
+        module.forward = partial(_norm_recomputed_in_backward, module, module.forward)
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:
@@ -104,30 +104,34 @@ def _swiglu() -> type[torch.autograd.Function]:
     return SwiGLU
 
 
-def _forgetting_swiglu(whole: Any, hidden: torch.Tensor) -> Any:
+def _swiglu_recomputed_in_backward(whole: Any, hidden: torch.Tensor) -> Any:
     """hidden [tokens, batch, ffn]. The node of SwiGLU keeps what it was made of."""
     import transformer_engine_torch as kernels
 
     output = whole(hidden)
-    node: Any = maker_of(hidden, "SwiGLUBackward") if hidden.shape[:-1].numel() >= TOKENS_TO_FORGET else None
+    node: Any = (
+        producing_node(hidden, "SwiGLUBackward") if hidden.shape[:-1].numel() >= MIN_TOKENS_TO_RECOMPUTE else None
+    )
     if node is not None:
-        forget(hidden, lambda out: out.view(-1).copy_(kernels.swiglu(node.saved_tensors[0], None).view(-1)), output[0])
+        drop_and_recompute(
+            hidden, lambda out: out.view(-1).copy_(kernels.swiglu(node.saved_tensors[0], None).view(-1)), output[0]
+        )
     return output
 
 
-def _forgetting_norm(module: Any, whole: Any, x: torch.Tensor) -> Any:
+def _norm_recomputed_in_backward(module: Any, whole: Any, x: torch.Tensor) -> Any:
     """x [tokens, batch, hidden] into the norm and the linear layer behind it, which keeps x and the norm of it."""
     output = whole(x)
-    if module.return_layernorm_output or x.shape[:-1].numel() < TOKENS_TO_FORGET:  # adapters read the norm too
+    if module.return_layernorm_output or x.shape[:-1].numel() < MIN_TOKENS_TO_RECOMPUTE:  # adapters read the norm too
         return output
-    node: Any = maker_of(output[0], "_LayerNormLinearBackward")
+    node: Any = producing_node(output[0], "_LayerNormLinearBackward")
     if node is not None:
         kept, weights = x.detach(), (module.weight, module.layer_norm_weight)
         for saved in node.saved_tensors:
             if saved is None or saved.dtype != kept.dtype or saved.numel() != kept.numel():
                 continue
             if not any(shares_memory(saved, other) for other in (kept, *weights)):
-                forget(saved, lambda out: _norm_into(out, module, kept), output[0])
+                drop_and_recompute(saved, lambda out: _norm_into(out, module, kept), output[0])
                 break
     return output
 

@@ -17,7 +17,7 @@ from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
-from swift_megatron_grpo.training.memory.out_of_memory import explained, smaller_micro_batches
+from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
 from swift_megatron_grpo.types import Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
@@ -83,7 +83,7 @@ class Passes:
             for indices in mine:
                 yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, device)
 
-        with explained(
+        with out_of_memory_advice(
             "the train phase" if train else "a log-prob pass", place.rank, self._if_too_large(samples, train)
         ):
             return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, place, train)

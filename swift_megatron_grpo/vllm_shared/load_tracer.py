@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_megatron_grpo.protocol.held_weights import HeldSlice, TensorSlice, WorkerWeights, checksum, resolve
-
-NamedWeights = Iterable[tuple[str, torch.Tensor]]
+from swift_megatron_grpo.protocol.buckets import NamedWeights
+from swift_megatron_grpo.protocol.held_weights import HeldSlice, TensorSlice, WorkerWeights, checksum, to_integers
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,13 @@ class LoadedWeights:
         self._model = model
         self._dtype = dtype  # of the run; what is wider is compared in it
         self._engine = engine
-        self._watch: _LoadTrace | None = None
+        self._trace: _LoadTrace | None = None
         self._repacked: set[str] = set()  # what vLLM rearranges for a kernel once it is loaded
         self._as_written: dict[str, tuple[HeldSlice, ...]] = {}  # of these, what they were before
 
     @property
     def is_new(self) -> bool:
-        return self._watch is None
+        return self._trace is None
 
     def load(self, weights: NamedWeights, finish: Callable[[], None], collect_checksums: bool) -> None:
         """model.load_weights and `finish`, what vLLM does to loaded weights. `collect_checksums`: all that was
@@ -70,14 +69,14 @@ class LoadedWeights:
         if not collect_checksums:
             self._model.load_weights(weights)
             finish()
-        elif self._watch is None or not self._watch.complete:
-            self._watch, self._repacked = _LoadTrace(self._model), set()
-            with self._watch:
-                loaded = self._model.load_weights(self._watch.announced(weights))
-            self._watch.close(loaded)
-            written = self._read(self._watch.pieces)
+        elif self._trace is None or not self._trace.complete:
+            self._trace, self._repacked = _LoadTrace(self._model), set()
+            with self._trace:
+                loaded = self._model.load_weights(self._trace.announced(weights))
+            self._trace.close(loaded)
+            written = self._read(self._trace.pieces)
             finish()
-            settled = self._read(self._watch.pieces)
+            settled = self._read(self._trace.pieces)
             self._as_written = {name: held for name, held in written.items() if settled.get(name) != held}
             self._repacked = set(self._as_written)
         else:
@@ -85,25 +84,25 @@ class LoadedWeights:
             self._as_written = self._read(self._repacked)
             finish()
 
-    def holding(self) -> WorkerWeights:
+    def worker_weights(self) -> WorkerWeights:
         """After the first load with checksums."""
-        assert self._watch is not None
-        held = self._read(name for name in self._watch.pieces if name not in self._repacked) | self._as_written
-        unreadable = [name for name in self._watch.taken if name not in held]
+        assert self._trace is not None
+        held = self._read(name for name in self._trace.pieces if name not in self._repacked) | self._as_written
+        unreadable = [name for name in self._trace.taken if name not in held]
         return WorkerWeights(
-            self._engine, held, tuple(self._watch.ignored), tuple(self._watch.unwritten), tuple(unreadable)
+            self._engine, held, tuple(self._trace.ignored), tuple(self._trace.unwritten), tuple(unreadable)
         )
 
     def _read(self, names: Iterable[str]) -> dict[str, tuple[HeldSlice, ...]]:
         """The tensors of these names, as far as they are where they were written."""
-        assert self._watch is not None
+        assert self._trace is not None
         parameters = dict(self._model.named_parameters())
-        found = {name: self._watch.pieces[name] for name in names}
+        found = {name: self._trace.pieces[name] for name in names}
         there = {
             name: pieces for name, pieces in found.items() if all(_there(place, parameters) for _, place in pieces)
         }
         numbers = iter(
-            resolve(
+            to_integers(
                 checksum(_at(place, parameters), self._dtype, piece)
                 for pieces in there.values()
                 for piece, place in pieces

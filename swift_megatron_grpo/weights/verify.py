@@ -14,7 +14,8 @@ from itertools import groupby
 
 import torch
 
-from swift_megatron_grpo.protocol.held_weights import HeldSlice, WorkerWeights, checksum, resolve
+from swift_megatron_grpo.protocol.buckets import NamedWeights
+from swift_megatron_grpo.protocol.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
 
 NAMED = 8  # tensors of a kind that a message names
 
@@ -46,31 +47,31 @@ def _some(names: Collection[str], number: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class TensorSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Manifest:
-    """What one export sends. `dtype`: of the engine's weights, for checksums; None: names and forms are enough."""
+    """What one export sends. `dtype`: of the engine's weights, for checksums; None: names and specs are enough."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self.forms: dict[str, Form] = {}
+        self.specs: dict[str, TensorSpec] = {}
         self._dtype = dtype
         self._checksums: dict[str, torch.Tensor] = {}
 
-    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def watch(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self.forms[name] = Form(tuple(tensor.shape), tensor.dtype)
+            self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
             if self._dtype is not None:
                 self._checksums[name] = checksum(tensor, self._dtype)
             yield name, tensor
 
     def checksums(self) -> dict[str, int]:
-        return dict(zip(self._checksums, resolve(self._checksums.values()), strict=True))
+        return dict(zip(self._checksums, to_integers(self._checksums.values()), strict=True))
 
 
-def changed_forms(before: Mapping[str, Form], now: Mapping[str, Form]) -> list[Problem]:
+def changed_specs(before: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec]) -> list[Problem]:
     """Every export sends the same tensors."""
     missing = [Problem("trainer", "not sent, and the sync before did", name) for name in before if name not in now]
     new = [Problem("trainer", "sent, and the sync before did not", name) for name in now if name not in before]
@@ -82,7 +83,7 @@ def changed_forms(before: Mapping[str, Form], now: Mapping[str, Form]) -> list[P
 
 
 def compare_with_sent(
-    forms: Mapping[str, Form], checksums: Mapping[str, int], held_weights: Iterable[WorkerWeights]
+    specs: Mapping[str, TensorSpec], checksums: Mapping[str, int], held_weights: Iterable[WorkerWeights]
 ) -> tuple[list[Problem], set[str]]:
     """What engines hold against what was sent; and the tensors that cannot be read back. Each engine's workers are all
     there."""
@@ -92,18 +93,18 @@ def compare_with_sent(
     problems = [
         Problem(engine, what, tensor)
         for engine, workers in by_engine.items()
-        for what, tensor in _faults(forms, checksums, workers)
+        for what, tensor in _faults(specs, checksums, workers)
     ]
     return problems, {name for workers in by_engine.values() for worker in workers for name in worker.unreadable}
 
 
 def _faults(
-    forms: Mapping[str, Form], checksums: Mapping[str, int], workers: Sequence[WorkerWeights]
+    specs: Mapping[str, TensorSpec], checksums: Mapping[str, int], workers: Sequence[WorkerWeights]
 ) -> Iterator[tuple[str, str]]:
     """Of one engine."""
     ignored = set.intersection(*(set(worker.ignored) for worker in workers))
     unreadable = {name for worker in workers for name in worker.unreadable}
-    for name, form in forms.items():
+    for name, form in specs.items():
         pieces = [held for worker in workers for held in worker.held.get(name, ())]
         fault = None if name in unreadable else _fault(pieces, torch.Size(form.shape).numel(), checksums[name])
         if name in ignored:
@@ -111,7 +112,7 @@ def _faults(
         elif fault is not None:
             yield fault, name
     for worker in workers:
-        yield from (("not sent", name) for name in worker.held if name not in forms)
+        yield from (("not sent", name) for name in worker.held if name not in specs)
         yield from (("weights that nothing sent is for", name) for name in worker.unwritten)
 
 

@@ -82,7 +82,7 @@ class Run:
         )
 
     def bytes_away(self) -> int:
-        return sum(group.nbytes() for group in self.residency.groups.values() if group.is_away)
+        return sum(group.nbytes() for group in self.residency.groups.values() if group.is_offloaded)
 
     def step(self, seed: int) -> Step:
         """As loop.py goes through the phases, the old log-probs computed as well."""

@@ -82,10 +82,11 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         (gpus.folder / name).mkdir()
         job = {"flags": make_flags(gpus, kind, "full", extra), "batches": batches, "folder": str(gpus.folder / name)}
         tasks[1] += layout_tasks(job, ["one"])[1]
-    (gpus.folder / "forgetful").mkdir()
+    (gpus.folder / "recompute-elementwise").mkdir()
     flags = make_flags(gpus, "dense", "full", ["--recompute_elementwise", "true"])
     job = {"flags": flags, "batches": BATCHES["dense"]}
-    tasks[1].append(task("tests.gpu.phases:forgetful", name="one", folder=str(gpus.folder / "forgetful"), **job))
+    folder = str(gpus.folder / "recompute-elementwise")
+    tasks[1].append(task("tests.gpu.phases:recompute_in_small_micro_batches", name="one", folder=folder, **job))
     for number in sorted(tasks):
         if number <= gpus.count:
             launch(number, tasks[number], gpus.folder)

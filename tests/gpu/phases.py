@@ -37,7 +37,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         levels["before the cache"] = memory()
         engine.wake_cache()
         levels["awake"] = memory()
-        away.append([name for name, group in residency.groups.items() if group.is_away])
+        away.append([name for name, group in residency.groups.items() if group.is_offloaded])
         engine.sleep()
         levels["asleep"] = memory()
         residency.for_inference()
@@ -55,23 +55,23 @@ def memory() -> dict[str, int]:
     return {"free": torch.cuda.mem_get_info()[0], "allocated": torch.cuda.memory_allocated()}
 
 
-def forgetful(**job: Any) -> None:
+def recompute_in_small_micro_batches(**job: Any) -> None:
     """A layout of check_layouts.py in which even small micro batches make cheap activations again."""
     from swift_megatron_grpo.tools.check_layouts import run_layout
     from swift_megatron_grpo.training import fast_kernels as kernels
-    from swift_megatron_grpo.training.memory import recompute_elementwise as forgotten
+    from swift_megatron_grpo.training.memory import recompute_elementwise
 
-    forget, limit, calls = kernels.forget, kernels.TOKENS_TO_FORGET, []
+    drop_and_recompute, limit, calls = kernels.drop_and_recompute, kernels.MIN_TOKENS_TO_RECOMPUTE, []
 
     def counted(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
-        forgotten.forget(*args, **kwargs)
+        recompute_elementwise.drop_and_recompute(*args, **kwargs)
 
-    kernels.TOKENS_TO_FORGET, kernels.forget = 1, counted
+    kernels.MIN_TOKENS_TO_RECOMPUTE, kernels.drop_and_recompute = 1, counted
     try:
         run_layout(**job)
     finally:
-        kernels.TOKENS_TO_FORGET, kernels.forget = limit, forget
+        kernels.MIN_TOKENS_TO_RECOMPUTE, kernels.drop_and_recompute = limit, drop_and_recompute
     Path(job["folder"], f"{job['name']}.calls.json").write_text(json.dumps(len(calls)))
 
 

@@ -28,7 +28,7 @@ def test_two_steps_are_those_of_megatrons_kernels(gpus: Gpus) -> None:
 
 def test_making_activations_again_changes_nothing(gpus: Gpus) -> None:
     """Dense layers: a norm before attention, a norm and SwiGLU in the MLP; forward and backward of two steps."""
-    folder = gpus.folder / "forgetful"
+    folder = gpus.folder / "recompute-elementwise"
     assert json.loads((folder / "one.calls.json").read_text()) >= 2 * 3 * 4  # steps, places, layers
     found, expected = (json.loads((each / "one.json").read_text()) for each in (folder, gpus.folder / "dense-full"))
     assert [step["loss"] for step in found["metrics"]] == [step["loss"] for step in expected["metrics"]]
@@ -50,7 +50,7 @@ def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
             return super().forward(x), None
 
     torch.manual_seed(0)
-    tokens, width = kernels.TOKENS_TO_FORGET, 512
+    tokens, width = kernels.MIN_TOKENS_TO_RECOMPUTE, 512
     made = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
     first, second = First(width, 4 * width, normalization="RMSNorm", **made), Second(2 * width, width, **made)
     first.layer_norm_weight.data.normal_(1, 0.2)
@@ -61,8 +61,8 @@ def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
     def run(forgetting: bool) -> tuple[list[torch.Tensor], int]:
         into, out_of = first.forward, second.forward
         if forgetting:
-            into = partial(kernels._forgetting_norm, first, into)
-            out_of = partial(kernels._forgetting_swiglu, out_of)
+            into = partial(kernels._norm_recomputed_in_backward, first, into)
+            out_of = partial(kernels._swiglu_recomputed_in_backward, out_of)
         for parameter in (*first.parameters(), *second.parameters()):
             parameter.grad = None
         leaf = x.clone().requires_grad_()

@@ -21,7 +21,14 @@ from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.interface import (
+    AdapterConfig,
+    BatchGeneration,
+    Generation,
+    NamedWeights,
+    Request,
+    Share,
+)
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
@@ -42,7 +49,7 @@ class LocalVllm:
         self._weights_version = NO_WEIGHTS
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         group, place = divmod(rank, config.tensor_parallel_size)
-        self._share = Share(index=group, of=world_size // config.tensor_parallel_size, speaks=place == 0)
+        self._share = Share(index=group, of=world_size // config.tensor_parallel_size, reports=place == 0)
         self._memory_share = config.gpu_memory_utilization
         self._sleep_level = config.sleep_level
         if config.sleep_level and not current_platform.is_sleep_mode_available():
@@ -82,12 +89,12 @@ class LocalVllm:
     def invalidate_weights(self) -> None:
         self._weights_version = NO_WEIGHTS
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        return AtOnce(partial(self._tell, requests, sampling))
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        return BatchGeneration(partial(self._tell, requests, sampling))
 
     def _tell(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
         rollouts = self._complete(requests, sampling)
-        if not self.share.speaks:
+        if not self.share.reports:
             return {}
         return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
 
@@ -133,7 +140,7 @@ class LocalVllm:
         return {self._name: text_logprobs(answer, tokens)}
 
     def held_weights(self) -> list[WorkerWeights]:
-        return [self._loaded_weights.holding()]
+        return [self._loaded_weights.worker_weights()]
 
     def _wake(self, tag: str) -> None:
         try:

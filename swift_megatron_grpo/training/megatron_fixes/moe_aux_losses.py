@@ -13,7 +13,7 @@ _BALANCING = {
 }
 
 
-def take_layer_losses(config: ModelConfig, num_micro_batches: int) -> dict[str, float]:
+def pop_moe_aux_losses(config: ModelConfig, num_micro_batches: int) -> dict[str, float]:
     """Their means over layers and micro batches since the last call, under Megatron's names, on every rank.
 
     They are means over micro batches because that is what their gradient is: unlike the policy loss they depend on how

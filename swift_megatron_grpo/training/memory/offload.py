@@ -27,16 +27,16 @@ class StorageGroup:
         self._emptied: list[tuple[torch.UntypedStorage, int]] = []  # and the sizes they had
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         return bool(self._emptied)
 
     def nbytes(self) -> int:
         """Of the GPU's memory, now or when it is back."""
-        return sum(size for _, size in self._emptied) if self.is_away else total_bytes(self._find())
+        return sum(size for _, size in self._emptied) if self.is_offloaded else total_bytes(self._find())
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """The memory goes back to torch's allocator, not yet to the driver."""
-        if self.is_away:
+        if self.is_offloaded:
             return
         storages = self._find()
         if self._host is not None:
@@ -45,9 +45,9 @@ class StorageGroup:
         for storage in storages:
             storage.resize_(0)
 
-    def begin_return(self) -> None:
-        """Before the storages are read, also `finish_return`."""
-        if not self.is_away:
+    def begin_reload(self) -> None:
+        """Before the storages are read, also `finish_reload`."""
+        if not self.is_offloaded:
             return
         for storage, size in self._emptied:
             storage.resize_(size)
@@ -58,7 +58,7 @@ class StorageGroup:
             for storage in storages:
                 as_bytes(storage).zero_()
 
-    def finish_return(self) -> None:
+    def finish_reload(self) -> None:
         """What is asked of the GPU from here on waits for the copies; this process does not."""
         if self._host is not None:
             self._host.wait()
@@ -104,7 +104,7 @@ class HostCopy:
 
     def _pieces(self, storages: Storages) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         contents = [as_bytes(storage) for storage in storages]
-        for piece in lay_out([len(content) for content in contents], CHUNK):
+        for piece in split_over_chunks([len(content) for content in contents], CHUNK):
             yield (
                 contents[piece.storage][piece.start : piece.start + piece.length],
                 self._chunks[piece.chunk][piece.offset : piece.offset + piece.length],
@@ -123,7 +123,7 @@ class HostCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkSpan:
     """`length` bytes from `start` of one storage lie at `offset` of one chunk."""
 
     storage: int
@@ -133,7 +133,7 @@ class Piece:
     length: int
 
 
-def lay_out(sizes: Sequence[int], chunk: int) -> Iterator[Piece]:
+def split_over_chunks(sizes: Sequence[int], chunk: int) -> Iterator[ChunkSpan]:
     """Storages of these sizes one behind the other over chunks of one size."""
     position = 0
     for index, size in enumerate(sizes):
@@ -141,7 +141,7 @@ def lay_out(sizes: Sequence[int], chunk: int) -> Iterator[Piece]:
         while start < size:
             number, offset = divmod(position, chunk)
             length = min(size - start, chunk - offset)
-            yield Piece(index, start, number, offset, length)
+            yield ChunkSpan(index, start, number, offset, length)
             start += length
             position += length
 

@@ -11,7 +11,7 @@ RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute
 
 
 @contextmanager
-def explained(phase: str, rank: int, advice: str) -> Iterator[None]:
+def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:

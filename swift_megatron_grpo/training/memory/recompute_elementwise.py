@@ -13,14 +13,14 @@ from collections.abc import Callable
 import torch
 
 
-def forget(saved: torch.Tensor, make: Callable[[torch.Tensor], object], behind: torch.Tensor) -> None:
+def drop_and_recompute(saved: torch.Tensor, make: Callable[[torch.Tensor], object], behind: torch.Tensor) -> None:
     """`behind` is the output of the layer that has saved it; `make` writes the same values again."""
     memory = saved.untyped_storage()
     pending = [(memory, memory.nbytes(), make)]
     dtype, shape, stride = saved.dtype, saved.shape, saved.stride()
     memory.resize_(0)
 
-    def remember(_: torch.Tensor) -> None:
+    def recompute(_: torch.Tensor) -> None:
         # The graph, and this function with it, lives until all of backward is done: what it refers to must not.
         while pending:
             memory, size, make = pending.pop()
@@ -30,14 +30,14 @@ def forget(saved: torch.Tensor, make: Callable[[torch.Tensor], object], behind: 
             with torch.no_grad():
                 make(alias)
 
-    behind.register_hook(remember)
+    behind.register_hook(recompute)
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def maker_of(tensor: torch.Tensor, name: str) -> torch.autograd.graph.Node | None:
+def producing_node(tensor: torch.Tensor, name: str) -> torch.autograd.graph.Node | None:
     """The autograd node of this name that made the tensor, perhaps through views; None if another one did."""
     node = tensor.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):

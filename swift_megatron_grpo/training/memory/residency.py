@@ -109,33 +109,33 @@ class Residency:
 
     def for_training(self) -> None:
         if self._reference in self._movable and not self._reference_fits_training:
-            self._reference.leave()
+            self._reference.offload()
         self._return(*self._policy, self._gradients)
-        self._optimizer.begin_return()  # beside forward and backward; _before_update is the first to read it
+        self._optimizer.begin_reload()  # beside forward and backward; _before_update is the first to read it
 
     def restore(self) -> None:
         self._return(*self._policy, self._gradients, self._optimizer)
 
     def _leave(self, groups: Sequence[StorageGroup]) -> None:
-        going = [group for group in groups if group.name in (self._leaving or ()) and not group.is_away]
+        going = [group for group in groups if group.name in (self._leaving or ()) and not group.is_offloaded]
         if self._gradients in going:
             self._drop_gradients()  # the optimizer's fp32 copies of gradients that are accumulated in bf16
         for group in going:
-            group.leave()
+            group.offload()
         if going:
             _give_unused_memory_back()  # vLLM's memory comes from another allocator
 
     def _return(self, *groups: StorageGroup) -> None:
         for group in groups:
-            group.begin_return()
+            group.begin_reload()
         for group in groups:
-            group.finish_return()
+            group.finish_reload()
 
     def _before_update(self, *_: Any) -> None:
         """Between backward and update. torch has kept all memory that it had taken at the peak of training."""
-        self._optimizer.finish_return()
+        self._optimizer.finish_reload()
         if self._reference in self._movable and (size := self._reference.nbytes()):
-            spare = self._free_memory() - (size if self._reference.is_away else 0)
+            spare = self._free_memory() - (size if self._reference.is_offloaded else 0)
             self._spare_in_training = min(spare, spare if self._spare_in_training is None else self._spare_in_training)
 
     def _decide_about_training(self) -> None:
@@ -153,16 +153,18 @@ class Residency:
         if free < needed:
             _give_unused_memory_back()  # activations of the last step
             free = self._free_memory()
-        here = {group.name: group.nbytes() for group in self._movable if not group.is_away} if free < needed else {}
-        chosen = cheapest(needed - free, here)
-        leaving = {group.name for group in self._movable if group.is_away} | set(chosen)
+        here = (
+            {group.name: group.nbytes() for group in self._movable if not group.is_offloaded} if free < needed else {}
+        )
+        chosen = groups_to_offload(needed - free, here)
+        leaving = {group.name for group in self._movable if group.is_offloaded} | set(chosen)
         if needed and self._movable and leaving != self._leaving:
             missing = needed - free - sum(here[name] for name in chosen)
             self._tell(_story(needed, free, sorted(leaving), missing))
         self._leaving = leaving
 
 
-def cheapest(shortage: int, sizes: Mapping[str, int]) -> list[str]:
+def groups_to_offload(shortage: int, sizes: Mapping[str, int]) -> list[str]:
     """The first of `sizes`, in their order, that together make up for the shortage; all if they do not."""
     chosen = []
     for name, size in sizes.items():

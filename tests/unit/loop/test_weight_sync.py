@@ -16,16 +16,16 @@ from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion
 from swift_megatron_grpo.protocol import held_weights as held_weights
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
-from swift_megatron_grpo.protocol.held_weights import TensorSlice, WorkerWeights, checksum, resolve
+from swift_megatron_grpo.protocol.held_weights import TensorSlice, WorkerWeights, checksum, to_integers
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,
     Difference,
-    Form,
     Manifest,
     Problem,
-    changed_forms,
+    TensorSpec,
+    changed_specs,
     compare_with_sent,
     describe,
 )
@@ -37,7 +37,7 @@ BF16 = torch.bfloat16
 
 
 def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: TensorSlice | None = None) -> int:
-    return resolve([checksum(tensor, dtype, piece)])[0]
+    return to_integers([checksum(tensor, dtype, piece)])[0]
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 2**22])
@@ -71,7 +71,7 @@ def test_what_is_wider_is_compared_as_the_engine_holds_it() -> None:
     assert number(sent) == number(sent.to(BF16)) == number(sent.to(BF16).float())
     assert number(sent, torch.float32) != number(sent.to(BF16).float(), torch.float32)
     assert number(torch.tensor(1.5)) == number(torch.tensor([1.5]))
-    assert number(torch.empty(0, 4)) == 0 and resolve([]) == []
+    assert number(torch.empty(0, 4)) == 0 and to_integers([]) == []
 
 
 # ---- what an engine holds. The model loads as vLLM's do: fused, cut, stacked and padded, by copies
@@ -133,9 +133,9 @@ class Engine:
     def faults(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
         manifest = Manifest(torch.float32)
         assert dict(manifest.watch(sent.items())).keys() == sent.keys()
-        told = [json.loads(json.dumps(inventory.holding().to_json())) for inventory in self.inventories]
+        told = [json.loads(json.dumps(inventory.worker_weights().to_json())) for inventory in self.inventories]
         problems, unreadable = compare_with_sent(
-            manifest.forms, manifest.checksums(), map(WorkerWeights.from_json, told)
+            manifest.specs, manifest.checksums(), map(WorkerWeights.from_json, told)
         )
         assert all(problem.where == "engine 0" for problem in problems)
         return {(problem.tensor, problem.what) for problem in problems}, unreadable
@@ -236,9 +236,9 @@ def test_what_is_computed_from_a_tensor_cannot_be_read_back() -> None:
 
 
 def test_every_export_sends_the_same_tensors() -> None:
-    one, other = Form((2, 2), BF16), Form((4,), BF16)
-    assert changed_forms({"a": one, "b": one}, {"a": one, "b": one}) == []
-    found = changed_forms({"a": one, "b": one, "c": one}, {"b": other, "c": one, "d": one})
+    one, other = TensorSpec((2, 2), BF16), TensorSpec((4,), BF16)
+    assert changed_specs({"a": one, "b": one}, {"a": one, "b": one}) == []
+    found = changed_specs({"a": one, "b": one, "c": one}, {"b": other, "c": one, "d": one})
     assert [(each.tensor, each.what.split(",")[0]) for each in found] == [
         ("a", "not sent"),
         ("d", "sent"),

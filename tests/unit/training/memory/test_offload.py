@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.training.memory.offload import CHUNK, HostCopy, StorageGroup, lay_out
-from swift_megatron_grpo.training.memory.residency import cheapest
+from swift_megatron_grpo.training.memory.offload import CHUNK, HostCopy, StorageGroup, split_over_chunks
+from swift_megatron_grpo.training.memory.residency import groups_to_offload
 from swift_megatron_grpo.training.memory.storages import distinct, without
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=12), chunk=st.integers(1, 16))
 def test_every_byte_has_one_place_in_the_chunks(sizes: list[int], chunk: int) -> None:
-    pieces = list(lay_out(sizes, chunk))
+    pieces = list(split_over_chunks(sizes, chunk))
     read = [(p.storage, p.start + i) for p in pieces for i in range(p.length)]
     assert read == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
     written = [p.chunk * chunk + p.offset + i for p in pieces for i in range(p.length)]
@@ -37,14 +37,14 @@ def test_views_are_valid_and_identical_after_a_round_trip(rarely_written: bool) 
     size = group.nbytes()
     assert size == buffer.nbytes + 6  # the views' storage counts once
     for _ in range(2):
-        group.leave()
-        group.leave()  # it is away already
-        assert group.is_away and group.nbytes() == size
+        group.offload()
+        group.offload()  # it is away already
+        assert group.is_offloaded and group.nbytes() == size
         assert [each.untyped_storage().nbytes() for each in (buffer, view, odd)] == [0, 0, 0]
         dirty(buffer.numel() * 4)
-        group.begin_return()
-        group.finish_return()
-        assert not group.is_away
+        group.begin_reload()
+        group.finish_reload()
+        assert not group.is_offloaded
         assert all(torch.equal(a, b) for a, b in zip((buffer, view, odd), before, strict=True))
 
 
@@ -54,10 +54,10 @@ def test_what_was_written_between_two_absences_is_kept(rarely_written: bool) -> 
     group = StorageGroup("weights", lambda: distinct([weight]), HostCopy("it", torch.cuda.Stream(), rarely_written))
     for value in (0.0, 0.0, 1.0, 1.0, -2.0):
         weight[7] = value
-        group.leave()
+        group.offload()
         dirty(2000)
-        group.begin_return()
-        group.finish_return()
+        group.begin_reload()
+        group.finish_reload()
         assert weight[7] == value and weight.float().abs().sum() == abs(value)
 
 
@@ -65,10 +65,10 @@ def test_storages_that_came_into_being_leave_the_next_time() -> None:
     tensors = [torch.ones(8)]
     group = StorageGroup("optimizer state", lambda: distinct(tensors), HostCopy("it", torch.cuda.Stream()))
     for _ in range(3):
-        group.leave()
+        group.offload()
         assert all(each.untyped_storage().nbytes() == 0 for each in tensors)
-        group.begin_return()
-        group.finish_return()
+        group.begin_reload()
+        group.finish_reload()
         assert all(bool((each == 1).all()) for each in tensors)
         tensors.append(torch.ones(CHUNK // 4))
 
@@ -76,19 +76,19 @@ def test_storages_that_came_into_being_leave_the_next_time() -> None:
 def test_what_is_not_kept_comes_back_as_zeros() -> None:
     gradient = torch.ones(10)
     group = StorageGroup("gradients", lambda: distinct([gradient]), host=None)
-    group.leave()
+    group.offload()
     dirty(40)
-    group.begin_return()
-    group.finish_return()
+    group.begin_reload()
+    group.finish_reload()
     assert not gradient.any()
 
 
 def test_a_group_of_nothing_is_never_away() -> None:
     group = StorageGroup("reference policy", list, HostCopy("it", torch.cuda.Stream()))
-    group.leave()
-    assert not group.is_away and group.nbytes() == 0
-    group.begin_return()
-    group.finish_return()
+    group.offload()
+    assert not group.is_offloaded and group.nbytes() == 0
+    group.begin_reload()
+    group.finish_reload()
 
 
 def test_storages_are_told_apart_by_identity() -> None:
@@ -115,8 +115,8 @@ SIZES = {"gradients": 6, "reference policy": 3, "optimizer state": 20, "weights"
     ],
 )
 def test_no_more_leaves_than_is_needed(shortage: int, chosen: list[str]) -> None:
-    assert cheapest(shortage, SIZES) == chosen
+    assert groups_to_offload(shortage, SIZES) == chosen
 
 
 def test_what_has_no_size_is_not_said_to_leave() -> None:
-    assert cheapest(5, {"gradients": 0, "weights": 9}) == ["weights"]
+    assert groups_to_offload(5, {"gradients": 0, "weights": 9}) == ["weights"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.training.memory.out_of_memory import RECOMPUTE, explained, smaller_micro_batches
+from swift_megatron_grpo.training.memory.out_of_memory import RECOMPUTE, out_of_memory_advice, smaller_micro_batches
 
 
 def test_the_story_names_rank_phase_and_remedy_and_keeps_torchs_own() -> None:
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"rank 3 ran out of GPU memory in training: less\. Tried"),
-        explained("training", 3, "less"),
+        out_of_memory_advice("training", 3, "less"),
     ):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match=r"^no$"), explained("the train phase", 0, "less"):
+    with pytest.raises(ValueError, match=r"^no$"), out_of_memory_advice("the train phase", 0, "less"):
         raise ValueError("no")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.training.memory.recompute_elementwise import forget, maker_of, shares_memory
+from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
 
 class Gate(torch.autograd.Function):
@@ -51,9 +51,9 @@ def run(forgetting: bool) -> Run:
         inner = Gate.apply(gate_and_up).view(5, 3, 4)
         output = torch.nn.functional.linear(inner, weight)
         if forgetting:
-            assert maker_of(inner, "GateBackward") is not None
+            assert producing_node(inner, "GateBackward") is not None
             known = gate_and_up.detach()
-            forget(inner, lambda out, known=known: out.copy_(gate(known).view(out.shape)), behind=output)
+            drop_and_recompute(inner, lambda out, known=known: out.copy_(gate(known).view(out.shape)), behind=output)
         kept.append(inner.untyped_storage())
         inputs.append(weakref.ref(known if forgetting else gate_and_up))
         hidden = output
@@ -80,9 +80,9 @@ def test_nothing_is_held_until_the_end_of_backward() -> None:
 def test_a_maker_is_found_through_views_only() -> None:
     x = torch.randn(4, 8, requires_grad=True)
     made = Gate.apply(x)
-    assert maker_of(made.view(2, 2, 4), "GateBackward") is made.grad_fn
-    assert maker_of(made * 2, "GateBackward") is None
-    assert maker_of(x, "GateBackward") is None
+    assert producing_node(made.view(2, 2, 4), "GateBackward") is made.grad_fn
+    assert producing_node(made * 2, "GateBackward") is None
+    assert producing_node(x, "GateBackward") is None
 
 
 def test_memory_is_shared_by_views() -> None:
