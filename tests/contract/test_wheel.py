@@ -1,0 +1,107 @@
+"""The wheel holds what README.md tells a user of `pip install` to run.
+
+It is built from a copy of the sources and installed into a virtual environment of its own, which sees the packages of
+this one, but not the clone: every command runs in a folder outside the repository.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.paths import REPOSITORY
+
+SOURCES = ("swift_megatron_grpo", "templates", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+TEMPLATES = sorted(
+    str(file.relative_to(REPOSITORY / "templates"))
+    for pattern in ("*.sh", "plugins/*.py")
+    for file in (REPOSITORY / "templates").glob(pattern)
+)
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A copy, because setuptools writes into the folder, and would pack what an older build left there.
+    copy = tmp_path_factory.mktemp("sources")
+    for name in SOURCES:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / name, copy / name)
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", copy / "dist", copy, cwd=copy)
+    (built,) = (copy / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python of the virtual environment that has the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
+    run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
+    (site_packages,) = folder.glob("lib/python*/site-packages")
+    # A path file of a folder that a path file names is not read, so the clone's editable installation stays out.
+    (site_packages / "other_packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def test_the_wheel_has_types_and_templates_and_nothing_else_beside_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert "swift_megatron_grpo/py.typed" in names
+    shipped = [name.removeprefix("swift_megatron_grpo/templates/") for name in names if "/templates/" in name]
+    assert sorted(shipped) == TEMPLATES
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"swift_megatron_grpo", next(top for top in tops if top.endswith(".dist-info"))}
+    modules = {name for name in names if name.startswith("swift_megatron_grpo/") and "/templates/" not in name}
+    sources = (REPOSITORY / "swift_megatron_grpo").rglob("*.py")
+    assert modules - {"swift_megatron_grpo/py.typed"} == {str(file.relative_to(REPOSITORY)) for file in sources}
+
+
+def test_torch_finds_the_entry_point_of_the_wheel(installed: Path, outside: Path) -> None:
+    code = """
+import swift_megatron_grpo
+from importlib.metadata import entry_points
+(entry,) = (e for e in entry_points(group="torch.backends") if e.value.startswith("swift_megatron_grpo"))
+assert callable(entry.load())
+print(swift_megatron_grpo.__file__)
+"""
+    loaded = Path(run(installed, "-c", code, cwd=outside).strip())
+    assert loaded.is_relative_to(installed.parents[1])
+
+
+def test_check_layouts_starts_from_the_wheel(installed: Path, outside: Path) -> None:
+    assert "--layouts" in run(installed, "-m", "swift_megatron_grpo.tools.check_layouts", "--help", cwd=outside)
+
+
+def test_templates_are_listed_and_copied_from_the_wheel(installed: Path, outside: Path) -> None:
+    listed = run(installed, "-m", "swift_megatron_grpo.tools.templates", cwd=outside).splitlines()
+    assert [line.split()[0] for line in listed] == [name for name in TEMPLATES if name.endswith(".sh")]
+    run(installed, "-m", "swift_megatron_grpo.tools.templates", "scripts", cwd=outside)
+    for name in TEMPLATES:
+        copy, original = outside / "scripts" / name, REPOSITORY / "templates" / name
+        assert copy.read_bytes() == original.read_bytes()
+        assert os.access(copy, os.X_OK) == os.access(original, os.X_OK)
