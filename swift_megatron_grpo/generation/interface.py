@@ -1,40 +1,41 @@
-"""What the loop asks of an inference engine, wherever it runs."""
+"""The interface of an inference engine, as the loop uses it, wherever the engine runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
 AdapterConfig = dict[str, Any]  # of peft
-NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Which of a list of requests this rank's engine answers, and whether this rank speaks for the engine."""
+    """The part of a list of requests that this rank's engine answers."""
 
     index: int
     of: int
-    speaks: bool
+    reports: bool  # True on the rank whose results count for the engine
 
     def pick(self, requests: Sequence[T]) -> list[T]:
-        """Consecutive, as even as it goes: completions of one prompt stay together and share its prefix."""
+        """Return a consecutive slice; slices differ in size by at most one.
+
+        Neighbouring completions of one prompt mostly stay together, so they share its cached prefix.
+        """
         begin, end = (len(requests) * i // self.of for i in (self.index, self.index + 1))
         return list(requests[begin:end])
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One completion that is wanted."""
+    """One completion to generate."""
 
     index: int  # its place among all requests of this generation
     prompt: Prompt
@@ -42,89 +43,100 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What a generation has to tell since it was asked last."""
+class Progress:
+    """The results of a generation since the previous call of `Generation.next`."""
 
-    finished: dict[int, Rollout]  # by index of the request, in whole units
-    needs_weights: bool  # an engine has come back and waits for the newest ones
+    finished: dict[int, Rollout]  # by index of the request, in whole groups
+    needs_weights: bool  # an engine has come back and waits for the newest weights
 
 
 class Generation(Protocol):
-    """Requests that are being answered, by an engine that may go on while nobody asks for news."""
+    """Requests in progress; the engine may work on them between calls of `next`."""
 
     @property
-    def runs(self) -> bool:
-        """Whether this rank's engine is busy with it now."""
+    def is_running(self) -> bool:
+        """True while this rank's engine is busy with these requests."""
         ...
 
-    def next(self, newest: int) -> News:
-        """Waits for news. Called again until all requests are finished. `newest`: the version of the trainer's
-        weights, which may be newer than those that it began with."""
+    def next(self, newest: int) -> Progress:
+        """Wait for progress; call again until all requests are finished.
+
+        `newest`: the version of the trainer's weights, which may be newer than those the generation started with.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
-    """Of an engine that answers all requests together: it does so when asked for news."""
+class BatchGeneration:
+    """A generation that completes all requests in its first call of `next`."""
 
-    answer: Callable[[], dict[int, Rollout]]  # by index of the request
-    runs = False  # not while the trainer does something else
+    complete: Callable[[], dict[int, Rollout]]  # by index of the request
+    is_running = False  # the engine is idle outside `next`
 
-    def next(self, newest: int) -> News:
-        return News(self.answer(), needs_weights=False)
+    def next(self, newest: int) -> Progress:
+        return Progress(self.complete(), needs_weights=False)
 
 
 class GenerationEngine(Protocol):
+    """An inference engine with one or more replicas. Every rank calls every method."""
+
     @property
     def share(self) -> Share: ...
 
     @property
     def memory_to_wake(self) -> int:
-        """Bytes of this rank's GPU that it will take when it wakes up; 0 if it is awake, or on other GPUs."""
+        """Bytes of this rank's GPU that the engine will allocate on waking; 0 if it is awake or on other GPUs."""
         ...
 
     @property
     def is_new(self) -> bool:
-        """Whether it, or a part of it, has completed no checksummed load yet."""
+        """True while the engine, or any of its replicas, has not completed a checksummed load."""
         ...
 
     def needs_weights(self, version: int) -> bool:
-        """Whether it, or a part of it, runs other weights than these."""
+        """Return True if the engine, or any of its replicas, runs weights of another version."""
         ...
 
     def mark_verified(self) -> None:
-        """The weights it was sent are the trainer's: it may generate with them."""
+        """Allow generation with the last weights sent: they are known to be the trainer's."""
         ...
 
     def invalidate_weights(self) -> None:
-        """The weights it was sent last are not the trainer's: it needs them again."""
+        """Discard the last weights sent, which are not the trainer's: the engine needs them again."""
         ...
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        """One completion for each request. Completions are told `unit` neighbours at a time, which is a group."""
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        """Start one completion per request. Each `group_size` neighbours form a group and are returned together."""
         ...
 
     def wake_weights(self) -> None:
-        """Room for weights; what they hold is not defined until they are loaded, if they were discarded."""
+        """Allocate memory for weights; their values are undefined until they are loaded if sleep discarded them."""
         ...
 
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
-        """All weights; or, with its configuration, those of a LoRA adapter on the checkpoint that the engine has.
-        `collect_checksums`: held_weights() will be asked what became of each."""
+        """Load all weights or, if `adapter` has its configuration, those of a LoRA adapter on the engine's checkpoint.
+
+        `collect_checksums`: make `held_weights` able to report on every tensor of this load.
+        """
         ...
 
     def wake_cache(self) -> None: ...
 
     def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
-        """Log-probs of every token but the first, at temperature 1 and of all tokens that there are, by each engine
-        that this rank asks; by name, as in held_weights. Nothing of other weights answers. After wake_cache."""
+        """Return log-probs of every token but the first, for each engine that this rank queries; after wake_cache.
+
+        Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
+        Engines with weights of another version are left out.
+        """
         ...
 
     def held_weights(self) -> list[WorkerWeights]:
-        """What the model of each worker that this rank asks holds of the weights it was last sent. It can tell once it
-        has loaded weights with checksums."""
+        """Return what each worker that this rank queries holds of the last weights sent.
+
+        Available after a load with `collect_checksums`.
+        """
         ...
 
     def sleep(self) -> None: ...
@@ -132,13 +144,13 @@ class GenerationEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
-def requests_for(prompts: Sequence[Prompt], each: int, seed: int | None, version: int) -> list[Request]:
-    """`each` completions of every prompt. Seeds are consecutive, and others with every version of the weights."""
-    places = [prompt for prompt in prompts for _ in range(each)]
+def requests_for(prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int) -> list[Request]:
+    """Create `per_prompt` requests for every prompt, with consecutive seeds that change with the weights version."""
+    repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
     if seed is None:
-        return [Request(index, prompt, None) for index, prompt in enumerate(places)]
+        return [Request(index, prompt, None) for index, prompt in enumerate(repeated)]
     first = _first_seed(seed, version, prompts[0].prompt_id)
-    return [Request(index, prompt, first + index) for index, prompt in enumerate(places)]
+    return [Request(index, prompt, first + index) for index, prompt in enumerate(repeated)]
 
 
 def _first_seed(*parts: object) -> int:

@@ -153,7 +153,7 @@ class Rollouts:
 
     def _engine_is_idle(self) -> bool:
         """Only the rank that speaks to servers knows when they have answered all."""
-        runs = any(begun.generation.runs for begun in self._begun)
+        runs = any(begun.generation.is_running for begun in self._begun)
         return not (self._begun and any(self._stages.coordinator.all_gather(runs)))
 
     def _collect(self, begun: _Begun, step: Step) -> Iterator[dict[int, Rollout]]:
@@ -211,7 +211,7 @@ class Rollouts:
         """Every rank grades some groups, whole ones, and tells the others."""
         groups = [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
         coordinator, functions = self._stages.coordinator, self._stages.rewards
-        share = Share(coordinator.rank, coordinator.world_size, speaks=True)
+        share = Share(coordinator.rank, coordinator.world_size, reports=True)
         mine = [rollout for each in share.pick(groups) for rollout in each]
         parts = coordinator.all_gather_or_raise(
             lambda: call_reward_functions(mine, functions, self._trainer_state, self._reward_limit) if mine else [],

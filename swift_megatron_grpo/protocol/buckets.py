@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
 _ALIGNMENT = 16  # bytes; of every dtype that weights have
 
 
@@ -36,9 +38,7 @@ class Bucket:
         return {"entries": [asdict(entry) for entry in self.entries]}
 
 
-def buckets(
-    weights: Iterable[tuple[str, torch.Tensor]], nbytes: int, device: torch.device | None = None
-) -> Iterator[Bucket]:
+def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = None) -> Iterator[Bucket]:
     """Buckets of at least one tensor and, beyond that, at most so many bytes."""
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0

@@ -10,7 +10,14 @@ import torch
 
 import swift_megatron_grpo.loop.assemble
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.interface import (
+    AdapterConfig,
+    BatchGeneration,
+    Generation,
+    NamedWeights,
+    Request,
+    Share,
+)
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -24,7 +31,7 @@ class CannedCompletions:
     def __init__(self, *_: Any) -> None:
         self.weights_version = -1
         rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.share = Share(index=rank, of=world_size, speaks=True)
+        self.share = Share(index=rank, of=world_size, reports=True)
         self._random = random.Random(rank)
 
     def needs_weights(self, version: int) -> bool:
@@ -34,9 +41,9 @@ class CannedCompletions:
 
     def invalidate_weights(self) -> None: ...
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         longest = sampling.max_completion_length
-        return AtOnce(lambda: {request.index: self._complete(request.prompt, longest) for request in requests})
+        return BatchGeneration(lambda: {request.index: self._complete(request.prompt, longest) for request in requests})
 
     def _complete(self, prompt: Prompt, longest: int) -> Rollout:
         tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]

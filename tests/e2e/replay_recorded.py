@@ -10,7 +10,14 @@ from typing import Any
 
 import swift_megatron_grpo.loop.assemble
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.interface import (
+    AdapterConfig,
+    BatchGeneration,
+    Generation,
+    NamedWeights,
+    Request,
+    Share,
+)
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.types import Rollout
 
@@ -18,7 +25,7 @@ from swift_megatron_grpo.types import Rollout
 class RecordedCompletions:
     """A GenerationEngine of one rank. Weights are taken and dropped, so exporting them is part of the run."""
 
-    share = Share(index=0, of=1, speaks=True)
+    share = Share(index=0, of=1, reports=True)
     memory_to_wake = 0
     is_new = False
 
@@ -33,8 +40,8 @@ class RecordedCompletions:
 
     def invalidate_weights(self) -> None: ...
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        return AtOnce(lambda: self._recorded(requests))
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        return BatchGeneration(lambda: self._recorded(requests))
 
     def _recorded(self, requests: Sequence[Request]) -> dict[int, Rollout]:
         rows = next(self._rollouts)

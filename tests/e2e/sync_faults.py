@@ -19,7 +19,7 @@ from mcore_bridge import LoraParallelLinear
 
 import swift_megatron_grpo.weights.export as export
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import Generation, NamedWeights, News, Request
+from swift_megatron_grpo.generation.interface import Generation, NamedWeights, Progress, Request
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.types import Rollout
@@ -114,12 +114,12 @@ class Changed:
     change: Callable[[Rollout], Rollout]
 
     @property
-    def runs(self) -> bool:
-        return self.generation.runs
+    def is_running(self) -> bool:
+        return self.generation.is_running
 
-    def next(self, newest: int) -> News:
-        news = self.generation.next(newest)
-        return replace(news, finished={index: self.change(rollout) for index, rollout in news.finished.items()})
+    def next(self, newest: int) -> Progress:
+        progress = self.generation.next(newest)
+        return replace(progress, finished={index: self.change(rollout) for index, rollout in progress.finished.items()})
 
 
 def answering(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> AbstractContextManager[None]:
@@ -138,8 +138,8 @@ def temperature_not_heeded(loop: GRPOLoop) -> AbstractContextManager[None]:
     generate = engine.generate
     loop._compared_with_engine = False
 
-    def heedless(requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        told: Generation = generate(requests, unit, replace(sampling, temperature=1.0))
+    def heedless(requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        told: Generation = generate(requests, group_size, replace(sampling, temperature=1.0))
         return told
 
     return replaced(engine, "generate", heedless)

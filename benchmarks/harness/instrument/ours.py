@@ -17,7 +17,14 @@ from benchmarks.harness.instrument.clock import REST, Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, AtOnce, Generation, NamedWeights, Request, Share
+from swift_megatron_grpo.generation.interface import (
+    AdapterConfig,
+    BatchGeneration,
+    Generation,
+    NamedWeights,
+    Request,
+    Share,
+)
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
@@ -73,7 +80,7 @@ class Canned:
         from torch.distributed import get_rank
 
         self.weights_version = -1
-        self.share = Share(index=0, of=1, speaks=get_rank() == 0)
+        self.share = Share(index=0, of=1, reports=get_rank() == 0)
         self._template = copy(template)
         self._template.max_length = None
         self._canned = canned
@@ -85,8 +92,8 @@ class Canned:
 
     def invalidate_weights(self) -> None: ...
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        return AtOnce(lambda: self._made_up(requests) if self.share.speaks else {})
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        return BatchGeneration(lambda: self._made_up(requests) if self.share.reports else {})
 
     def _made_up(self, requests: Sequence[Request]) -> dict[int, Rollout]:
         rows = [row_of(request.prompt.row["messages"][-1]["content"]) for request in requests]

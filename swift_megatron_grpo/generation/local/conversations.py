@@ -33,7 +33,7 @@ class ConversingVllm(LocalVllm):
         self._first_rank = dist.get_rank() // size * size
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
-        if not self.share.speaks:
+        if not self.share.reports:
             self._follow(sampling)
             return []
 

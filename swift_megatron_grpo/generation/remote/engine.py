@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig, ServerConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, Generation, NamedWeights, News, Request, Share
+from swift_megatron_grpo.generation.interface import AdapterConfig, Generation, NamedWeights, Progress, Request, Share
 from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
 from swift_megatron_grpo.generation.remote.conversation_settings import differences
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
@@ -40,7 +40,7 @@ class _Transfer:
 
 class RemoteVllm:
     def __init__(self, config: ServerConfig, sender: WeightSender, rank: int) -> None:
-        self.share = Share(index=0, of=1, speaks=rank == 0)
+        self.share = Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
         self._config, self._sender = config, sender
         self._events: EventLoopThread | None = None
@@ -216,11 +216,11 @@ class RemoteVllm:
 
     # ---- completions
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         if self._events is None:
             return _Silence()
-        older = [generation for generation in self._generations if generation.runs]
-        generation = RemoteGeneration(self._events, self._servers, requests, unit, sampling, self._version, older)
+        older = [generation for generation in self._generations if generation.is_running]
+        generation = RemoteGeneration(self._events, self._servers, requests, group_size, sampling, self._version, older)
         self._generations = [*older, generation]
         return generation
 
@@ -251,7 +251,7 @@ def _close_if_failed(line: WeightConnection, reply: Future[dict[str, Any]]) -> N
 class _Silence:
     """What ranks that do not speak have to tell."""
 
-    runs = False
+    is_running = False
 
-    def next(self, newest: int) -> News:
-        return News({}, needs_weights=False)
+    def next(self, newest: int) -> Progress:
+        return Progress({}, needs_weights=False)

@@ -18,7 +18,7 @@ from typing import Any
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import News, Request
+from swift_megatron_grpo.generation.interface import Progress, Request
 from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure, Slow, Unreachable
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
@@ -39,14 +39,14 @@ class RemoteGeneration:
         events: EventLoopThread,
         servers: Servers,
         requests: Sequence[Request],
-        unit: int,
+        group_size: int,
         sampling: SamplingConfig,
         version: int,
         older: Sequence[RemoteGeneration] = (),
     ) -> None:
         self._events, self._servers = events, servers
         self._older = list(older)
-        self._requests, self._unit, self._version = requests, unit, version
+        self._requests, self._group_size, self._version = requests, group_size, version
         self._sampling = sampling
         self._dispatcher = Dispatcher(len(requests))
         self._asking: dict[str, set[asyncio.Task[None]]] = {}  # by server
@@ -57,7 +57,7 @@ class RemoteGeneration:
         self._running = events.start(self._run())
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return self._dispatcher.unfinished > 0 and self._failure is None
 
     @property
@@ -65,18 +65,18 @@ class RemoteGeneration:
         """Whether it would take more slots than there are."""
         return self._dispatcher.waits
 
-    def next(self, newest: int) -> News:
+    def next(self, newest: int) -> Progress:
         """Waits until there is something to tell."""
         return self._events.run(self._next(newest))
 
-    async def _next(self, newest: int) -> News:
+    async def _next(self, newest: int) -> Progress:
         while True:
             if self._failure is not None:
                 raise self._failure
             units, lacking = self._complete_units(), self._lacks_weights(newest)
             if units or lacking:
                 told = {self._requests[place].index: self._finished.pop(place) for unit in units for place in unit}
-                return News(told, needs_weights=lacking)
+                return Progress(told, needs_weights=lacking)
             # Not before: while the trainer trains, a server has time to come back.
             self._servers.refuse_to_wait_for_ever()
             await self._moved.wait()
@@ -99,8 +99,8 @@ class RemoteGeneration:
         await asyncio.wrap_future(self._running)
 
     def _complete_units(self) -> list[range]:
-        firsts = {place - place % self._unit for place in self._finished}
-        units = [range(first, first + self._unit) for first in sorted(firsts)]
+        firsts = {place - place % self._group_size for place in self._finished}
+        units = [range(first, first + self._group_size) for first in sorted(firsts)]
         return [unit for unit in units if all(place in self._finished for place in unit)]
 
     # ---- in the event loop, until all is answered
@@ -131,7 +131,7 @@ class RemoteGeneration:
 
     def _assign(self) -> list[Assignment]:
         """What older generations leave."""
-        self._older = [generation for generation in self._older if generation.runs]
+        self._older = [generation for generation in self._older if generation.is_running]
         if any(generation.waits for generation in self._older):
             return []
         of_others = {server.url: server.asked - len(self._asking.get(server.url, ())) for server in self._servers.all}

@@ -1,5 +1,5 @@
 """Which prompts are begun when, by which weights, and what is trained of them; on one rank, with an engine that makes
-completions when it is asked for news, and is busy until then."""
+completions when it is asked for progress, and is busy until then."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from swift_megatron_grpo.config import CorrectionConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.interface import News, Request, Share
+from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
@@ -46,13 +46,13 @@ class Engine:
     synced: list[int] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
 
-    def generate(self, requests: Sequence[Request], unit: int, sampling: SamplingConfig) -> Generation:
-        self.generations.append(Generation(self, list(requests), unit))
+    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        self.generations.append(Generation(self, list(requests), group_size))
         return self.generations[-1]
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """As WeightSync."""
-        assert not any(generation.runs for generation in self.generations), "new weights while it generates"
+        assert not any(generation.is_running for generation in self.generations), "new weights while it generates"
         self.version = version
         self.synced.append(version)
         return {}
@@ -68,18 +68,18 @@ class Engine:
 class Generation:
     engine: Engine
     requests: list[Request]
-    unit: int
+    group_size: int
 
     @property
-    def runs(self) -> bool:
+    def is_running(self) -> bool:
         return bool(self.requests)
 
-    def next(self, newest: int) -> News:
+    def next(self, newest: int) -> Progress:
         """One group."""
         if self.engine.lost:
-            return News({}, needs_weights=True)
-        group, self.requests = self.requests[: self.unit], self.requests[self.unit :]
-        return News({each.index: self._complete(each.prompt) for each in group}, needs_weights=False)
+            return Progress({}, needs_weights=True)
+        group, self.requests = self.requests[: self.group_size], self.requests[self.group_size :]
+        return Progress({each.index: self._complete(each.prompt) for each in group}, needs_weights=False)
 
     def _complete(self, prompt: Prompt) -> Rollout:
         return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)
@@ -130,7 +130,7 @@ def test_every_prompt_is_trained_once_and_nothing_is_begun_for_nobody(max_stalen
             assert now.metrics["rollout/staleness_max"] <= max_staleness
     assert trained == expected(0, 5)
     assert begun == {0: [1, 2, 3, 4, 5], 1: [2, 3, 4, 5, 5], 2: [3, 3, 5, 5, 5]}[max_staleness]
-    assert not any(generation.runs for generation in engine.generations)
+    assert not any(generation.is_running for generation in engine.generations)
     assert set(engine.synced) == set({0: [0, 2, 4, 6, 8], 1: [0, 2, 4, 6], 2: [0, 4]}[max_staleness])
 
 
@@ -146,7 +146,7 @@ def test_a_resumed_run_begins_again_what_was_begun_ahead() -> None:
 def test_an_evaluation_is_by_the_newest_weights_and_keeps_what_was_begun() -> None:
     rollouts, engine = make(1, rollouts=3)
     rollouts.take(step(0))
-    assert engine.generations[-1].runs
+    assert engine.generations[-1].is_running
     prompts = [Prompt("validation", {"messages": [{"role": "user", "content": "?"}]})]
     graded = rollouts.evaluate(prompts, 4, Step(1, PhaseTimer()))  # in the middle of the first rollout's steps
     assert ids(graded) == ["validation"] * 4 and {each.rollout.weights_version for each in graded} == {1}
@@ -160,9 +160,9 @@ def test_prompts_in_place_of_uniform_groups_are_drawn_before_the_next_rollout_be
     rollouts.take(step(0))
     graded = rollouts.take(step(1))
     assert len(graded) == PROMPTS * GROUP
-    drawn = [generation.unit for generation in engine.generations]
+    drawn = [generation.group_size for generation in engine.generations]
     assert len(drawn) == 5  # 0, its draw, 1, its draw, 2
-    assert engine.synced[-1] == 2 and engine.generations[-1].runs
+    assert engine.synced[-1] == 2 and engine.generations[-1].is_running
 
 
 def test_weights_that_nobody_has_any_more_are_replaced_by_the_trainers() -> None:

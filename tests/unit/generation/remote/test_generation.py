@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import News, requests_for
+from swift_megatron_grpo.generation.interface import Progress, requests_for
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import NoServer, Server, Servers
@@ -143,9 +143,9 @@ def until(true: Callable[[], Any]) -> None:
 def collect(generation: RemoteGeneration, newest: int, number: int) -> list[Rollout]:
     found: dict[int, Rollout] = {}
     while len(found) < number:
-        news = generation.next(newest)
-        assert not news.needs_weights
-        found |= news.finished
+        progress = generation.next(newest)
+        assert not progress.needs_weights
+        found |= progress.finished
     return [found[index] for index in sorted(found)]
 
 
@@ -162,13 +162,13 @@ def test_the_older_generation_is_served_first_and_both_share_the_slots(place: Pl
     assert answers.asked[3:] == ["d", "e"] and not older.waits
     place.let_go("c", "d")
     until(lambda: len(answers.asked) == 7)
-    assert answers.asked[5:] == ["v", "w"] and older.runs and newer.runs
+    assert answers.asked[5:] == ["v", "w"] and older.is_running and newer.is_running
     place.let_go("e", "v", "w")
     until(lambda: len(answers.asked) == 8)
     place.let_go("x")
     assert [rollout.text for rollout in collect(newer, 0, 3)] == ["v", "w", "x"]
     assert [rollout.text for rollout in collect(older, 0, 5)] == ["a", "b", "c", "d", "e"]
-    assert answers.most_at_once == 3 and not older.runs and not newer.runs
+    assert answers.most_at_once == 3 and not older.is_running and not newer.is_running
     until(lambda: place.servers.all[0].asked == 0)
     assert place.servers.listeners == []
 
@@ -198,9 +198,9 @@ def test_when_no_server_has_the_old_weights_any_more_the_trainers_finish_it(plac
     assert generation.next(newest=1).finished[0].weights_version == 0
     place.lose(server)
     place.comes_back(server)
-    news: News = generation.next(newest=1)
-    assert news.needs_weights and not news.finished and generation.runs
-    place.has_weights(server, 1)  # sent because of the news
+    progress: Progress = generation.next(newest=1)
+    assert progress.needs_weights and not progress.finished and generation.is_running
+    place.has_weights(server, 1)  # sent because of the progress
     until(lambda: len(answers.asked) == 5)
     place.let_go("b", "c")
     assert [rollout.weights_version for rollout in collect(generation, newest=1, number=2)] == [1, 1]
@@ -226,7 +226,7 @@ def test_nobody_is_missed_before_completions_are_wanted(place: Place) -> None:
     until(lambda: answers.asked)
     place.lose(server)
     time.sleep(1.5)  # the timeout is 0.5 s
-    assert generation.runs
+    assert generation.is_running
     place.has_weights(server, 1)
     until(lambda: len(answers.asked) == 2)
     place.let_go("a")
@@ -246,7 +246,7 @@ def test_a_server_that_cannot_serve_this_run_is_out(place: Place, refusal: int) 
     place.has_weights(fails, 0)
     generation = place.generate("abcd", 0)
     until(lambda: fails.is_out)
-    assert str(refusal) in fails.why_out and len(refusing.asked) == 4 and generation.runs
+    assert str(refusal) in fails.why_out and len(refusing.asked) == 4 and generation.is_running
     place.has_weights(well, 0)
     until(lambda: len(answers.asked) == 4)
     place.let_go("a", "b", "c", "d")
@@ -260,6 +260,6 @@ def test_what_nobody_waits_for_is_given_up(place: Place) -> None:
     until(lambda: len(answers.asked) == 2)
     place.background.run(generation.stop())
     until(lambda: sorted(answers.given_up) == ["a", "b"])
-    assert not generation.runs
+    assert not generation.is_running
     with pytest.raises(RuntimeError, match="the run has ended"):
         generation.next(newest=0)
