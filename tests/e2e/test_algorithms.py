@@ -87,9 +87,9 @@ def test_entropies_choose_the_tokens(runs: dict[str, Finished]) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns(name: str, tmp_path: Path) -> None:
     """About a minute each. docs/algorithms.md has what was seen."""
-    script = REPOSITORY / "scripts" / "train_every_algorithm.py"
-    command = [sys.executable, str(script), "--only", name, "--out", str(tmp_path / "r.json"), "--work", str(tmp_path)]
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    command = [sys.executable, "-m", "benchmarks.train_every_algorithm", "--only", name,
+               "--out", str(tmp_path / "r.json"), "--work", str(tmp_path)]  # fmt: skip
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-4000:]
     result = json.loads((tmp_path / "r.json").read_text())[name]
     assert result["after"] > 1.3 * result["before"] > 0

@@ -1,5 +1,4 @@
-"""The two scripts that put a run with servers through what long runs meet. They judge; their judgement is tested in
-tests/unit/stress/test_survival_scripts.py."""
+"""The stress scripts of runs with servers: kills and memory growth. tests/unit/stress covers their verdicts."""
 
 from __future__ import annotations
 
@@ -16,24 +15,24 @@ from tests.paths import REPOSITORY
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone]
 
 
-def story_of(script: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    results = folder / "results.json"
-    command = [sys.executable, str(REPOSITORY / "scripts" / script), "--json", str(results), "--work",
+def run_stress(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    report_file = folder / "report.json"
+    command = [sys.executable, "-m", f"tests.stress.{module}", "--json", str(report_file), "--work",
                str(folder / "work"), *arguments]  # fmt: skip
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout[-6000:]
-    told: dict[str, Any] = json.loads(results.read_text())
-    return told
+    report: dict[str, Any] = json.loads(report_file.read_text())
+    return report
 
 
 @pytest.mark.timeout(5000)
 def test_twenty_killed_servers_cost_nothing_but_time(tmp_path: Path) -> None:
-    told = story_of("kill_servers.py", tmp_path, "--kills", "20", "--steps", "40")
-    assert told["good"] and len(told["kills"]) == 20
-    assert told["result"]["trained"] == 640
+    report = run_stress("kill_servers", tmp_path, "--kills", "20", "--steps", "40")
+    assert report["good"] and len(report["kills"]) == 20
+    assert report["result"]["trained"] == 640
 
 
 @pytest.mark.timeout(3000)
 def test_five_hundred_steps_take_no_more_memory_than_one_hundred(tmp_path: Path) -> None:
-    told = story_of("soak.py", tmp_path)
-    assert max(told["trainer"]["growth"], told["server"]["growth"]) < 0.01
+    report = run_stress("soak", tmp_path)
+    assert max(report["trainer"]["growth"], report["server"]["growth"]) < 0.01

@@ -39,8 +39,8 @@ def script_parser(description: str | None, name: str, steps: int) -> argparse.Ar
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / name,
-                        help=f"folder for models, logs and outputs; it is emptied first (default: runs/{name})")  # fmt: skip
+    work_help = f"folder for models, logs and outputs; it is emptied first (default: runs/{name})"
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / name, help=work_help)
     return parser
 
 
