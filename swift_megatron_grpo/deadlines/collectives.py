@@ -1,4 +1,4 @@
-"""What torch's flight recorder knows of this rank's collectives, in words."""
+"""A readable report of this rank's unfinished collectives, from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from typing import Any
 
 from torch._C import _distributed_c10d
 
-# Of NCCL, in CUDA builds, and of the other backends.
+# The recorder of NCCL, in CUDA builds only, and the one of the other backends.
 _RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _SHOWN = 20
 
 
 def describe_collectives() -> str:
+    """Describe the collectives that this process has recorded."""
     entries = [entry for name in _RECORDERS if hasattr(_distributed_c10d, name) for entry in _entries(name)]
-    return in_words(entries, time.time_ns())
+    return format_entries(entries, time.time_ns())
 
 
-def in_words(entries: Sequence[dict[str, Any]], now: int) -> str:
-    """Those that have not finished, and the last one that has."""
+def format_entries(entries: Sequence[dict[str, Any]], now: int) -> str:
+    """List the collectives that have not finished, and the last one that has."""
     if not entries:
-        return "collectives: none is recorded"
+        return "collectives: none recorded"
     entries = sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
-    waiting = [entry for entry in entries if not _finished(entry)]
-    lines = [f"collectives, not finished: {len(waiting)}"]
-    lines += [f"  {_line(entry, now)}" for entry in waiting[-_SHOWN:]]
+    unfinished = [entry for entry in entries if not _finished(entry)]
+    lines = [f"collectives, not finished: {len(unfinished)}"]
+    lines += [f"  {_line(entry, now)}" for entry in unfinished[-_SHOWN:]]
     finished = [entry for entry in entries if _finished(entry)]
     if finished:
-        lines.append(f"the last finished: {_line(finished[-1], now)}")
+        lines.append(f"last finished: {_line(finished[-1], now)}")
     return "\n".join(lines)
 
 

@@ -1,7 +1,8 @@
-"""Python code that takes too long is interrupted where it is: in a loop, in a sleep, in a read from a socket.
+"""A timeout for Python code in the main thread: a signal interrupts a loop, a sleep or a read from a socket.
 
-Not in a thread of its own that is given up on: reward functions use signal.alarm themselves (math_verify does), which
-works in the main thread only, and a thread that is given up on goes on and keeps the process from ending.
+The code does not run in a separate thread that is abandoned after the timeout: reward functions use signal.alarm
+themselves (math_verify does), which works in the main thread only, and an abandoned thread would continue and keep the
+process from exiting.
 """
 
 from __future__ import annotations
@@ -12,48 +13,48 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNAL = signal.SIGRTMIN + 7  # SIGALRM belongs to the code that is interrupted
-_AGAIN = 1.0  # seconds after which code that has caught TimeIsUp is interrupted once more
+_SIGNAL = signal.SIGRTMIN + 7  # not SIGALRM, which the interrupted code may use itself
+_REPEAT_SECONDS = 1.0  # after this time, code that has caught DeadlineExceeded is interrupted again
 
 
-class TimeIsUp(BaseException):
-    """Not an Exception: code that goes on after whatever exception must not go on after this one."""
+class DeadlineExceeded(BaseException):
+    """A timeout. A BaseException, because code that catches every Exception and continues must not catch this."""
 
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """TimeIsUp is raised in the block once the time is over, and at its end if the block has caught it.
+    """Raise DeadlineExceeded in the block after `seconds`, and at its end if the block has caught it.
 
-    Only Python code can be interrupted, and only the main thread's: elsewhere nothing happens. The watchdog ends a
-    process that this does not reach.
+    Only Python code in the main thread can be interrupted; in other threads this has no effect. The watchdog ends a
+    process that cannot be interrupted this way.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    over, late = threading.Event(), threading.Event()
+    finished, expired = threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def wait() -> None:
-        if over.wait(seconds):
+        if finished.wait(seconds):
             return
-        late.set()
+        expired.set()
         while True:
             signal.pthread_kill(main, _SIGNAL)
-            if over.wait(_AGAIN):
+            if finished.wait(_REPEAT_SECONDS):
                 return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if not over.is_set():
-            raise TimeIsUp
+        if not finished.is_set():
+            raise DeadlineExceeded
 
-    before = signal.signal(_SIGNAL, on_signal)
-    waiting = threading.Thread(target=wait, name="time limit", daemon=True)
-    waiting.start()
+    previous = signal.signal(_SIGNAL, on_signal)
+    timer = threading.Thread(target=wait, name="time limit", daemon=True)
+    timer.start()
     try:
         yield
     finally:
-        over.set()
-        waiting.join()  # after this no signal comes any more
-        signal.signal(_SIGNAL, before)
-    if late.is_set():
-        raise TimeIsUp
+        finished.set()
+        timer.join()  # no signal is sent after this
+        signal.signal(_SIGNAL, previous)
+    if expired.is_set():
+        raise DeadlineExceeded

@@ -1,4 +1,4 @@
-"""A rank's end of its monitor: what it is doing, and until when that may last."""
+"""The rank's side of the monitor: starts it, and sends it the deadlines of phases and reward functions."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from swift_megatron_grpo.deadlines.collectives import describe_collectives
 from swift_megatron_grpo.deadlines.interrupt import interrupted_after
 
 logger = logging.getLogger(__name__)
-_BETWEEN = "logging, checkpoints and callbacks, between phases"
-_GRACE = 10.0  # seconds that code which was interrupted has for its end
-_LAST_CALL = 30.0  # seconds in which a rank ends after an error
+_BETWEEN_PHASES = "logging, checkpoints and callbacks, between phases"
+_GRACE_SECONDS = 10.0  # for interrupted code to clean up
+_EXIT_SECONDS = 30.0  # for a rank to exit after an error
 
 
 class Watchdog:
-    """Limits lie within each other: a phase, and in it a reward function."""
+    """Deadlines of one rank. Limits nest: a phase, and a reward function within it."""
 
     def __init__(self, report: Path, rank: int, world_size: int, phase_timeout: float) -> None:
-        """`report`: of all ranks, and of this run only. `phase_timeout`: seconds; 0: phases have no limit."""
+        """Start the monitor. `report`: one file for all ranks of this run. `phase_timeout`: in seconds; 0: no limit."""
         self._phase_timeout = phase_timeout
         self._limits: list[monitor.Limit] = []
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # open as long as this process
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # stays open for the life of this process
         faulthandler.register(monitor.STACKS_SIGNAL, file=self._stacks, all_threads=True)
-        asked, ask = os.pipe()
-        answer, answered = os.pipe()
-        threading.Thread(target=_tell_of_collectives, args=(asked, answered), name="watchdog", daemon=True).start()
-        descriptors = (self._stacks.fileno(), ask, answer)
+        requests, send_request = os.pipe()
+        receive_response, responses = os.pipe()
+        threading.Thread(target=_report_collectives, args=(requests, responses), name="watchdog", daemon=True).start()
+        descriptors = (self._stacks.fileno(), send_request, receive_response)
         self._monitor = subprocess.Popen(
             [sys.executable, "-I", "-S", monitor.__file__, *map(str, (rank, world_size, report, *descriptors))],
             stdin=subprocess.PIPE,
             pass_fds=descriptors,
         )
-        os.close(ask)
-        os.close(answer)
+        os.close(send_request)
+        os.close(receive_response)
         self._hook, sys.excepthook = sys.excepthook, self._on_uncaught
-        self._tell()
+        self._send_limits()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,17 +57,17 @@ class Watchdog:
 
     @contextmanager
     def limit(self, what: str, seconds: float, flag: str) -> Iterator[None]:
-        """Past the time TimeIsUp is raised in the block; where that does not help, the run ends."""
+        """Raise DeadlineExceeded in the block after `seconds`; a block that does not end then ends the run."""
         advice = f"use a larger {flag}"
-        with self._limited(what, seconds + _GRACE, f"{flag} {seconds:g}", advice), interrupted_after(seconds):
+        with self._limited(what, seconds + _GRACE_SECONDS, f"{flag} {seconds:g}", advice), interrupted_after(seconds):
             yield
 
     def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """The process ends now. A thread that a reward function has left behind would keep it for ever."""
+        """Limit how long this process may take to exit: a thread left by a reward function could block it forever."""
         self._hook(kind, error, trace)
-        what = "the end of the process after the error above"
-        self._limits = [_limit(what, _LAST_CALL, "after an error", "the stacks show what keeps the process")]
-        self._tell()
+        what = "the exit of the process after the error above"
+        self._limits = [_limit(what, _EXIT_SECONDS, "after an error", "the stacks show what keeps the process alive")]
+        self._send_limits()
 
     def close(self) -> None:
         sys.excepthook = self._hook
@@ -85,22 +85,22 @@ class Watchdog:
             yield
             return
         self._limits.append(_limit(what, seconds, flag, advice))
-        self._tell()
+        self._send_limits()
         try:
             yield
         finally:
             self._limits.pop()
-            self._tell()
+            self._send_limits()
 
-    def _tell(self) -> None:
+    def _send_limits(self) -> None:
         limits = self._limits
         if not limits and self._phase_timeout:
-            limits = [_limit(_BETWEEN, self._phase_timeout, self._phase_flag, "use a larger --phase_timeout")]
+            limits = [_limit(_BETWEEN_PHASES, self._phase_timeout, self._phase_flag, "use a larger --phase_timeout")]
         assert self._monitor.stdin is not None
         try:
             os.write(self._monitor.stdin.fileno(), json.dumps(limits).encode() + b"\n")
         except BrokenPipeError:
-            logger.warning("the watchdog's process is gone; nothing will notice if this run gets stuck")
+            logger.warning("the watchdog process has exited; a stuck run will no longer be detected")
 
 
 def _limit(what: str, seconds: float, flag: str, advice: str) -> monitor.Limit:
@@ -108,6 +108,7 @@ def _limit(what: str, seconds: float, flag: str, advice: str) -> monitor.Limit:
     return {"what": what[:200], "since": now, "until": now + seconds, "flag": flag, "advice": advice}
 
 
-def _tell_of_collectives(asked: int, answered: int) -> None:
-    while os.read(asked, 1):
-        os.write(answered, describe_collectives().encode()[: select.PIPE_BUF])  # which arrive in one piece
+def _report_collectives(requests: int, responses: int) -> None:
+    while os.read(requests, 1):
+        # Writes of up to PIPE_BUF bytes are atomic.
+        os.write(responses, describe_collectives().encode()[: select.PIPE_BUF])

@@ -1,10 +1,19 @@
-"""Completions -> rewards -> advantages. Ranks `score` a share each; `compare` needs whole groups."""
+"""Grading: from completions to rewards, and from rewards to advantages.
+
+rewards.py     calls the reward functions, with timeouts, and validates what they return
+results.py     computes total rewards, advantages and reward metrics, and subtracts KL from the reward
+advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats
+statistics.py  mean and standard deviation of rewards, in fp64
+filters.py     dynamic sampling: replaces groups of equal rewards
+
+Every rank calls the reward functions on its share of the completions. Advantages need whole groups.
+Tests: tests/unit/grading.
+"""
 
 from swift_megatron_grpo.grading.filters import Resampled, resample
 from swift_megatron_grpo.grading.results import (
     BadReward,
     add_advantages,
-    finish,
     reward_metrics,
     subtract_kl,
     total_rewards,
@@ -18,7 +27,6 @@ __all__ = [
     "RewardFunctions",
     "add_advantages",
     "call_reward_functions",
-    "finish",
     "gym_reward",
     "resample",
     "reward_metrics",

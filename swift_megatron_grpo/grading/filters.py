@@ -1,4 +1,4 @@
-"""Dynamic sampling, DAPO, https://arxiv.org/abs/2503.14476: groups of equal rewards teach nothing."""
+"""Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476): groups of equal rewards give no gradient."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from swift_megatron_grpo.grading.statistics import standard_deviation, valid
 from swift_megatron_grpo.types import Graded
 
-Draw = Callable[[int], Sequence[Graded]]  # so many groups of other prompts, generated and graded
+Draw = Callable[[int], Sequence[Graded]]  # n -> n groups of further prompts, generated and graded
 
 
 @dataclass(frozen=True, slots=True)
 class Resampled:
+    """Result of `resample`."""
+
     graded: list[Graded]  # as many as before
-    rounds: int  # how often more was generated
-    generated: int  # groups, with the first ones
-    uniform: int  # groups of equal rewards that are left, because the rounds ran out
+    rounds: int  # rounds in which more groups were generated
+    generated: int  # groups generated in total, including the first ones
+    uniform: int  # groups of equal rewards that remain because the rounds ran out
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -27,16 +29,17 @@ class Resampled:
 
 
 def has_spread(group: Sequence[Graded]) -> bool:
-    return standard_deviation(valid([each.reward for each in group])) > 0
+    """Return True if the valid rewards of the group differ."""
+    return standard_deviation(valid([graded.reward for graded in group])) > 0
 
 
 def resample(first: Sequence[Graded], num_generations: int, max_times: int, draw: Draw) -> Resampled:
-    """Groups of equal rewards are replaced by groups of other prompts, at most `max_times`.
+    """Replace groups of equal rewards by groups of further prompts, in at most `max_times` rounds.
 
-    Every group with a spread is kept, and only as many are generated as are missing. When the rounds run out the rest
-    of the batch is made up of the first groups without a spread: the batch keeps its size, and their advantages are 0.
+    Every group with a spread is kept, and only the missing number of groups is generated. If the rounds run out, the
+    batch is filled with the first groups without a spread: the batch keeps its size, and their advantages are 0.
     """
-    wanted = len(first) // num_generations
+    group_count = len(first) // num_generations
     informative: list[Sequence[Graded]] = []
     uniform: list[Sequence[Graded]] = []
     rounds, new = 0, first
@@ -44,14 +47,14 @@ def resample(first: Sequence[Graded], num_generations: int, max_times: int, draw
         for start in range(0, len(new), num_generations):
             group = new[start : start + num_generations]
             (informative if has_spread(group) else uniform).append(group)
-        missing = wanted - len(informative)
+        missing = group_count - len(informative)
         if missing == 0 or rounds == max_times:
             break
         new = draw(missing)
         rounds += 1
     groups = informative + uniform[:missing]
     return Resampled(
-        graded=[each for group in groups for each in group],
+        graded=[graded for group in groups for graded in group],
         rounds=rounds,
         generated=len(informative) + len(uniform),
         uniform=missing,

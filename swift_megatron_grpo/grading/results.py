@@ -1,4 +1,4 @@
-"""What the reward functions said -> what is trained on, and the numbers for the log."""
+"""Graded completions from the scores of the reward functions, and the reward metrics of the log."""
 
 from __future__ import annotations
 
@@ -19,60 +19,64 @@ _SHOWN = 3
 
 
 class BadReward(RuntimeError):
-    """A completion has no valid reward: every function said None, or one said NaN or infinity."""
+    """A completion has no valid reward: every function returned None, or one returned NaN or infinity."""
 
 
 def total_rewards(rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> list[Graded]:
-    """Completions with their total rewards, without advantages yet. One without a valid reward: see `--bad_reward`."""
+    """Return the completions with their total rewards; their advantages are still 0.
+
+    A completion without a valid reward raises BadReward with `--bad_reward stop`, and otherwise gets the reward None.
+    """
     rewards = [total_reward(row, config.reward_weights) for row in scores]
-    graded = [Graded(*each, advantage=0.0) for each in zip(rollouts, scores, rewards, strict=True)]
+    graded = [
+        Graded(rollout, row, reward, advantage=0.0)
+        for rollout, row, reward in zip(rollouts, scores, rewards, strict=True)
+    ]
     if config.bad_reward == "stop":
         _refuse_bad(graded, config)
     return graded
 
 
 def subtract_kl(graded: Sequence[Graded], divergences: Sequence[float], beta: float) -> list[Graded]:
-    """reward - beta KL: what `--kl_in_reward` does before completions are compared."""
+    """Replace every reward by reward - beta * KL (`--kl_in_reward`), before advantages are computed."""
     return [
-        each if each.reward is None else replace(each, reward=each.reward - beta * divergence)
-        for each, divergence in zip(graded, divergences, strict=True)
+        completion if completion.reward is None else replace(completion, reward=completion.reward - beta * divergence)
+        for completion, divergence in zip(graded, divergences, strict=True)
     ]
 
 
 def add_advantages(graded: Sequence[Graded], num_generations: int, config: GradingConfig) -> list[Graded]:
-    """Advantages. Groups are consecutive and whole."""
-    rewards = [each.reward for each in graded]
+    """Return the completions with their advantages. Groups are consecutive and whole."""
+    rewards = [completion.reward for completion in graded]
     if all(reward is None for reward in rewards):
         _refuse_bad(graded, config)
     if config.scale_rewards == "gdpo":
-        scores = [each.rewards for each in graded]
+        scores = [completion.rewards for completion in graded]
         advantages = gdpo_advantages(scores, rewards, config.reward_weights, num_generations)
     else:
         advantages = group_advantages(rewards, num_generations, config.scale_rewards, config.estimator)
-    return [replace(each, advantage=advantage) for each, advantage in zip(graded, advantages, strict=True)]
-
-
-def finish(rollouts: Sequence[Rollout], scores: Scores, num_generations: int, config: GradingConfig) -> list[Graded]:
-    """From scores to advantages, where nothing comes between."""
-    return add_advantages(total_rewards(rollouts, scores, config), num_generations, config)
+    return [replace(completion, advantage=advantage) for completion, advantage in zip(graded, advantages, strict=True)]
 
 
 def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
-    bad = [i for i, each in enumerate(graded) if each.reward is None]
+    bad = [i for i, completion in enumerate(graded) if completion.reward is None]
     if bad:
-        rollouts, scores = [each.rollout for each in graded], [each.rewards for each in graded]
-        raise BadReward(_complaint(bad, rollouts, scores, config))
+        rollouts = [completion.rollout for completion in graded]
+        scores = [completion.rewards for completion in graded]
+        raise BadReward(_bad_reward_message(bad, rollouts, scores, config))
 
 
-def _complaint(bad: Sequence[int], rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> str:
+def _bad_reward_message(bad: Sequence[int], rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> str:
     lines = [f"{len(bad)} of {len(rollouts)} completions have no valid reward:"]
     lines += [f"  {_reason(scores[i], config)} for {describe(rollouts[i])}" for i in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         lines.append(f"  and {len(bad) - _SHOWN} more")
     if config.bad_reward == "stop":
-        lines.append("--bad_reward drop goes on without such completions: they leave their group and are not trained")
+        lines.append(
+            "use --bad_reward drop to continue without them: they are removed from their groups and not trained"
+        )
     else:
-        lines.append("--bad_reward drop leaves such completions out, but now nothing would be left to train on")
+        lines.append("--bad_reward drop removes such completions, but nothing would be left to train on")
     return "\n".join(lines)
 
 
@@ -84,20 +88,20 @@ def _reason(row: Sequence[float | None], config: GradingConfig) -> str:
         for name, value in zip(config.reward_names, row, strict=True)
         if value is not None and not usable(value)
     ]
-    return " and ".join(broken) or f"the weighted sum of {list(row)} is beyond fp32"
+    return " and ".join(broken) or f"the weighted sum of {list(row)} exceeds the range of fp32"
 
 
 def reward_metrics(
     graded: Sequence[Graded], names: Sequence[str], num_generations: int, scale: ScaleRewards = "group"
 ) -> dict[str, float]:
-    """By ms-swift's names and formulas. Dropped completions are in none of the reward numbers."""
+    """Compute the reward metrics, with ms-swift's names and formulas, without the dropped completions."""
     groups = [
-        valid([each.reward for each in graded[start : start + num_generations]])
+        valid([completion.reward for completion in graded[start : start + num_generations]])
         for start in range(0, len(graded), num_generations)
     ]
     spreads = [standard_deviation(group) for group in groups]
     rewards = [reward for group in groups for reward in group]
-    lengths = [each.rollout.length for each in graded]
+    lengths = [completion.rollout.length for completion in graded]
     metrics = {
         "reward": mean([mean(group) for group in groups if group]),
         "reward_std": standard_deviation(rewards) if scale == "batch" else mean(spreads),
@@ -105,16 +109,18 @@ def reward_metrics(
         "completions/mean_length": mean(lengths),
         "completions/max_length": float(max(lengths)),
         "completions/min_length": float(min(lengths)),
-        "completions/clipped_ratio": mean([float(each.rollout.truncated) for each in graded]),
+        "completions/clipped_ratio": mean([float(completion.rollout.truncated) for completion in graded]),
     }
     for i, name in enumerate(names):
-        said = [value for value in (each.rewards[i] for each in graded) if value is not None and usable(value)]
-        if said:  # a function that applies to none of these completions has no mean
-            metrics |= {f"rewards/{name}/mean": mean(said), f"rewards/{name}/std": standard_deviation(said)}
-    turns = [each.rollout.infos["num_turns"] for each in graded if "num_turns" in each.rollout.infos]
+        column = [completion.rewards[i] for completion in graded]
+        values = [value for value in column if value is not None and usable(value)]
+        if values:  # a function that applies to none of these completions has no mean
+            metrics |= {f"rewards/{name}/mean": mean(values), f"rewards/{name}/std": standard_deviation(values)}
+    infos = [completion.rollout.infos for completion in graded]
+    turns = [info["num_turns"] for info in infos if "num_turns" in info]
     if turns:
         metrics["num_turns"] = mean(turns)
-    lost = [each.rollout.infos.get("lost_turns", 0) for each in graded]
+    lost = [info.get("lost_turns", 0) for info in infos]
     if any(lost):
         metrics["num_turns/lost"] = mean(lost)
     if len(rewards) < len(graded):

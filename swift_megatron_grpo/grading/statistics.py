@@ -1,15 +1,15 @@
-"""Means and spreads of rewards, in fp64, of what is there: None is left out."""
+"""Mean and standard deviation of rewards, in fp64. Rewards of None are excluded."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-_LARGEST = 3.4028234663852886e38  # what fp32, in which ms-swift holds rewards, does not call infinite
+_LARGEST = 3.4028234663852886e38  # the largest finite fp32 value; ms-swift stores rewards in fp32
 
 
 def usable(reward: float) -> bool:
-    """A number to compute with: neither NaN nor infinite."""
+    """Return True if the reward is neither NaN nor infinite in fp32."""
     return abs(reward) <= _LARGEST
 
 
@@ -18,14 +18,14 @@ def valid(rewards: Sequence[float | None]) -> list[float]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Exactly the value itself when all are equal, which a rounded sum does not promise."""
+    """Return the mean: exactly the common value if all are equal, which a rounded sum does not guarantee."""
     if min(values) == max(values):
         return float(values[0])
     return math.fsum(values) / len(values)
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """With Bessel's correction. Of fewer than two values: 0."""
+    """Return the standard deviation with Bessel's correction; 0 for fewer than two values."""
     if len(values) < 2:
         return 0.0
     centre = mean(values)

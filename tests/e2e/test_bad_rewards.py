@@ -1,6 +1,6 @@
 """One bad reward stops the run with its name, or is left out if the user said so. It never poisons the batch.
 
-The other ways to go wrong are in tests/unit/grading/test_rewards.py.
+The other ways to go wrong are in tests/unit/grading (test_rewards.py, test_results.py).
 """
 
 from __future__ import annotations

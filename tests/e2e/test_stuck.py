@@ -48,7 +48,7 @@ def test_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], func
     done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
     assert done.code != 0  # the function would have slept for an hour
     said = (
-        rf"RewardError: reward function {name} has not answered for [23]\.\d s \(--reward_timeout\), on 4 completions"
+        rf"RewardError: reward function {name} has not returned after [23]\.\d s \(--reward_timeout\), on 4 completions"
     )
     assert re.search(said, done.output), done.output[-3000:]
     assert f"RankFailure: grading failed on rank 1: RewardError: reward function {name}" in done.output
@@ -58,7 +58,7 @@ def test_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], func
 def test_a_stuck_reward_function_meets_the_watchdog(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "30"])
     ranks = sections(done)
-    assert "phase grading is not done after 30 s (--phase_timeout 30)" in done.output
+    assert "phase grading has not finished after 30 s (--phase_timeout 30)" in done.output
     assert "stuck.py" in ranks["1"] and "in __call__" in ranks["1"]
     assert "phase grading: since" in ranks["0"] and "in all_gather_object" in ranks["0"]
     assert re.search(r"not finished: [12]\n  gloo:all_?gather", ranks["0"]), ranks["0"]
@@ -67,7 +67,7 @@ def test_a_stuck_reward_function_meets_the_watchdog(inputs: tuple[Path, Path, Pa
 def test_one_rank_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "train", ["--phase_timeout", "30"], {"STUCK": "train"})
     ranks = sections(done)
-    assert "phase train is not done after 30 s" in done.output
+    assert "phase train has not finished after 30 s" in done.output
     assert "get_stuck" in ranks["1"] and "phase train: since" in ranks["0"]
     assert "in sum_over_ranks" in ranks["0"]
     assert re.search(r"not finished: 1\n  gloo:all_?reduce", ranks["0"]), ranks["0"]

@@ -1,4 +1,4 @@
-"""A process that gets stuck under a watchdog, as its first argument says. The others: report, rank, world size."""
+"""A process that hangs under a watchdog. Arguments: the way it hangs, the report, its rank, the world size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swift_megatron_grpo.deadlines.watchdog import Watchdog
 
 
 def hold_the_interpreter() -> None:
-    re.match(r"(a+)+$", "a" * 60 + "b")  # exponential, in C, and without letting go of the lock
+    re.match(r"(a+)+$", "a" * 60 + "b")  # exponential time, in C, without releasing the lock
 
 
 def main(how: str, report: str, rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Advantage estimators against their papers in plain Python, and against ms-swift where it is right."""
+"""Advantage estimators, compared with the formulas of their papers and, where it is correct, with ms-swift."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def std(values: list[float]) -> float:
 
 
 def formula(groups: list[list[float]], estimator: str, scale: str) -> list[float]:
-    """As the papers have it: a baseline is taken off, then comes the scale."""
+    """Compute advantages as in the papers: subtract a baseline, then divide by a scale."""
     everything = [r for group in groups for r in group]
-    left = []
+    centred = []
     for group in groups:
         for i, r in enumerate(group):
             if estimator == "rloo":
@@ -40,22 +40,22 @@ def formula(groups: list[list[float]], estimator: str, scale: str) -> list[float
                 baseline = statistics.fmean(everything)
             else:
                 baseline = statistics.fmean(group)
-            left.append(r - baseline)
-    found = []
-    for place, each in enumerate(left):
+            centred.append(r - baseline)
+    advantages = []
+    for place, value in enumerate(centred):
         if scale == "none":
-            found.append(each)
+            advantages.append(value)
         elif scale == "group":
-            found.append(each / (std(groups[place // K]) + 1e-4))
+            advantages.append(value / (std(groups[place // K]) + 1e-4))
         else:
-            found.append(each / (std(left if estimator == "reinforce_plus_plus" else everything) + 1e-4))
-    return found
+            advantages.append(value / (std(centred if estimator == "reinforce_plus_plus" else everything) + 1e-4))
+    return advantages
 
 
 @pytest.mark.parametrize(("estimator", "scale"), PAIRS)
 @given(groups=batches)
 @settings(deadline=None)
-def test_advantages_are_those_of_the_paper(
+def test_advantages_equal_the_formula_of_the_paper(
     estimator: Estimator, scale: ScaleRewards, groups: list[list[float]]
 ) -> None:
     rewards = [r for group in groups for r in group]
@@ -67,17 +67,19 @@ def test_advantages_are_those_of_the_paper(
 @pytest.mark.parametrize("scale", SCALES)
 @given(groups=batches)
 @settings(deadline=None)
-def test_advantages_are_ms_swifts(estimator: Estimator, scale: ScaleRewards, groups: list[list[float]]) -> None:
+def test_advantages_equal_those_of_ms_swift(
+    estimator: Estimator, scale: ScaleRewards, groups: list[list[float]]
+) -> None:
     from swift.rl_core.advantage import compute_advantages
 
     rewards = [r for group in groups for r in group]
     one = torch.ones(1, dtype=torch.float64)
-    theirs, _ = compute_advantages(torch.tensor(rewards, dtype=torch.float64)[:, None], one, K, estimator, scale)
-    assert group_advantages(rewards, K, scale, estimator) == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-6)
+    expected, _ = compute_advantages(torch.tensor(rewards, dtype=torch.float64)[:, None], one, K, estimator, scale)
+    assert group_advantages(rewards, K, scale, estimator) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
 
 
-def test_one_completion_a_prompt_is_compared_with_the_rollout() -> None:
-    """ms-swift's reinforce_plus_plus compares it with itself: every advantage would be 0."""
+def test_one_completion_per_prompt_is_compared_with_the_whole_batch() -> None:
+    """ms-swift's reinforce_plus_plus compares the completion with itself, so that every advantage is 0."""
     rewards = [0.0, 1.0, 1.0, 4.0]
     assert group_advantages(rewards, 1, "none", "reinforce_plus_plus_plain") == [-1.5, -0.5, -0.5, 2.5]
     assert group_advantages(rewards, 1, "batch", "reinforce_plus_plus") == [0.0] * 4
@@ -86,13 +88,13 @@ def test_one_completion_a_prompt_is_compared_with_the_rollout() -> None:
 @pytest.mark.parametrize("estimator", WITH_GROUPS)
 @pytest.mark.parametrize("scale", SCALES)
 @given(value=st.floats(-1e30, 1e30))
-def test_equal_rewards_have_no_advantage_at_all(estimator: Estimator, scale: ScaleRewards, value: float) -> None:
+def test_equal_rewards_have_advantages_of_exactly_zero(estimator: Estimator, scale: ScaleRewards, value: float) -> None:
     assert group_advantages([value] * K + [1.0, 2.0, 3.0, 4.0], K, scale, estimator)[:K] == [0.0] * K
 
 
 @pytest.mark.parametrize(("estimator", "scale"), [("grpo", "group"), ("grpo", "none"), ("rloo", "none")])
 @given(groups=batches, shift=st.floats(-1000, 1000))
-def test_a_constant_added_to_a_group_changes_nothing(
+def test_a_constant_added_to_the_rewards_of_a_group_has_no_effect(
     estimator: Estimator, scale: ScaleRewards, groups: list[list[float]], shift: float
 ) -> None:
     plain = [r for group in groups for r in group]
@@ -103,7 +105,7 @@ def test_a_constant_added_to_a_group_changes_nothing(
 
 @pytest.mark.parametrize(("estimator", "scale"), PAIRS)
 @given(groups=batches, order=st.randoms(use_true_random=False))
-def test_the_order_does_not_matter(
+def test_advantages_do_not_depend_on_the_order(
     estimator: Estimator, scale: ScaleRewards, groups: list[list[float]], order: Any
 ) -> None:
     places = [(g, i) for g in range(len(groups)) for i in range(K)]
@@ -118,7 +120,7 @@ def test_the_order_does_not_matter(
 
 @pytest.mark.parametrize(("estimator", "scale"), PAIRS)
 @given(rewards=st.lists(maybe, min_size=2 * K, max_size=2 * K))
-def test_extremes_and_gaps_give_finite_advantages(
+def test_extreme_and_missing_rewards_give_finite_advantages(
     estimator: Estimator, scale: ScaleRewards, rewards: list[float | None]
 ) -> None:
     advantages = group_advantages(rewards, K, scale, estimator)
@@ -127,10 +129,10 @@ def test_extremes_and_gaps_give_finite_advantages(
 
 
 @pytest.mark.parametrize("estimator", WITH_GROUPS)
-def test_a_dropped_completion_is_as_if_it_had_never_been(estimator: Estimator) -> None:
-    whole = group_advantages([1.0, 5.0, 3.0], 3, "group", estimator)
-    gap = group_advantages([1.0, None, 5.0, 3.0], 4, "group", estimator)
-    assert gap == pytest.approx([whole[0], 0.0, whole[1], whole[2]])
+def test_a_dropped_completion_does_not_affect_the_others(estimator: Estimator) -> None:
+    without = group_advantages([1.0, 5.0, 3.0], 3, "group", estimator)
+    advantages = group_advantages([1.0, None, 5.0, 3.0], 4, "group", estimator)
+    assert advantages == pytest.approx([without[0], 0.0, without[1], without[2]])
 
 
 # ---- gdpo
@@ -140,34 +142,34 @@ scores = st.lists(st.tuples(reward, reward, reward), min_size=2 * K, max_size=2 
 
 @given(rows=scores)
 @settings(deadline=None)
-def test_gdpo_is_ms_swifts(rows: list[tuple[float, float, float]]) -> None:
+def test_gdpo_advantages_equal_those_of_ms_swift(rows: list[tuple[float, float, float]]) -> None:
     from swift.rl_core.advantage import compute_advantages
 
     weights = [1.0, 0.5, 2.0]
-    theirs, _ = compute_advantages(
+    expected, _ = compute_advantages(
         torch.tensor(rows, dtype=torch.float64), torch.tensor(weights, dtype=torch.float64), K, scale_rewards="gdpo"
     )
-    assert gdpo_advantages(rows, [1.0] * len(rows), weights, K) == pytest.approx(theirs.tolist(), rel=1e-5, abs=1e-5)
+    assert gdpo_advantages(rows, [1.0] * len(rows), weights, K) == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-5)
 
 
-def test_gdpo_by_hand() -> None:
-    """Two functions of very different size weigh the same; the second does not apply to the last completion."""
+def test_gdpo_advantages_equal_those_computed_by_hand() -> None:
+    """Functions of very different magnitude have equal weight; the second does not apply to the third completion."""
     rows = [(0.0, 100.0), (1.0, 300.0), (2.0, None), (5.0, 7.0)]
     first, second = statistics.stdev([0, 1, 2]), statistics.stdev([100, 300])
     sums = [-1 / first - 100 / second, 0 / first + 100 / second, 1 / first]
     expected = [(s - statistics.fmean(sums)) / statistics.stdev(sums) for s in sums]
-    # The last completion has no valid reward and is left out of everything.
+    # The last completion has no valid reward and is excluded from all statistics.
     rows, rewards = [*rows[:3], rows[3]], [100.0, 301.0, 2.0, None]
     assert gdpo_advantages(rows, rewards, [1.0, 1.0], 4) == pytest.approx([*expected, 0.0], rel=1e-6)
 
 
 @given(rows=st.lists(st.tuples(maybe, maybe), min_size=2 * K, max_size=2 * K), dropped=st.sets(st.integers(0, 7)))
-def test_gdpo_makes_no_nan(rows: list[tuple[float | None, float | None]], dropped: set[int]) -> None:
+def test_gdpo_advantages_are_finite(rows: list[tuple[float | None, float | None]], dropped: set[int]) -> None:
     rewards = [None if i in dropped or row == (None, None) else 0.0 for i, row in enumerate(rows)]
     advantages = gdpo_advantages(rows, rewards, [1.0, 1.0], K)
     assert all(map(math.isfinite, advantages))
     assert all(advantages[i] == 0 for i, r in enumerate(rewards) if r is None)
 
 
-def test_gdpo_of_equal_rewards_is_zero() -> None:
+def test_gdpo_advantages_of_equal_rewards_are_zero() -> None:
     assert gdpo_advantages([(3.0, -1e30)] * 8, [1.0] * 8, [1.0, 2.0], K) == [0.0] * 8

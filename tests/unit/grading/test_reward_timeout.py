@@ -1,4 +1,4 @@
-"""A reward function that does not answer in time is named, whatever it waits for; the others are not disturbed."""
+"""A reward function that times out is named, whatever blocks it; functions that return in time are not affected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sleeps(completions: list[str], **kwargs: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def goes_on_after_any_error(completions: list[str], **kwargs: Any) -> list[float]:
+def catches_every_exception(completions: list[str], **kwargs: Any) -> list[float]:
     for _ in completions:
         with suppress(Exception):
             time.sleep(60)
@@ -58,40 +58,42 @@ async def raises_timeout(completions: list[str], **kwargs: Any) -> list[float]:
 
 
 def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
-    """As math_verify does, which works in the main thread only."""
+    """Limit its own time with SIGALRM, as math_verify does; this works in the main thread only."""
 
     def too_late(*_: Any) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, too_late)
+    previous = signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, 0.1)
     try:
         time.sleep(60)
     except TimeoutError:
         return [0.25] * len(completions)
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous)
     return []
 
 
 @pytest.mark.parametrize(
-    ("asked", "name"),
+    ("called", "name"),
     [
         ([length, sleeps], "sleeps"),
-        ([goes_on_after_any_error], "goes_on_after_any_error"),
+        ([catches_every_exception], "catches_every_exception"),
         ([in_time, awaits], "awaits"),
         ([length, blocks], "blocks"),
         ([in_time, blocks], "in_time or blocks"),
     ],
 )
-def test_the_function_is_named(asked: list[Callable[..., Any]], name: str) -> None:
+def test_the_function_that_times_out_is_named(called: list[Callable[..., Any]], name: str) -> None:
     began = time.monotonic()
-    with pytest.raises(RewardError, match=rf"reward function {name} has not answered for 0\.\d s \(--reward_timeout\)"):
-        call_reward_functions(make_rollouts(["a", "bb"]), functions(*asked), None, limit)
+    with pytest.raises(
+        RewardError, match=rf"reward function {name} has not returned after 0\.\d s \(--reward_timeout\)"
+    ):
+        call_reward_functions(make_rollouts(["a", "bb"]), functions(*called), None, limit)
     assert time.monotonic() - began < 5
 
 
-def test_functions_in_time_are_left_alone() -> None:
+def test_functions_that_return_in_time_are_not_interrupted() -> None:
     rollouts = make_rollouts(["a", "bb"])
     assert call_reward_functions(rollouts, functions(length, times_itself, in_time), None, limit) == [
         [1, 0.25, 1],
@@ -99,12 +101,12 @@ def test_functions_in_time_are_left_alone() -> None:
     ]
 
 
-def test_a_timeout_of_the_functions_own_is_its_own() -> None:
+def test_a_timeout_error_of_the_function_itself_is_reported_as_such() -> None:
     with pytest.raises(RewardError, match="raises_timeout raised TimeoutError: the judge did not answer"):
         call_reward_functions(make_rollouts(["a"]), functions(raises_timeout), None, limit)
 
 
-def test_looking_for_the_failing_completion_takes_its_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_for_the_failing_completion_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swift_megatron_grpo.grading.rewards._SEARCH_SECONDS", 0.2)
 
     def fails_together(completions: list[str], **kwargs: Any) -> list[float]:

@@ -1,4 +1,4 @@
-"""Reward functions are called as ms-swift calls them; what is wrong with one is said by name; no NaN leaves."""
+"""Reward functions are called as ms-swift calls them, a faulty one is named, and no advantage is NaN."""
 
 from __future__ import annotations
 
@@ -13,23 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.config import BadRewardPolicy, GradingConfig, ScaleRewards
-from swift_megatron_grpo.grading import (
-    BadReward,
-    RewardError,
-    RewardFunctions,
-    call_reward_functions,
-    finish,
-    reward_metrics,
-)
+from swift_megatron_grpo.config import ScaleRewards
+from swift_megatron_grpo.grading import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.types import Prompt, Rollout
 
 SCALES: list[ScaleRewards] = ["group", "batch", "none"]
 
 
 def make_rollouts(texts: Sequence[str], group: int = 1, **columns: Any) -> list[Rollout]:
-    """Groups of `group` completions; `columns` are constant columns of the dataset."""
+    """Return groups of `group` completions; `columns` are constant columns of the dataset."""
     rollouts = []
     for i, text in enumerate(texts):
         row = {"messages": [{"role": "user", "content": f"question {i // group}"}], **columns}
@@ -47,29 +40,19 @@ def make_rollouts(texts: Sequence[str], group: int = 1, **columns: Any) -> list[
     return rollouts
 
 
-def functions(*each: Callable[..., Any]) -> RewardFunctions:
-    return RewardFunctions([f.__name__ for f in each], each, [1.0] * len(each))
-
-
-def config(
-    num_generations: int = 2,
-    weights: Sequence[float] = (1.0,),
-    scale: ScaleRewards = "group",
-    bad_reward: BadRewardPolicy = "stop",
-) -> GradingConfig:
-    names = tuple(f"function{i}" for i in range(len(weights)))
-    return GradingConfig(num_generations, names, tuple(weights), scale, bad_reward)
+def functions(*called: Callable[..., Any]) -> RewardFunctions:
+    return RewardFunctions([function.__name__ for function in called], called, [1.0] * len(called))
 
 
 def length(completions: list[str], **kwargs: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
-# ---- what a reward function is given
+# ---- arguments of reward functions
 
 
 class Recorder:
-    """A reward function that remembers its arguments."""
+    """A reward function that records its arguments."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         self.completions, self.kwargs = completions, kwargs
@@ -80,7 +63,7 @@ def only(recorder: Recorder) -> RewardFunctions:
     return RewardFunctions(["recorder"], [recorder], [1.0])
 
 
-def test_a_function_gets_what_ms_swift_gives_it() -> None:
+def test_a_function_receives_the_same_arguments_as_from_ms_swift() -> None:
     from swift.rl_core.data import GRPOSample
     from swift.rl_core.grpo_algorithm import compute_rewards_per_func
 
@@ -96,8 +79,8 @@ def test_a_function_gets_what_ms_swift_gives_it() -> None:
         {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2"}], "answer": {"value": 4}},
     ]
     rollouts = [
-        Rollout(Prompt(f"0-{i}", row), [1], [5, 6, 7 + i], None, f"text {i}", finish, 0)
-        for i, (row, finish) in enumerate(zip(rows, ["stop", "length"], strict=True))
+        Rollout(Prompt(f"0-{i}", row), [1], [5, 6, 7 + i], None, f"text {i}", reason, 0)
+        for i, (row, reason) in enumerate(zip(rows, ["stop", "length"], strict=True))
     ]
     samples = []
     for rollout in rollouts:
@@ -105,23 +88,23 @@ def test_a_function_gets_what_ms_swift_gives_it() -> None:
         if sample.messages[-1]["role"] == "assistant":
             sample.messages.pop()
         sample.messages.append({"role": "assistant", "content": rollout.text})
-        sample.response_token_ids = rollout.completion_ids  # type: ignore[assignment]  # as colocated vLLM leaves them
+        sample.response_token_ids = rollout.completion_ids  # type: ignore[assignment]  # the form in which colocated vLLM returns them
         sample.finish_reason = rollout.finish_reason
         sample.prompt_id, sample.request_id = rollout.prompt.prompt_id, f"{rollout.prompt.prompt_id}-0"
         samples.append(sample)
     state = object()
 
-    theirs, ours = Recorder(), Recorder()
-    compute_rewards_per_func(samples, [theirs], [None], torch.device("cpu"), trainer_state=state)
-    call_reward_functions(rollouts, only(ours), state)
+    expected, actual = Recorder(), Recorder()
+    compute_rewards_per_func(samples, [expected], [None], torch.device("cpu"), trainer_state=state)
+    call_reward_functions(rollouts, only(actual), state)
 
-    assert ours.completions == theirs.completions
-    assert ours.kwargs == theirs.kwargs
-    assert ours.kwargs["trainer_state"] is state
-    assert ours.kwargs["messages"][0][-1] == {"role": "assistant", "content": "text 0"}
+    assert actual.completions == expected.completions
+    assert actual.kwargs == expected.kwargs
+    assert actual.kwargs["trainer_state"] is state
+    assert actual.kwargs["messages"][0][-1] == {"role": "assistant", "content": "text 0"}
 
 
-def test_ms_swifts_own_functions_run() -> None:
+def test_reward_functions_of_ms_swift_can_be_called() -> None:
     from types import SimpleNamespace
 
     from swift.rewards import orms
@@ -136,7 +119,7 @@ def test_ms_swifts_own_functions_run() -> None:
     ]
 
 
-def test_a_function_that_changes_its_arguments_changes_nothing_else() -> None:
+def test_a_function_that_modifies_its_arguments_does_not_modify_the_dataset() -> None:
     def careless(completions: list[str], messages: list[Any], solution: list[Any], **kwargs: Any) -> list[float]:
         for turn in messages:
             turn.clear()
@@ -150,14 +133,14 @@ def test_a_function_that_changes_its_arguments_changes_nothing_else() -> None:
     assert rollouts[0].prompt.row["messages"] == [{"role": "user", "content": "question 0"}]
 
 
-def test_request_ids_tell_completions_of_a_prompt_apart() -> None:
-    seen = Recorder()
-    call_reward_functions(make_rollouts(["a", "b", "c", "d"], group=2), only(seen), None)
-    assert seen.kwargs["request_id"] == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
-    assert seen.kwargs["prompt_id"] == ["0-0", "0-0", "0-1", "0-1"]
+def test_request_ids_distinguish_the_completions_of_a_prompt() -> None:
+    recorder = Recorder()
+    call_reward_functions(make_rollouts(["a", "b", "c", "d"], group=2), only(recorder), None)
+    assert recorder.kwargs["request_id"] == ["0-0-0", "0-0-1", "0-1-0", "0-1-1"]
+    assert recorder.kwargs["prompt_id"] == ["0-0", "0-0", "0-1", "0-1"]
 
 
-# ---- what it returns
+# ---- return values
 
 
 def test_none_means_that_a_function_does_not_apply() -> None:
@@ -171,17 +154,17 @@ def test_none_means_that_a_function_does_not_apply() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [[1, 2.5], (True, numpy.float32(2.5)), numpy.array([1, 2.5]), torch.tensor([1, 2.5])]
+    "returned", [[1, 2.5], (True, numpy.float32(2.5)), numpy.array([1, 2.5]), torch.tensor([1, 2.5])]
 )
-def test_any_list_of_numbers_will_do(answer: Any) -> None:
+def test_any_sequence_of_numbers_is_accepted(returned: Any) -> None:
     def numbers(completions: list[str], **kwargs: Any) -> Any:
-        return answer
+        return returned
 
     assert call_reward_functions(make_rollouts(["a", "b"]), functions(numbers), None) == [[1.0], [2.5]]
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("returned", "message"),
     [
         ([1.0], "reward function strange returned 1 rewards for 2 completions"),
         ([1.0, 2.0, 3.0], "reward function strange returned 3 rewards for 2 completions"),
@@ -195,16 +178,16 @@ def test_any_list_of_numbers_will_do(answer: Any) -> None:
         ([torch.ones(2), 1.0], "neither a number nor None (prompt 0-0, completion 'a')"),
     ],
 )
-def test_an_answer_that_is_no_list_of_numbers_is_named(answer: Any, message: str) -> None:
+def test_a_return_value_that_is_not_a_list_of_numbers_is_reported(returned: Any, message: str) -> None:
     def strange(completions: list[str], **kwargs: Any) -> Any:
-        return answer
+        return returned
 
     with pytest.raises(RewardError) as caught:
         call_reward_functions(make_rollouts(["a", "b"]), functions(strange), None)
     assert message in str(caught.value)
 
 
-# ---- what it raises
+# ---- exceptions
 
 
 def raises_on_bad(completions: list[str], **kwargs: Any) -> list[float]:
@@ -218,7 +201,7 @@ async def raises_on_bad_later(completions: list[str], **kwargs: Any) -> list[flo
 
 @pytest.mark.parametrize("function", [raises_on_bad, raises_on_bad_later])
 @pytest.mark.parametrize("bad", [0, 3, 7, 12])
-def test_the_completion_that_a_function_fails_on_is_named(function: Callable[..., Any], bad: int) -> None:
+def test_the_completion_on_which_a_function_fails_is_named(function: Callable[..., Any], bad: int) -> None:
     texts = [str(i) for i in range(13)]
     texts[bad] = "seven " + "x" * 300
     with pytest.raises(RewardError) as caught:
@@ -231,7 +214,7 @@ def test_the_completion_that_a_function_fails_on_is_named(function: Callable[...
     assert isinstance(caught.value.__cause__, ValueError)
 
 
-def test_a_failure_of_several_completions_together_names_the_first() -> None:
+def test_a_failure_on_several_completions_together_names_the_first() -> None:
     def refuses_two(completions: list[str], **kwargs: Any) -> list[float]:
         if len(completions) == 4:
             raise RuntimeError("too many")
@@ -242,7 +225,7 @@ def test_a_failure_of_several_completions_together_names_the_first() -> None:
 
 
 @pytest.mark.parametrize("function_is_async", [False, True])
-def test_a_column_that_the_dataset_lacks_is_a_reward_error(function_is_async: bool) -> None:
+def test_a_missing_dataset_column_is_a_reward_error(function_is_async: bool) -> None:
     def needs_solution(completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
         return [0.0] * len(completions)
 
@@ -254,7 +237,7 @@ def test_a_column_that_the_dataset_lacks_is_a_reward_error(function_is_async: bo
         call_reward_functions(make_rollouts(["a", "b"]), functions(function), None)
 
 
-def test_coroutines_run_together_and_keep_their_places() -> None:
+def test_coroutines_run_concurrently_and_results_keep_their_order() -> None:
     met = asyncio.Barrier(2)
 
     async def first(completions: list[str], **kwargs: Any) -> list[float]:
@@ -283,19 +266,19 @@ groups_of_4 = st.lists(st.lists(reward, min_size=4, max_size=4), min_size=1, max
 @pytest.mark.parametrize("scale", SCALES)
 @given(groups=groups_of_4)
 @settings(deadline=None)
-def test_advantages_are_ms_swifts(scale: ScaleRewards, groups: list[list[float]]) -> None:
+def test_grpo_advantages_equal_those_of_ms_swift(scale: ScaleRewards, groups: list[list[float]]) -> None:
     from swift.rl_core.advantage import compute_advantages
 
     rewards = [value for group in groups for value in group]
-    theirs, _ = compute_advantages(
+    expected, _ = compute_advantages(
         torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 4, scale_rewards=scale
     )
-    assert group_advantages(rewards, 4, scale) == pytest.approx(theirs.tolist(), rel=1e-6, abs=1e-6)
+    assert group_advantages(rewards, 4, scale) == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @given(groups=groups_of_4, order=st.randoms(use_true_random=False))
-def test_the_order_of_groups_and_completions_does_not_matter(
+def test_advantages_do_not_depend_on_the_order_of_groups_and_completions(
     scale: ScaleRewards, groups: list[list[float]], order: Any
 ) -> None:
     places = [(g, i) for g in range(len(groups)) for i in range(4)]
@@ -308,7 +291,7 @@ def test_the_order_of_groups_and_completions_does_not_matter(
 
 @pytest.mark.parametrize("scale", ["group", "none"])
 @given(groups=groups_of_4, shift=st.floats(-1000, 1000))
-def test_a_constant_added_to_a_group_changes_nothing(
+def test_a_constant_added_to_the_rewards_of_a_group_has_no_effect(
     scale: ScaleRewards, groups: list[list[float]], shift: float
 ) -> None:
     first = groups[0]
@@ -319,13 +302,13 @@ def test_a_constant_added_to_a_group_changes_nothing(
 
 @pytest.mark.parametrize("scale", SCALES)
 @given(value=st.floats(-1e30, 1e30))
-def test_equal_rewards_have_no_advantage_at_all(scale: ScaleRewards, value: float) -> None:
+def test_equal_rewards_have_advantages_of_exactly_zero(scale: ScaleRewards, value: float) -> None:
     assert group_advantages([value] * 7 + [0.0] * 7, 7, scale)[:7] == [0.0] * 7
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @given(groups=groups_of_4, dropped=st.sets(st.integers(0, 23)))
-def test_dropped_rewards_are_as_if_they_had_never_been(
+def test_dropped_rewards_do_not_affect_the_others(
     scale: ScaleRewards, groups: list[list[float]], dropped: set[int]
 ) -> None:
     rewards: list[float | None] = [value for group in groups for value in group]
@@ -352,7 +335,7 @@ def test_extreme_rewards_give_finite_advantages(scale: ScaleRewards, rewards: li
     assert all(map(math.isfinite, group_advantages(rewards, 4, scale)))
 
 
-def test_the_total_is_the_weighted_sum_of_what_applies() -> None:
+def test_the_total_reward_is_the_weighted_sum_over_the_functions_that_apply() -> None:
     assert total_reward([1.0, None, 3.0], [1.0, 5.0, 0.5]) == 2.5
     assert total_reward([None, None], [1.0, 1.0]) is None
     assert total_reward([1.0, math.nan], [1.0, 1.0]) is None
@@ -360,93 +343,6 @@ def test_the_total_is_the_weighted_sum_of_what_applies() -> None:
     assert total_reward([3e38, 3e38], [1.0, 1.0]) is None  # infinite in fp32
 
 
-def test_groups_must_be_whole() -> None:
-    with pytest.raises(ValueError, match="7 rewards are no whole number of groups of 4"):
+def test_an_incomplete_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 rewards cannot be split into groups of 4"):
         group_advantages([0.0] * 7, 4, "group")
-
-
-# ---- bad rewards
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([None, None], "every reward function (function0, function1) returned None for prompt 0-1, completion 'bad'"),
-        ([math.nan, 1.0], "reward function function0 returned nan for prompt 0-1, completion 'bad'"),
-        ([None, -math.inf], "reward function function1 returned -inf for prompt 0-1, completion 'bad'"),
-    ],
-)
-def test_a_bad_reward_stops_the_run_and_is_named(row: list[float | None], reason: str) -> None:
-    rollouts = make_rollouts(["a", "b", "c", "bad"], group=2)
-    scores: list[list[float | None]] = [[1.0, 1.0], [2.0, None], [3.0, 1.0], row]
-    with pytest.raises(BadReward) as caught:
-        finish(rollouts, scores, 2, config(weights=[1.0, 1.0]))
-    assert reason in str(caught.value)
-    assert "1 of 4 completions have no valid reward" in str(caught.value)
-    assert "--bad_reward drop" in str(caught.value)
-
-
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
-def test_a_bad_reward_is_dropped_on_request(bad: float | None) -> None:
-    rollouts = make_rollouts(["a", "b", "c", "d", "e", "f"], group=3)
-    scores: list[list[float | None]] = [[1.0], [bad], [3.0], [1.0], [2.0], [3.0]]
-    graded = finish(rollouts, scores, 3, config(3, bad_reward="drop"))
-    assert [each.reward for each in graded] == [1.0, None, 3.0, 1.0, 2.0, 3.0]
-    assert [each.advantage for each in graded[:3]] == pytest.approx([-0.70706, 0.0, 0.70706], abs=1e-4)
-    assert [each.rollout for each in graded] == rollouts
-    metrics = reward_metrics(graded, ["function0"], 3)
-    assert metrics["rewards/dropped"] == 1
-    assert metrics["reward"] == 2.0
-    assert all(map(math.isfinite, metrics.values()))
-
-
-def test_a_rollout_without_any_valid_reward_stops_the_run_even_then() -> None:
-    with pytest.raises(BadReward, match="nothing would be left to train on"):
-        finish(make_rollouts(["a", "b"], group=2), [[None], [math.nan]], 2, config(bad_reward="drop"))
-
-
-def test_many_bad_rewards_are_counted_and_not_all_shown() -> None:
-    with pytest.raises(BadReward, match="and 7 more"):
-        finish(make_rollouts(list("abcdefghij"), group=2), [[None]] * 10, 2, config())
-
-
-# ---- metrics
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@given(
-    rows=st.lists(st.tuples(reward, st.none() | reward, st.none()), min_size=2, max_size=24).map(
-        lambda rows: rows[: len(rows) // 2 * 2]
-    )
-)
-@settings(deadline=None)
-def test_metrics_are_ms_swifts(scale: ScaleRewards, rows: list[tuple[float | None, ...]]) -> None:
-    from swift.rl_core.advantage import compute_reward_metrics
-
-    weights = [1.0, 0.5, 2.0]
-    names = ["a", "b", "never"]
-    scores = [list(row) for row in rows]
-    graded = finish(make_rollouts(["x"] * len(rows), group=2), scores, 2, config(2, weights, scale))
-    matrix = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
-    totals = (matrix * torch.tensor(weights, dtype=torch.float64)).nansum(1)
-    theirs = compute_reward_metrics(totals, matrix, names, 2, scale)
-    expected = {
-        "reward": theirs.reward_mean,
-        "reward_std": theirs.reward_std,
-        "frac_reward_zero_std": theirs.frac_reward_zero_std,
-        **{f"rewards/{name}/mean": value for name, value in theirs.per_func_mean.items()},
-        **{f"rewards/{name}/std": value for name, value in theirs.per_func_std.items()},
-    }
-    ours = reward_metrics(graded, names, 2, scale)
-    assert {name: ours[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert "rewards/never/mean" not in ours
-    assert "rewards/dropped" not in ours
-
-
-def test_lengths_and_truncation_are_reported() -> None:
-    graded = [Graded(rollout, [1.0], 1.0, 0.0) for rollout in make_rollouts(["a", "abcd", "ab...", ""], group=2)]
-    metrics = reward_metrics(graded, ["f"], 2)
-    assert metrics["completions/mean_length"] == 2.5
-    assert metrics["completions/max_length"] == 5
-    assert metrics["completions/min_length"] == 0
-    assert metrics["completions/clipped_ratio"] == 0.25
