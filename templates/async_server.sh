@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of all weights of a dense model; the next rollout is generated while one is trained: docs/async.md.
+# Full-parameter GRPO of a dense model. The next rollout is generated while one is trained: see docs/async.md.
 #   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/async_server.sh [more flags for the trainer, which win]
 # Everything else, and how to start servers by themselves (`async_server.sh serve`), is in dense_server.sh.
 set -euo pipefail

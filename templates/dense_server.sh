@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO of all weights of a dense model, with vLLM in a process and on GPUs of its own.
+# Full-parameter GRPO of a dense model, with vLLM in a separate process on separate GPUs.
 #   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/dense_server.sh [more flags for the trainer, which win]
 # Starts both on one machine. In two terminals, or on two machines: `dense_server.sh serve`, then `dense_server.sh train`.
-# Between machines also, on the server's, LISTEN=0.0.0.0, and at both ends SWIFT_ROLLOUT_API_KEY: docs/security.md.
+# Between machines also set LISTEN=0.0.0.0 on the server and SWIFT_ROLLOUT_API_KEY on both ends: see docs/security.md.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}

@@ -1,4 +1,4 @@
-"""One completion with its rewards as one line of JSON, and back, bit for bit. docs/dump_and_replay.md has the fields.
+"""One completion with its rewards as one line of JSON, and back, bit for bit. docs/dump_and_replay.md lists the fields.
 
 JSON because it runs no code when it is read, and because pandas and a text editor read it. Python writes a float with
 as many digits as it takes to get the same float back.

@@ -1,4 +1,4 @@
-"""The example of docs/engine.md runs as it is printed there."""
+"""The example program in docs/engine.md runs as printed."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_entropies_choose_the_tokens(runs: dict[str, Finished]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns(name: str, tmp_path: Path) -> None:
-    """About a minute each. docs/algorithms.md has what was seen."""
+    """Takes about a minute each. docs/algorithms.md shows the measured rewards."""
     command = [sys.executable, "-m", "benchmarks.train_every_algorithm", "--only", name,
                "--out", str(tmp_path / "r.json"), "--work", str(tmp_path)]  # fmt: skip
     done = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
