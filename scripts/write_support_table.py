@@ -1,0 +1,51 @@
+"""Write the table of refused flags into README.md, between two comments.
+
+    python scripts/write_support_table.py
+
+Everything in it is read from swift_megatron_grpo/arguments/support_table.py, and tests/unit/test_readme.py compares
+the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
+
+README = Path(__file__).parents[1] / "README.md"
+BEGIN = "<!-- refused flags, by scripts/write_support_table.py -->\n"
+END = "<!-- end of refused flags -->\n"
+
+
+def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
+    """Return one row for every reason, with the flags that it holds for."""
+    by_reason: dict[tuple[str, bool], list[str]] = {}
+    for flag, refusal in refused.items():
+        by_reason.setdefault((refusal.why, refusal.stock), []).append(_described(flag, refusal))
+    rows = [f"| {', '.join(flags)} | {why} | {'yes' if stock else 'no'} |" for (why, stock), flags in by_reason.items()]
+    head = ["| refused, but for the values in brackets | why | ms-swift's own trainer has it |", "| --- | --- | --- |"]
+    return "\n".join([*head, *rows]) + "\n"
+
+
+def with_table(readme: str, refused: Mapping[str, Refusal] = NOT_YET) -> str:
+    before, rest = readme.split(BEGIN)
+    summary = f"<summary>The {len(refused)} flags that are refused, with the values that work</summary>"
+    folded = f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"
+    return before + BEGIN + folded + END + rest.split(END)[1]
+
+
+def _described(flag: str, refusal: Refusal) -> str:
+    values = [_as_typed(value) for value in refusal.allowed if value not in (None, False, [], 0)]
+    return f"`--{flag}`" + (f" ({', '.join(values)})" if values else "")
+
+
+def _as_typed(value: Any) -> str:
+    plain = value.name if isinstance(value, Enum) else value
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text()))
