@@ -1,4 +1,4 @@
-"""Every rollout of a run on disk, so that another run can train on the same completions."""
+"""Writer of --rollout_dump: every rollout of a run on disk, so that another run can train on the same completions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_megatron_grpo.recording.folder import Settings, path_of, paths_of, rollouts_in, write_settings
+from swift_megatron_grpo.recording.folder import Settings, draw_paths, recorded_rollouts, rollout_path, write_settings
 from swift_megatron_grpo.recording.rows import to_line
 from swift_megatron_grpo.types import Graded
 
 
 class RolloutDump:
-    """Of one rank; the others hold one that does not write."""
+    """Writer of rollouts. Every rank has one, but only the one with `writes_here` writes."""
 
     def __init__(self, folder: Path, settings: Settings, first: int, writes_here: bool) -> None:
         self._folder = folder
@@ -20,16 +20,16 @@ class RolloutDump:
         if writes_here:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(folder, settings)
-            for number in rollouts_in(folder):  # of this run, before it was interrupted; they come again
+            for number in recorded_rollouts(folder):  # a resumed run generates the rollouts from `first` on again
                 if number >= first:
-                    for path in paths_of(folder, number):
+                    for path in draw_paths(folder, number):
                         path.unlink()
 
     def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
-        """The file has its name when it is complete, and not before."""
+        """Write one file. It gets its final name only once it is complete."""
         if not self._writes_here:
             return
-        path = path_of(self._folder, rollout, draw)
+        path = rollout_path(self._folder, rollout, draw)
         unfinished = path.with_suffix(".part")
         with unfinished.open("w", encoding="utf-8") as file:
             file.writelines(map(to_line, graded))

@@ -1,4 +1,4 @@
-"""A folder of rollouts: settings.json, and a file for every rollout; with --dynamic_sample one for every draw."""
+"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw)."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ _FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a replay must have in common with the run that was dumped; by the names of the flags."""
+    """Settings that a replay must share with the dumped run, named like the flags."""
 
     num_generations: int
     generation_batch_size: int
     temperature: float
-    reward_funcs: tuple[str, ...]  # by the names of their classes: a line holds one reward for each
+    reward_funcs: tuple[str, ...]  # names of the reward functions; a line has one reward for each
 
 
-def path_of(folder: Path, rollout: int, draw: int) -> Path:
+def rollout_path(folder: Path, rollout: int, draw: int) -> Path:
+    """Return the file of one draw; draw 0 is the first."""
     return folder / (f"rollout-{rollout:06}" + (f"-draw-{draw}" if draw else "") + ".jsonl")
 
 
-def paths_of(folder: Path, rollout: int) -> list[Path]:
-    """Of all its draws."""
-    return [path_of(folder, rollout, 0), *folder.glob(f"rollout-{rollout:06}-draw-*.jsonl")]
+def draw_paths(folder: Path, rollout: int) -> list[Path]:
+    """Return the files of all draws of a rollout."""
+    return [rollout_path(folder, rollout, 0), *folder.glob(f"rollout-{rollout:06}-draw-*.jsonl")]
 
 
-def rollouts_in(folder: Path) -> list[int]:
-    found = (_FIRST_DRAW.fullmatch(path.name) for path in folder.glob("rollout-*.jsonl"))
-    return sorted(int(match[1]) for match in found if match)
+def recorded_rollouts(folder: Path) -> list[int]:
+    """Return the numbers of the rollouts in the folder, in order."""
+    matches = (_FIRST_DRAW.fullmatch(path.name) for path in folder.glob("rollout-*.jsonl"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
@@ -42,67 +44,67 @@ def write_settings(folder: Path, settings: Settings) -> None:
 
 
 def check_dump(folder: Path, settings: Settings, resumes: bool) -> None:
-    """ValueError where rollouts of this run and of another would lie side by side."""
+    """Raise ValueError if the folder would mix rollouts of this run with those of another run."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--rollout_dump {folder} is a file; give a folder")
-    if not rollouts_in(folder):
+    if not recorded_rollouts(folder):
         return
     if not resumes:
         raise ValueError(
             f"--rollout_dump {folder} holds rollouts of another run; give a folder that is empty or does not exist"
         )
-    _compare(folder, settings, f"--rollout_dump {folder}", "or dump to another folder")
+    _check_settings(folder, settings, f"--rollout_dump {folder}", "or dump to another folder")
 
 
 def check_replay(folder: Path, settings: Settings) -> None:
+    """Raise ValueError if the folder is not a dump, or was dumped with other settings."""
     if not (folder / SETTINGS).is_file():
-        what = f"holds no {SETTINGS}" if folder.is_dir() else "does not exist"
-        raise ValueError(f"--rollout_replay {folder}: the folder {what}; give one that --rollout_dump has written")
-    _compare(folder, settings, f"--rollout_replay {folder}", "")
+        fault = f"has no {SETTINGS}" if folder.is_dir() else "does not exist"
+        raise ValueError(f"--rollout_replay {folder}: the folder {fault}; give one that --rollout_dump has written")
+    _check_settings(folder, settings, f"--rollout_replay {folder}", "")
 
 
-def check_reach(folder: Path, first: int, rollouts: int, steps_per_rollout: int) -> None:
-    """ValueError unless the folder holds the rollouts `first` to `first + rollouts - 1`, each of them to its end."""
-    held = rollouts_in(folder)
-    missing = next((number for number in range(first, first + rollouts) if number not in held), None)
+def check_rollouts_exist(folder: Path, first: int, rollouts: int, steps_per_rollout: int) -> None:
+    """Raise ValueError unless the folder has complete files of rollouts `first` to `first + rollouts - 1`."""
+    recorded = recorded_rollouts(folder)
+    missing = next((number for number in range(first, first + rollouts) if number not in recorded), None)
     if missing is not None:
         ending = f"; use --train_iters {missing * steps_per_rollout} or less" if missing > first else ""
         raise ValueError(
-            f"--rollout_replay {folder} has no rollout {missing} ({path_of(folder, missing, 0).name}), and this run "
-            f"needs {first} to {first + rollouts - 1}; it has {_ranges(held)}{ending}"
+            f"--rollout_replay {folder} has no rollout {missing} ({rollout_path(folder, missing, 0).name}), but this "
+            f"run needs {first} to {first + rollouts - 1}; it has {_format_ranges(recorded)}{ending}"
         )
-    for path in (path_of(folder, number, 0) for number in range(first, first + rollouts)):
+    for path in (rollout_path(folder, number, 0) for number in range(first, first + rollouts)):
         with path.open("rb") as file:
             file.seek(max(path.stat().st_size - 1, 0))
             if file.read() != b"\n":
                 raise ValueError(
-                    f"{path}: the last line is cut off, so the file is not complete; copy it again from where it was "
-                    "dumped"
+                    f"{path}: the last line is cut off, so the file is incomplete; copy it again from the original dump"
                 )
 
 
-def _compare(folder: Path, mine: Settings, flag: str, otherwise: str) -> None:
+def _check_settings(folder: Path, settings: Settings, flag: str, alternative: str) -> None:
     try:
-        theirs = json.loads((folder / SETTINGS).read_text())
+        recorded = json.loads((folder / SETTINGS).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{flag}: {SETTINGS} cannot be read: {error}") from None
-    if theirs.get("format") != FORMAT:
-        raise ValueError(f"{flag} is in format {theirs.get('format')}, and this version reads format {FORMAT}")
+    if recorded.get("format") != FORMAT:
+        raise ValueError(f"{flag} is in format {recorded.get('format')}, but this version reads format {FORMAT}")
     for name in (field.name for field in fields(Settings)):
-        value = getattr(mine, name)
-        here, there = (list(value) if isinstance(value, tuple) else value), theirs.get(name)
+        value = getattr(settings, name)
+        here, there = (list(value) if isinstance(value, tuple) else value), recorded.get(name)
         if here != there:
-            what = "the reward functions" if name == "reward_funcs" else name
-            advice = " ".join(filter(None, [_use(name, there), otherwise]))
-            raise ValueError(f"{flag} was dumped with {what} {there}, and this run has {here}; {advice}")
+            setting = "the reward functions" if name == "reward_funcs" else name
+            advice = " ".join(filter(None, [_advice(name, there), alternative]))
+            raise ValueError(f"{flag} was dumped with {setting} {there}, but this run has {here}; {advice}")
 
 
-def _use(name: str, value: object) -> str:
+def _advice(name: str, value: object) -> str:
     return "use the same --reward_funcs" if name == "reward_funcs" else f"use --{name} {value}"
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """3 4 5 9 as "3 to 5, 9"."""
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Format [3, 4, 5, 9] as "3 to 5, 9"."""
     if not numbers:
         return "none"
     begins = [n for n in numbers if n - 1 not in numbers]

@@ -1,7 +1,7 @@
 """One completion with its rewards as one line of JSON, and back, bit for bit. docs/dump_and_replay.md lists the fields.
 
-JSON because it runs no code when it is read, and because pandas and a text editor read it. Python writes a float with
-as many digits as it takes to get the same float back.
+JSON, because reading it executes no code, and because pandas and text editors read it. Python writes a float with as
+many digits as are needed to read the same float back.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ Rewards = list[float | None]  # one per reward function
 
 
 class BadRow(ValueError):
-    """A line is not what was dumped, or not for this run. The message says what is wrong."""
+    """A line is damaged or belongs to another run. The message contains the reason."""
 
 
 def to_line(graded: Graded) -> str:
+    """Serialise a completion and its rewards."""
     rollout = graded.rollout
     row = {
         "prompt_id": rollout.prompt.prompt_id,
@@ -41,7 +42,7 @@ def to_line(graded: Graded) -> str:
 
 
 def from_line(line: str, prompt: Prompt) -> tuple[Rollout, Rewards]:
-    """The completion, as one of `prompt`."""
+    """Parse a line as a completion of `prompt`; raise BadRow if it is not one."""
     row = _parse(line)
     try:
         _check_prompt(row, prompt)
@@ -64,7 +65,7 @@ def from_line(line: str, prompt: Prompt) -> tuple[Rollout, Rewards]:
 
 def _parse(line: str) -> dict[str, Any]:
     if not line.endswith("\n"):
-        raise BadRow("the line is cut off, so the file is not complete")
+        raise BadRow("the line is cut off, so the file is incomplete")
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -75,12 +76,12 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _check_prompt(row: dict[str, Any], prompt: Prompt) -> None:
-    mine: Sequence[Any] = json.loads(json.dumps(prompt.row["messages"], default=_plain))
-    if row["prompt_id"] != prompt.prompt_id or row["messages"] != mine:
+    expected: Sequence[Any] = json.loads(json.dumps(prompt.row["messages"], default=_plain))
+    if row["prompt_id"] != prompt.prompt_id or row["messages"] != expected:
         raise BadRow(
-            f"it completes prompt {row['prompt_id']}, {_shown(row['messages'])}, and this run's next prompt is "
-            f"{prompt.prompt_id}, {_shown(mine)}; use the --dataset, --data_seed, --seed and "
-            "--train_dataloader_shuffle of the run that was dumped"
+            f"it completes prompt {row['prompt_id']}, {_shown(row['messages'])}, but the next prompt of this run is "
+            f"{prompt.prompt_id}, {_shown(expected)}; use the same --dataset, --data_seed, --seed and "
+            "--train_dataloader_shuffle as the dumped run"
         )
 
 
@@ -90,5 +91,5 @@ def _shown(messages: Sequence[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for: numpy's numbers and arrays are written as lists and numbers, the rest as text."""
+    """Convert a value that JSON cannot represent: numpy to numbers and lists, everything else to text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)

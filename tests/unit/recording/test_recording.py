@@ -1,4 +1,4 @@
-"""Rollouts on disk: the same bits come back, and what does not fit is refused with the file, the line and the flag."""
+"""Recorded rollouts: they are read back bit for bit, and a file that does not fit is refused by file, line and flag."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import pandas
 import pytest
 
 from swift_megatron_grpo.recording.dump import RolloutDump
-from swift_megatron_grpo.recording.folder import Settings, check_dump, check_reach, check_replay, rollouts_in
+from swift_megatron_grpo.recording.folder import (
+    Settings,
+    check_dump,
+    check_replay,
+    check_rollouts_exist,
+    recorded_rollouts,
+)
 from swift_megatron_grpo.recording.replay import ReplayError, RolloutReplay
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
@@ -22,17 +28,17 @@ PROMPTS = [Prompt(f"0-{i}", {"messages": [{"role": "user", "content": f"{i}\u202
 
 def completions(seed: int = 0) -> list[Graded]:
     rng = random.Random(seed)
-    found = []
+    completions = []
     for prompt in [prompt for prompt in PROMPTS for _ in range(2)]:
         tokens = [rng.randrange(300) for _ in range(rng.randint(1, 9))]
         rollout = Rollout(prompt, [1, 2], tokens, [rng.uniform(-30, 0) for _ in tokens], "é\n\u2028\x85x", "stop", 3)
-        found.append(Graded(rollout, [rng.gauss(0, 1), None], reward=0.5, advantage=0.1))
-    return found
+        completions.append(Graded(rollout, [rng.gauss(0, 1), None], reward=0.5, advantage=0.1))
+    return completions
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rollouts 0 to 2; the second has two draws."""
+    """Return a folder with rollouts 0 to 2; rollout 1 has two draws."""
     dump = RolloutDump(tmp_path / "dump", SETTINGS, first=0, writes_here=True)
     for rollout in range(3):
         dump.write(rollout, 0, completions(rollout))
@@ -40,34 +46,34 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "dump"
 
 
-def test_the_same_bits_come_back(folder: Path) -> None:
+def test_rollouts_are_read_back_bit_for_bit(folder: Path) -> None:
     for draw, seed in ((0, 1), (1, 9)):
         rollouts, rewards = RolloutReplay(folder).take(1, draw, PROMPTS, 2)
         assert rollouts == [graded.rollout for graded in completions(seed)]
         assert rewards == [graded.rewards for graded in completions(seed)]
 
 
-def test_rewards_that_are_no_numbers_come_back(folder: Path) -> None:
+def test_rewards_of_nan_and_infinity_are_read_back(folder: Path) -> None:
     dump = RolloutDump(folder, SETTINGS, first=0, writes_here=True)
-    odd = [replace(graded, rewards=[math.inf, math.nan]) for graded in completions()]
-    dump.write(0, 0, odd)
+    completions_with_nan = [replace(graded, rewards=[math.inf, math.nan]) for graded in completions()]
+    dump.write(0, 0, completions_with_nan)
     _, rewards = RolloutReplay(folder).take(0, 0, PROMPTS, 2)
     assert all(row[0] == math.inf and math.isnan(row[1] or 0) for row in rewards)
 
 
-def test_pandas_reads_it_in_one_line(folder: Path) -> None:
+def test_pandas_reads_a_file_with_one_call(folder: Path) -> None:
     frame = pandas.read_json(folder / "rollout-000002.jsonl", lines=True, precise_float=True)
-    said = completions(2)
-    assert frame.logprobs.tolist() == [graded.rollout.logprobs for graded in said]
-    assert frame.rewards.str[0].tolist() == [graded.rewards[0] for graded in said]
+    expected = completions(2)
+    assert frame.logprobs.tolist() == [graded.rollout.logprobs for graded in expected]
+    assert frame.rewards.str[0].tolist() == [graded.rewards[0] for graded in expected]
 
 
-def test_a_resumed_run_replaces_what_was_beyond_its_checkpoint(folder: Path) -> None:
+def test_a_resumed_run_deletes_rollouts_after_its_checkpoint(folder: Path) -> None:
     RolloutDump(folder, SETTINGS, first=1, writes_here=True)
     assert [path.name for path in sorted(folder.glob("*.jsonl"))] == ["rollout-000000.jsonl"]
 
 
-def test_one_rank_writes(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_write_creates_no_folder(tmp_path: Path) -> None:
     RolloutDump(tmp_path / "none", SETTINGS, first=0, writes_here=False).write(0, 0, completions())
     assert not (tmp_path / "none").exists()
 
@@ -77,14 +83,14 @@ def test_one_rank_writes(tmp_path: Path) -> None:
     [
         (lambda text: text[:-20], "line 4: the line is cut off"),
         (lambda text: text.replace('"text"', '"words"', 1), "line 1: the field 'text' is missing"),
-        (lambda text: text.split("\n", 1)[1], "has 3 completions, and this run asks for 4"),
+        (lambda text: text.split("\n", 1)[1], "has 3 completions, but this run needs 4"),
         (lambda text: "[]\n" + text.split("\n", 1)[1], "line 1: not a JSON object but list"),
         (lambda text: "nonsense\n" + text.split("\n", 1)[1], "line 1: not JSON: "),
         (lambda text: text.replace("0-1", "0-7", 1), "line 3: it completes prompt 0-7"),
-        (lambda text: text.replace('"content": "1', '"content": "2', 1), "use the --dataset, --data_seed"),
+        (lambda text: text.replace('"content": "1', '"content": "2', 1), "use the same --dataset, --data_seed"),
     ],
 )
-def test_a_file_that_does_not_serve(folder: Path, change: object, complaint: str) -> None:
+def test_a_file_that_does_not_fit_is_refused(folder: Path, change: object, complaint: str) -> None:
     path = folder / "rollout-000000.jsonl"
     path.write_text(change(path.read_text()))  # type: ignore[operator]
     with pytest.raises(ReplayError, match=r"rollout-000000\.jsonl") as refused:
@@ -92,12 +98,12 @@ def test_a_file_that_does_not_serve(folder: Path, change: object, complaint: str
     assert complaint in str(refused.value)
 
 
-def test_a_draw_that_was_not_dumped(folder: Path) -> None:
-    with pytest.raises(ReplayError, match=r"there is no .*rollout-000002-draw-1\.jsonl"):
+def test_a_draw_that_was_not_dumped_is_reported(folder: Path) -> None:
+    with pytest.raises(ReplayError, match=r"rollout-000002-draw-1\.jsonl does not exist"):
         RolloutReplay(folder).take(2, 1, PROMPTS, 2)
 
 
-def test_what_a_replay_must_have_in_common(folder: Path) -> None:
+def test_a_replay_with_other_settings_is_refused(folder: Path) -> None:
     check_replay(folder, SETTINGS)
     for change, advice in (
         ({"num_generations": 4}, "use --num_generations 2"),
@@ -109,42 +115,42 @@ def test_what_a_replay_must_have_in_common(folder: Path) -> None:
             check_replay(folder, replace(SETTINGS, **change))
 
 
-def test_a_folder_that_is_none(folder: Path) -> None:
+def test_a_folder_that_is_not_a_dump_is_refused(folder: Path) -> None:
     with pytest.raises(ValueError, match="the folder does not exist; give one that --rollout_dump has written"):
         check_replay(folder / "no", SETTINGS)
     (folder / "settings.json").unlink()
-    with pytest.raises(ValueError, match=r"the folder holds no settings\.json"):
+    with pytest.raises(ValueError, match=r"the folder has no settings\.json"):
         check_replay(folder, SETTINGS)
 
 
 def test_another_format_is_refused(folder: Path) -> None:
     path = folder / "settings.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 7}))
-    with pytest.raises(ValueError, match="is in format 7, and this version reads format 1"):
+    with pytest.raises(ValueError, match="is in format 7, but this version reads format 1"):
         check_replay(folder, SETTINGS)
 
 
-def test_a_missing_rollout_is_found_before_training(folder: Path) -> None:
-    check_reach(folder, 0, 3, steps_per_rollout=2)
+def test_a_missing_rollout_is_reported_before_training(folder: Path) -> None:
+    check_rollouts_exist(folder, 0, 3, steps_per_rollout=2)
     with pytest.raises(ValueError, match=r"no rollout 3 .* it has 0 to 2; use --train_iters 6 or less"):
-        check_reach(folder, 0, 4, steps_per_rollout=2)
+        check_rollouts_exist(folder, 0, 4, steps_per_rollout=2)
     (folder / "rollout-000001.jsonl").unlink()
     with pytest.raises(ValueError, match=r"no rollout 1 .* it has 0, 2; use --train_iters 2 or less"):
-        check_reach(folder, 0, 3, steps_per_rollout=2)
+        check_rollouts_exist(folder, 0, 3, steps_per_rollout=2)
 
 
-def test_a_truncated_file_is_found_before_training(folder: Path) -> None:
+def test_a_truncated_file_is_reported_before_training(folder: Path) -> None:
     path = folder / "rollout-000001.jsonl"
     path.write_text(path.read_text()[:-1])
     with pytest.raises(ValueError, match=r"rollout-000001\.jsonl: the last line is cut off"):
-        check_reach(folder, 0, 3, steps_per_rollout=1)
+        check_rollouts_exist(folder, 0, 3, steps_per_rollout=1)
 
 
-def test_two_runs_do_not_share_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_with_rollouts_of_another_run_is_refused(folder: Path, tmp_path: Path) -> None:
     check_dump(tmp_path / "new", SETTINGS, resumes=False)
     check_dump(folder, SETTINGS, resumes=True)
     with pytest.raises(ValueError, match="holds rollouts of another run"):
         check_dump(folder, SETTINGS, resumes=False)
     with pytest.raises(ValueError, match="use --num_generations 2 or dump to another folder"):
         check_dump(folder, replace(SETTINGS, num_generations=4), resumes=True)
-    assert rollouts_in(tmp_path / "new") == []
+    assert recorded_rollouts(tmp_path / "new") == []
