@@ -1,4 +1,4 @@
-"""Links, file paths and line lengths of README.md, CONTRIBUTING.md and docs/*.md."""
+"""Links, file paths and line lengths of README.md, CONTRIBUTING.md, SECURITY.md and docs/*.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md")))
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+PAGES = (*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").glob("*.md")))
 GENERATED = {"performance.md"}  # by `python -m benchmarks.bench report`, with lines as they come
 MAX_COLUMNS = 120
 NOT_IN_THE_REPOSITORY = {"example.py"}  # what docs/engine.md tells the reader to save its program as

@@ -1,0 +1,160 @@
+"""README.md and docs/architecture.md against the code: generated tables, commands, layers, and the ten walks.
+
+tests/unit/docs checks the links, paths and line lengths of all pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from scripts.write_support_table import BEGIN, END, table, with_table
+from swift_megatron_grpo.arguments.batch_sizes import BatchError, Sizes, check_sizes
+from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
+from tests.paths import REPOSITORY
+
+PACKAGE = REPOSITORY / "swift_megatron_grpo"
+README = (REPOSITORY / "README.md").read_text()
+ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
+WALKS = 10
+
+
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading, up to the next one of the same level or above."""
+    level = heading.split()[0]
+    text = page.split(f"\n{heading}\n", 1)[1]
+    return re.split(rf"^#{{2,{len(level)}}} ", text, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    """Return the cells of every row of the tables in `text`, without their heads."""
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    heads = [i - 1 for i, row in enumerate(cells) if set("".join(row)) <= set("- |")]
+    return [row for i, row in enumerate(cells) if i not in heads and i - 1 not in heads]
+
+
+def code_spans(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+@cache
+def definitions(path: str) -> frozenset[str]:
+    """Return the names that a file of the package defines: functions, classes, constants, and methods as A.b."""
+
+    def names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from names(node.body, f"{node.name}.")
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    return frozenset(names(ast.parse((PACKAGE / path).read_text()).body))
+
+
+# ---- README.md
+
+
+def test_the_table_of_refused_flags_is_that_of_the_support_table() -> None:
+    assert with_table(README) == README, "run python scripts/write_support_table.py"
+
+
+def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
+    refused = {
+        "one": Refusal((None,), "not there"),
+        "two": Refusal((False, "a", "b"), "not there"),
+        "three": Refusal((True,), "not there", stock=False),
+    }
+    assert table(refused).splitlines()[2:] == [
+        "| `--one`, `--two` (a, b) | not there | yes |",
+        "| `--three` (true) | not there | no |",
+    ]
+    page = with_table(f"before\n{BEGIN}old\n{END}after\n", refused)
+    assert page.startswith(f"before\n{BEGIN}<details>") and page.endswith(f"{END}after\n") and "old" not in page
+
+
+def test_flags_that_the_readme_calls_gaps_are_refused() -> None:
+    text = section(README, "## Not supported")
+    gaps = re.search(r"\* \*\*Some flags are refused.*?(?=\n\* )", text, re.DOTALL)
+    assert gaps is not None
+    flags = re.findall(r"`--(\w+)`", gaps[0])
+    assert flags and set(flags) <= set(NOT_YET)
+
+
+def test_the_refused_batch_size_in_the_readme_is_what_the_check_prints() -> None:
+    with pytest.raises(BatchError) as refused:
+        check_sizes(Sizes(2, 50, 8, None, None), dp=4)
+    assert f"```\n{refused.value}\n```" in README
+
+
+def test_commands_of_the_readme_exist() -> None:
+    modules = re.findall(r"python -m (swift_megatron_grpo[\w.]+)", README)
+    assert {module.rsplit(".", 1)[1] for module in modules} == {"check_layouts", "templates"}
+    for module in modules:
+        assert (REPOSITORY / (module.replace(".", "/") + ".py")).is_file()
+    for script in re.findall(r"(?:bash )?(scripts/\w+\.\w+)", README):
+        assert (REPOSITORY / script).is_file()
+
+
+def test_the_readme_lists_every_template() -> None:
+    listed = re.findall(r"\(templates/(\w+\.sh)\) \|", README)
+    assert sorted(listed) == sorted(file.name for file in (REPOSITORY / "templates").glob("*.sh"))
+
+
+# ---- docs/architecture.md
+
+
+def test_the_code_layout_names_every_folder_and_module_of_the_package() -> None:
+    named = {span for row in table_rows(section(ARCHITECTURE, "## Code layout")) for span in code_spans(row[0])}
+    folders = {f"{file.parent.name}/" for file in PACKAGE.glob("*/__init__.py")} - {"platforms/"}
+    modules = {file.name for file in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert named == folders | modules | {"platforms/cpu/"}
+
+
+def test_the_layers_are_those_of_the_import_contract() -> None:
+    contracts = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = (contract["layers"] for contract in contracts if contract["type"] == "layers")
+    assert "```\n" + "\n".join(layers) + "\n```" in section(ARCHITECTURE, "### Layers")
+
+
+def test_planned_files_do_not_exist_yet() -> None:
+    planned = re.findall(r"(?<!\*)\*(\w[\w./]+)\*(?!\*)", section(ARCHITECTURE, "## Where the next features go"))
+    assert planned
+    there = [path for path in planned if (PACKAGE / path).exists()]
+    assert not there, f"{there} exist: docs/architecture.md calls them planned"
+
+
+def walks() -> list[list[str]]:
+    return table_rows(section(ARCHITECTURE, "## A stranger's walk"))
+
+
+def test_there_are_ten_walks() -> None:
+    assert len(walks()) == WALKS
+
+
+@pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk[0])
+def test_a_walk_leads_from_the_readme_to_the_line(walk: list[str]) -> None:
+    _, folders, places, line = walk
+    assert "(docs/architecture.md)" in README  # the first hop
+    layout = section(ARCHITECTURE, "## Code layout")
+    files = [span for span in code_spans(places) if span.endswith(".py")]
+    assert files and [f"{Path(file).parent}/" for file in files] == code_spans(folders)
+    for file in files:  # the second hop, through the folder's docstring
+        docstring = ast.get_docstring(ast.parse((PACKAGE / file).parent.joinpath("__init__.py").read_text()))
+        assert docstring and Path(file).name in docstring, f"{Path(file).parent}/__init__.py does not list {file}"
+        assert all(f"{part}/" in layout for part in Path(file).parent.parts)
+    for place in places.split("; "):  # the third
+        file, *symbols = code_spans(place)
+        if file.endswith(".py"):
+            assert symbols and set(symbols) <= definitions(file), place
+    (snippet,) = code_spans(line)
+    assert any(snippet in (PACKAGE / file).read_text() for file in files), snippet
