@@ -13,7 +13,7 @@ from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
-from swift_megatron_grpo.generation.local.conversations import ConversingVllm
+from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.canary import CANARY_TEXT, CANARY_TOKENS, Canary
@@ -81,7 +81,7 @@ class RunInputs:
 
 def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Stages:
     frozen_models = [] if models.reference is None else models.reference.models
-    residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, tell=run.logger.info)
+    residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run.template, residency)
     training = training_engine(config, models)
@@ -168,7 +168,7 @@ def _start_vllm(config: GRPOConfig, template: Any, residency: Residency) -> Gene
     residency.make_room(memory_to_start(config.vllm))
     residency.for_generation()
     vllm, turns = config.vllm, config.turns
-    generation = LocalVllm(vllm, template) if turns is None else ConversingVllm(vllm, turns, template)
+    generation = LocalVllm(vllm, template) if turns is None else MultiTurnVllm(vllm, turns, template)
     generation.sleep()
     residency.restore()
     return generation

@@ -1,11 +1,11 @@
-"""One optimizer step, or one forward-only pass, over a list of sequences, on whatever layout megatron was set up with.
+"""One optimizer step, or one forward-only pass, over a list of sequences, in the layout that Megatron is set up with.
 
     engine = MegatronEngine(models, optimizer, scheduler, settings)
     metrics = engine.train_step(samples, loss_func)
     values = engine.infer(samples, outputs=("logprob", "entropy"))
 
-All ranks pass the same samples. The engine deals them to data-parallel ranks and micro batches, packs them, runs
-Megatron's pipeline schedule, and sums the metrics once per step. docs/engine.md has the contract and an example.
+All ranks pass the same samples. The engine assigns them to data-parallel ranks and micro batches, packs them, runs
+Megatron's pipeline schedule, and sums the metrics once per step. docs/engine.md describes the interface.
 """
 
 from __future__ import annotations
@@ -34,21 +34,23 @@ from swift_megatron_grpo.types import Sample, TokenValues
 __all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "OptimizerStepFailed"]
 logger = logging.getLogger(__name__)
 
-_IF_OPTIMIZER_TOO_LARGE = (
-    "more data-parallel ranks with --use_distributed_optimizer true divide its state, and so do "
-    "--tensor_model_parallel_size and --pipeline_model_parallel_size; with --tuner_type lora it is small"
+_OPTIMIZER_MEMORY_ADVICE = (
+    "shard the optimizer state over more data-parallel ranks (--use_distributed_optimizer true), or with a larger "
+    "--tensor_model_parallel_size or --pipeline_model_parallel_size; with --tuner_type lora it is small"
 )
 
 
 class NonFiniteStep(RuntimeError):
-    """The loss or a gradient was NaN or infinite. The weights are those of the step before."""
+    """The loss or a gradient was NaN or infinite. The weights are those after the previous step."""
 
 
 class OptimizerStepFailed(RuntimeError):
-    """Megatron's optimizer refused to update."""
+    """Megatron's optimizer did not update the weights."""
 
 
 class MegatronEngine:
+    """Trains one model. All ranks make the same calls with the same samples."""
+
     def __init__(
         self,
         models: Sequence[MegatronModule],  # as wrapped for training (DDP), one per virtual pipeline stage
@@ -63,7 +65,9 @@ class MegatronEngine:
         self.steps_done = 0
         config = self.passes.config
         if config.calculate_per_token_loss:
-            raise ValueError("calculate_per_token_loss must be false: losses come normalised over the whole step")
+            raise ValueError(
+                "calculate_per_token_loss must be false: losses are normalised over the whole step already"
+            )
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -72,58 +76,59 @@ class MegatronEngine:
     def train_step(
         self, samples: Sequence[Sample], loss_func: LossFunction, outputs: Sequence[Output] = ("logprob",)
     ) -> dict[str, float]:
-        """Forward, backward, one optimizer update. Returns the loss, its metrics and grad_norm, on every rank.
+        """Run forward, backward and one optimizer update. Returns the loss, its metrics and grad_norm, on every rank.
 
-        `outputs`: what the loss function reads of the model; gradients flow through both.
+        `outputs`: the model outputs that the loss function reads; gradients flow through both.
         """
         plan = self.passes.plan(samples)
-        self._warn_of_long(samples, plan)
+        self._warn_if_over_budget(samples, plan)
         for model in self.passes.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
         reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
-        with self._naming_the_step():
+        with self._step_in_errors():
             shares = self.passes.run(samples, plan, outputs, reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
 
-        with out_of_memory_advice("the optimizer's update", self.parallel.rank, _IF_OPTIMIZER_TOO_LARGE):
+        with out_of_memory_advice("the optimizer's update", self.parallel.rank, _OPTIMIZER_MEMORY_ADVICE):
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
-            raise OptimizerStepFailed(f"step {self.steps_done + 1}: megatron's optimizer did not update the weights")
+            raise OptimizerStepFailed(f"step {self.steps_done + 1}: Megatron's optimizer did not update the weights")
         self.scheduler.step(increment=len(samples))
         self.steps_done += 1
         moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
         return {**metrics, **moe_aux_losses, "grad_norm": float(grad_norm)}
 
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
-        """Forward only: see Passes.infer."""
+        """Run forward only: see Passes.infer."""
         return self.passes.infer(samples, outputs)
 
-    def _warn_of_long(self, samples: Sequence[Sample], plan: StepPlan) -> None:
+    def _warn_if_over_budget(self, samples: Sequence[Sample], plan: StepPlan) -> None:
         if plan.over_budget and self.parallel.rank == 0:
             longest = max(len(samples[i].tokens) for i in plan.over_budget)
             logger.warning(
-                f"step {self.steps_done + 1}: {len(plan.over_budget)} completions are in micro batches beyond "
+                f"step {self.steps_done + 1}: {len(plan.over_budget)} completions are in micro batches that exceed "
                 f"--max_tokens_per_micro_batch {self.passes.settings.max_tokens}; the longest has {longest} tokens "
                 "with its prompt"
             )
 
     def _undo_megatron_mean(self, plan: StepPlan) -> float:
-        """Megatron averages over micro batches and data-parallel ranks; our losses are shares that must be summed.
+        """Return the factor that turns Megatron's mean over micro batches and data-parallel ranks into a sum.
 
-        Its schedule multiplies by CP and divides by the number of micro batches, its gradient reduction divides by
-        DP * CP. Context-parallel ranks compute the same loss and each sends back the gradient of its own tokens.
+        Losses here are shares of the step that must be summed. Megatron's schedule multiplies by CP and divides by the
+        number of micro batches; its gradient reduction divides by DP * CP. Context-parallel ranks compute the same
+        loss, and each propagates the gradient of its own tokens.
         """
         return float(plan.num_micro_batches * self.parallel.dp_size)
 
     def _sum_metrics(self, shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """One reduction a step. Shares of micro batches and data-parallel ranks add up; TP and CP ranks hold copies.
+        """Sum the shares of micro batches and data-parallel ranks, in one reduction; TP and CP ranks hold copies.
 
-        Only the last pipeline stage has shares, so only it knows the names. Metrics named _max or _min take another
-        reduction, where there are any.
+        Only the last pipeline stage has shares, and with them the names. Metrics named _max or _min, if any, take a
+        second reduction.
         """
         names = self._metric_names(sorted(shares[0]) if shares else None)
         extremes = [name for name in names if name.endswith(("_max", "_min"))]
@@ -136,27 +141,30 @@ class MegatronEngine:
         return {**summed, **self._extreme_metrics(extremes, shares)} if extremes else summed
 
     def _extreme_metrics(self, names: list[str], shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """The largest or smallest of all micro batches and ranks; left out where none had a value."""
+        """Return the largest or smallest value over all micro batches and ranks, without metrics that had no value."""
         signs = [1.0 if name.endswith("_max") else -1.0 for name in names]
         largest = torch.full((len(names),), -math.inf, dtype=torch.float64, device=_device())
         for share in shares:
-            mine = torch.stack([sign * share[name].double() for sign, name in zip(signs, names, strict=True)])
-            largest = torch.maximum(largest, mine)
-        found = zip(names, signs, max_over_ranks(largest).tolist(), strict=True)
-        return {name: sign * value for name, sign, value in found if value != -math.inf}
+            signed = torch.stack([sign * share[name].double() for sign, name in zip(signs, names, strict=True)])
+            largest = torch.maximum(largest, signed)
+        reduced = zip(names, signs, max_over_ranks(largest).tolist(), strict=True)
+        return {name: sign * value for name, sign, value in reduced if value != -math.inf}
 
-    def _metric_names(self, mine: list[str] | None) -> list[str]:
+    def _metric_names(self, local: list[str] | None) -> list[str]:
         if self._names_group is None:
-            assert mine is not None
-            return mine
-        box = [mine]
+            assert local is not None
+            return local
+        box = [local]
         torch.distributed.broadcast_object_list(box, src=self.parallel.world_size - 1, group=self._names_group)
         assert box[0] is not None
         return box[0]
 
     @contextmanager
-    def _naming_the_step(self) -> Iterator[None]:
-        """Megatron finds NaN and infinite gradients before they are reduced, but does not know which step it is."""
+    def _step_in_errors(self) -> Iterator[None]:
+        """Add step and rank to Megatron's error about a gradient that is not finite.
+
+        Megatron checks gradients before they are reduced, and its message has no step.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -164,7 +172,7 @@ class MegatronEngine:
                 raise
             raise NonFiniteStep(
                 f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was "
-                f"updated, the last checkpoint is untouched. Megatron says: {error}"
+                f"updated, the last checkpoint is untouched. Megatron's message: {error}"
             ) from error
 
 
@@ -180,7 +188,7 @@ def _scaled_loss(
         if not isinstance(value, torch.Tensor) or value.ndim > 0:
             what = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise TypeError(
-                f"the loss function returned {name} = {what}; the loss and each metric are tensors without dimensions, "
-                "this micro batch's share of a value of the whole step"
+                f"the loss function returned {name} = {what}; the loss and every metric must be tensors without "
+                "dimensions: this micro batch's share of a value of the whole step"
             )
     return loss * scale, {**metrics, "loss": loss.detach()}

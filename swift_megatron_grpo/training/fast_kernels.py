@@ -1,17 +1,17 @@
-"""Quicker kernels for the same arithmetic, on GPUs.
+"""Faster kernels for the same arithmetic, on GPUs (--fast_kernels).
 
-A small micro batch is bound by the host: on one H200 a 1.7B model with four completions to a micro batch kept the GPU
+A small micro batch is bound by the host: on one H200 a 1.7B model with four completions per micro batch kept the GPU
 busy for 2.0 of 3.4 s. Most of the rest went into torch.compile's guards around one-line functions, into a rotary
 embedding of a dozen kernels, and into Transformer Engine's operation fuser around single norms. Larger micro batches
 gain as well: the rotary embedding and the additions to the gradient buffer took a tenth of their time.
 
-* rotary embedding: Transformer Engine's kernel for packed sequences (cosines in fp32, where they were rounded to bf16)
+* rotary embedding: Transformer Engine's kernel for packed sequences (cosines in fp32; upstream rounds them to bf16)
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
-* the addition of the residual, where there is no dropout: an addition
-* --recompute_elementwise, in micro batches that the GPU is slow with: outputs of norms and SwiGLU are made again
+* adding the residual, if there is no dropout: a plain addition
+* --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
 
-What a kernel does not suit stays as it is. Nothing of this happens on a CPU.
+A module that a kernel does not support keeps its own implementation. On a CPU nothing is replaced.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from megatron.core.transformer.mlp import MLP
 
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
-# The host needs 0.1 ms more for each linear layer after an output that is made again. With so many tokens it has them.
+# Recomputing its input costs the host 0.1 ms per linear layer, which the GPU's work hides from this many tokens on.
 MIN_TOKENS_TO_RECOMPUTE = 4096
 
 
 def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elementwise: bool) -> None:
-    """`models` as built, not wrapped. `trained`: Megatron will give their weights gradient buffers.
-    `recompute_elementwise`: outputs of norms and SwiGLU are made again in backward.
+    """Install the kernels in `models`, before they are wrapped.
+
+    `trained`: Megatron will allocate gradient buffers for their weights. `recompute_elementwise`: drop the outputs of
+    norms and SwiGLU after forward and recompute them in backward.
     """
     for model in models:
         if not next(model.parameters()).is_cuda:
@@ -46,19 +48,19 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elemen
         if _has_plain_rotary_embedding(model):
             config.apply_rope_fusion = True
         for module in list(model.modules()):
-            _use_in(module, trained)
+            _install_in(module, trained)
             if recompute_elementwise and config.recompute_granularity != "full" and not config.fp8:
                 _recompute_elementwise_in(module)
 
 
-def _use_in(module: Any, trained: bool) -> None:
+def _install_in(module: Any, trained: bool) -> None:
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
     if type(module) is te.RMSNorm:
         module.forward = partial(_rms_norm, module, module.forward)
     elif isinstance(module, TransformerEngineBaseModule) and trained:
-        module.fuse_wgrad_accumulation = True  # it is asked for at every forward pass
+        module.fuse_wgrad_accumulation = True  # Transformer Engine reads it in every forward pass
 
 
 def _recompute_elementwise_in(module: Any) -> None:
@@ -71,7 +73,8 @@ def _recompute_elementwise_in(module: Any) -> None:
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:
-    """One angle per position and dimension, from a table: what the kernel computes."""
+    """Return True if the rotary embedding is what the kernel computes: one angle per position and dimension, from a
+    table."""
     config = model.config
     return (
         type(model) is GPTModel
@@ -87,7 +90,7 @@ def _swiglu() -> type[torch.autograd.Function]:
     import transformer_engine_torch as kernels
 
     class SwiGLU(torch.autograd.Function):
-        """In the place of megatron's class of the same arguments."""
+        """Replaces Megatron's class of the same arguments."""
 
         @staticmethod
         def forward(ctx: Any, gate_and_up: torch.Tensor, fp8_input_store: bool, cpu_offload: bool) -> torch.Tensor:
@@ -104,11 +107,11 @@ def _swiglu() -> type[torch.autograd.Function]:
     return SwiGLU
 
 
-def _swiglu_recomputed_in_backward(whole: Any, hidden: torch.Tensor) -> Any:
-    """hidden [tokens, batch, ffn]. The node of SwiGLU keeps what it was made of."""
+def _swiglu_recomputed_in_backward(original: Any, hidden: torch.Tensor) -> Any:
+    """Run `original`, the forward of fc2, on hidden [tokens, batch, ffn]; SwiGLU's node saves what recomputes it."""
     import transformer_engine_torch as kernels
 
-    output = whole(hidden)
+    output = original(hidden)
     node: Any = (
         producing_node(hidden, "SwiGLUBackward") if hidden.shape[:-1].numel() >= MIN_TOKENS_TO_RECOMPUTE else None
     )
@@ -119,9 +122,9 @@ def _swiglu_recomputed_in_backward(whole: Any, hidden: torch.Tensor) -> Any:
     return output
 
 
-def _norm_recomputed_in_backward(module: Any, whole: Any, x: torch.Tensor) -> Any:
-    """x [tokens, batch, hidden] into the norm and the linear layer behind it, which keeps x and the norm of it."""
-    output = whole(x)
+def _norm_recomputed_in_backward(module: Any, original: Any, x: torch.Tensor) -> Any:
+    """Run the norm and the linear layer after it on x [tokens, batch, hidden]; the node saves x and its norm."""
+    output = original(x)
     if module.return_layernorm_output or x.shape[:-1].numel() < MIN_TOKENS_TO_RECOMPUTE:  # adapters read the norm too
         return output
     node: Any = producing_node(output[0], "_LayerNormLinearBackward")
@@ -147,9 +150,9 @@ def _norm_into(out: torch.Tensor, module: Any, x: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def _rms_norm(module: Any, whole: Any, x: torch.Tensor) -> torch.Tensor:
+def _rms_norm(module: Any, original: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != module.weight.dtype or torch.is_autocast_enabled():
-        result: torch.Tensor = whole(x)
+        result: torch.Tensor = original(x)
         return result
     result = _RMSNorm.apply(x, module.weight, module)
     return result

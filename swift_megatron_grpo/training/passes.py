@@ -1,4 +1,4 @@
-"""Samples through a model on the layout that megatron is set up with: planned, packed, run through the pipeline."""
+"""Forward and backward passes over samples: assigned to ranks, packed, run through Megatron's pipeline schedule."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ Output = Literal["logprob", "entropy"]
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
+    """Temperature and micro batch sizes."""
+
     temperature: float  # logits are divided by it
-    micro_batch_size: int = 1  # sequences in a packed micro batch, where no token budget is given
+    micro_batch_size: int = 1  # sequences in a packed micro batch, if there is no token budget
     max_tokens: int | None = None  # token budget of a packed micro batch
-    infer_micro_batch_size: int | None = None  # of a forward-only pass; None for both: as in training
+    infer_micro_batch_size: int | None = None  # for forward-only passes; None for both: same as in training
     infer_max_tokens: int | None = None
 
 
@@ -42,17 +44,17 @@ class Passes:
         self.config: ModelConfig = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
         self._flops = _flops_model(self.config)
-        # Megatron's interleaved schedule takes micro batches in groups.
+        # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
 
     @property
     def fewest_samples(self) -> int:
-        """So many, or a multiple, give every rank whole micro batches."""
+        """The number of samples of which every multiple gives all ranks complete micro batches."""
         size = self.settings.micro_batch_size if self.settings.max_tokens is None else 1
         return self.parallel.dp_size * size * self._group_size
 
     def plan(self, samples: Sequence[Sample]) -> StepPlan:
-        """Which rank trains which sample in which micro batch."""
+        """Assign samples to data-parallel ranks and micro batches."""
         budget = self.settings.max_tokens
         if budget is None:
             plan = plan_by_count(len(samples), self.parallel.dp_size, self.settings.micro_batch_size)
@@ -72,23 +74,26 @@ class Passes:
         reduce: schedule.Reduce,
         train: bool,
     ) -> list[Any]:
-        """What `reduce` kept of each of this rank's micro batches, on the last pipeline stage; [] on the others."""
+        """Run this rank's micro batches through the model; with `train` also backward.
+
+        Returns the values that `reduce` kept, one per micro batch, on the last pipeline stage; [] on the other stages.
+        """
         if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
-            raise ValueError(f"outputs are ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
+            raise ValueError(f"outputs must be ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
         head = HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
-        mine, step, place = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
+        assigned, step, position = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
         device = torch.device(torch.cuda.current_device())
 
         def micro_batches() -> Iterator[MicroBatch]:
-            for indices in mine:
-                yield collate(samples, indices, step, self._align, place.cp_rank, place.cp_size, device)
+            for indices in assigned:
+                yield collate(samples, indices, step, self._align, position.cp_rank, position.cp_size, device)
 
         with out_of_memory_advice(
-            "the train phase" if train else "a log-prob pass", place.rank, self._if_too_large(samples, train)
+            "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
         ):
-            return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, place, train)
+            return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train)
 
-    def _if_too_large(self, samples: Sequence[Sample], train: bool) -> str:
+    def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
         settings, longest = self.settings, max(len(sample.tokens) for sample in samples)
         if not train and settings.infer_max_tokens is not None:
             return smaller_micro_batches(
@@ -101,9 +106,9 @@ class Passes:
 
     @torch.no_grad()
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
-        """Of the trained tokens of the samples that this data-parallel rank holds, by index of the sample.
+        """Compute values of the trained tokens, in evaluation mode, for the samples of this data-parallel rank.
 
-        Complete on the last pipeline stage, where losses are computed; empty on the others. In evaluation mode.
+        Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
         plan = self._plan_inference(samples)
         modes = [model.training for model in self.models]
@@ -115,7 +120,7 @@ class Passes:
         return {index: _token_values(values) for result in results for index, values in result.items()}
 
     def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
-        """As in training, so that results are where they will be needed; only micro batches may be larger."""
+        """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
         plan, settings = self.plan(samples), self.settings
         if settings.infer_max_tokens is not None:
             lengths = [len(sample.tokens) for sample in samples]
@@ -128,8 +133,9 @@ class Passes:
         rest = num_micro_batches % self._group_size
         if num_micro_batches < self._group_size or 0 < rest < self.parallel.pp_size:
             raise ValueError(
-                f"{num_micro_batches} micro batches on each data-parallel rank do not suit the interleaved pipeline, "
-                f"which takes them in groups of {self._group_size}: use a multiple of it, or a token budget"
+                f"{num_micro_batches} micro batches per data-parallel rank do not fit the interleaved pipeline "
+                f"schedule, which processes them in groups of {self._group_size}: use a multiple of that number, or a "
+                "token budget (--max_tokens_per_micro_batch)"
             )
 
 
@@ -152,8 +158,8 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
 
 def _split_by_sample(batch: MicroBatch, output: TokenOutput) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     columns = [output.logprobs] if output.entropy is None else [output.logprobs, output.entropy]
-    parts = torch.stack(columns).split(batch.counts, dim=1)  # of each sample [1 or 2, c]
-    return output.logprobs.sum(), dict(zip(batch.indices, parts, strict=True))
+    by_sample = torch.stack(columns).split(batch.counts, dim=1)  # each [1 or 2, c]
+    return output.logprobs.sum(), dict(zip(batch.indices, by_sample, strict=True))
 
 
 def _token_values(columns: torch.Tensor) -> TokenValues:

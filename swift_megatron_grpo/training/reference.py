@@ -1,4 +1,4 @@
-"""The reference policy that the KL term pulls towards. It exists only where beta is not 0."""
+"""The reference policy of the KL term. It exists only if beta is not 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from swift_megatron_grpo.types import Sample, TokenValues
 
 
 class Reference(Protocol):
+    """A frozen policy that computes log-probs."""
+
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        """At least of the samples that this rank's loss will see."""
+        """Compute log-probs by sample index, at least for the samples that this rank trains on."""
         ...
 
 
 class FrozenCopy:
-    """Full tuning: a second model that is never trained."""
+    """Reference for full tuning: a second model that is never trained."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
@@ -33,7 +35,8 @@ class FrozenCopy:
 
 
 class FrozenCopyInOwnLayout:
-    """A frozen copy in a layout of its own. Its ranks hold other samples than those that train, so they exchange."""
+    """Frozen copy in its own parallel layout. Its ranks hold other samples than the training ranks, so results are
+    gathered."""
 
     def __init__(self, copy: FrozenCopy, layout: ReferenceLayout, coordinator: Coordinator) -> None:
         self._copy = copy
@@ -47,7 +50,7 @@ class FrozenCopyInOwnLayout:
 
 
 class BaseUnderAdapter:
-    """LoRA: the same model with the adapter switched off."""
+    """Reference for LoRA: the trained model with its adapter disabled."""
 
     def __init__(self, passes: Passes, peft_models: Sequence[PeftModel]) -> None:
         self._passes = passes

@@ -1,8 +1,7 @@
-"""Another layout of the same ranks, for a model that needs less parallelism than the one that trains.
+"""A second parallel layout of the same ranks, for a model that needs less parallelism than the trained one.
 
-Megatron keeps its process groups in global variables of one module, and layers take theirs when they are built or when
-they run. So a second set of groups is made once, and put in the place of the first while the second model is built or
-runs.
+Megatron keeps its process groups in global variables of one module; layers read them when they are built or when they
+run. A second set of groups is therefore created once, and swapped in while the second model is built or runs.
 """
 
 from __future__ import annotations
@@ -16,14 +15,16 @@ from megatron.core import parallel_state
 
 from swift_megatron_grpo.layout import Layout
 
-# Not a matter of layout: scratch memory, and the list of all groups ever made.
+# Independent of the layout: scratch memory, and the list of all groups ever created.
 _SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
 
 
 class ReferenceLayout:
+    """Process groups of a second layout, which `active` swaps in. All ranks create it together."""
+
     def __init__(self, layout: Layout, timeout_minutes: int) -> None:
-        first, shared = _take(), {name: getattr(parallel_state, name) for name in _SHARED}
-        _put(dict.fromkeys([*first, *shared]))  # destroy_model_parallel would also destroy some of the groups
+        first, shared = _current_groups(), {name: getattr(parallel_state, name) for name in _SHARED}
+        _set_groups(dict.fromkeys([*first, *shared]))  # destroy_model_parallel would also destroy some of the groups
         parallel_state._HYBRID_DP_CP_GROUPS = {}
         try:
             parallel_state.initialize_model_parallel(
@@ -34,26 +35,27 @@ class ReferenceLayout:
                 expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
                 distributed_timeout_minutes=timeout_minutes,
             )
-            self._groups = {**_take(), "bridge": None}
+            self._groups = {**_current_groups(), "bridge": None}
         finally:
-            _put(first)
-            _put(shared)
+            _set_groups(first)
+            _set_groups(shared)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        first = {**_take(), "bridge": gpt_bridge.EP_PP_GROUP}
-        _put(self._groups)
-        gpt_bridge.EP_PP_GROUP = self._groups["bridge"]  # mcore-bridge makes it when it first needs it
+        """Make this layout the current one inside the context."""
+        first = {**_current_groups(), "bridge": gpt_bridge.EP_PP_GROUP}
+        _set_groups(self._groups)
+        gpt_bridge.EP_PP_GROUP = self._groups["bridge"]  # mcore-bridge creates it on first use
         try:
             yield
         finally:
             self._groups["bridge"] = gpt_bridge.EP_PP_GROUP
-            _put(first)
+            _set_groups(first)
             gpt_bridge.EP_PP_GROUP = first["bridge"]
 
 
-def _take() -> dict[str, Any]:
-    """Megatron's groups, ranks and sizes: the private variables of parallel_state."""
+def _current_groups() -> dict[str, Any]:
+    """Return Megatron's groups, ranks and sizes: the private variables of parallel_state."""
     return {
         name: value
         for name, value in vars(parallel_state).items()
@@ -61,7 +63,7 @@ def _take() -> dict[str, Any]:
     }
 
 
-def _put(groups: dict[str, Any]) -> None:
+def _set_groups(groups: dict[str, Any]) -> None:
     for name, value in groups.items():
         if name != "bridge":
             setattr(parallel_state, name, value)

@@ -17,7 +17,7 @@ from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
 
-# What becomes of a micro batch's output: (what backward starts from, what the caller wants to keep).
+# Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
 Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
 
 
@@ -30,7 +30,10 @@ def run(
     parallel: RankPosition,
     train: bool,
 ) -> list[Any]:
-    """Forward, and backward if `train`. What `reduce` kept of every micro batch on the last stage; [] on the others."""
+    """Run forward, and backward if `train`, over all micro batches of this rank.
+
+    Returns the values that `reduce` kept, one per micro batch, on the last pipeline stage; [] on the other stages.
+    """
 
     def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
@@ -43,7 +46,7 @@ def run(
         data_iterator=[micro_batches() for _ in models] if interleaved else micro_batches(),
         model=list(models) if interleaved else models[0],
         num_microbatches=count,
-        seq_length=1,  # stages tell each other the shape of every micro batch (variable_seq_lengths)
+        seq_length=1,  # unused: stages send each other the shape of every micro batch (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=not train,
     )
@@ -51,7 +54,7 @@ def run(
 
 
 def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: RankPosition) -> torch.Tensor:
-    """Hidden states to the next stage, or on the last one [1, k, 1 or 2] log-probs and entropies."""
+    """Return the hidden states for the next stage or, on the last stage, [1, k, 1 or 2] log-probs and entropies."""
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=inputs.cu_seqlens,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples, megatron_torn_down
 from swift_megatron_grpo.config import LossConfig, ResidencyConfig
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.tools.check_layouts import fixed_samples, megatron_torn_down
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export import export_weights
@@ -77,7 +77,7 @@ class Run:
             trainer.wrapped_models,
             _frozen_models(trainer),
             trainer.optimizer,
-            tell=self.decisions.append,
+            log=self.decisions.append,
             free_memory=self.bytes_away,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from typing import Any
 
 import pytest
 
@@ -17,11 +17,18 @@ HERE = {
 }
 
 
+def offloaded(ranks: Ranks, what: str, rank: int) -> dict[str, Any]:
+    kind, tuner, extra = OFFLOADED[what]
+    adapter = ["--adapters", ranks.adapter(kind)] if tuner == "lora" else []
+    ranks.call(f"offload-{what}", "offloading:main", 2, ranks.flags(kind, tuner, "bfloat16", [*extra, *adapter]))
+    return ranks.report(f"offload-{what}", rank)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", list(OFFLOADED))
 def test_steps_are_the_same_to_the_bit(ranks: Ranks, what: str, rank: int) -> None:
-    told = json.loads(ranks.told(f"offload-{what}", rank).read_text())
+    told = offloaded(ranks, what, rank)
     assert told["metrics_equal"] == [True, True, True]
     assert told["weights_differ"] == []
     assert told["trained"] and told["moved_by_training"] > 0
@@ -31,7 +38,7 @@ def test_steps_are_the_same_to_the_bit(ranks: Ranks, what: str, rank: int) -> No
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("what", list(OFFLOADED))
 def test_what_a_phase_does_not_read_holds_no_memory(ranks: Ranks, what: str, rank: int) -> None:
-    told = json.loads(ranks.told(f"offload-{what}", rank).read_text())
+    told = offloaded(ranks, what, rank)
     kinds = {"policy", "gradients", "optimizer"} | ({"reference"} if told["groups"]["reference policy"] else set())
     assert ("reference" in kinds) == ("lora" not in what)  # with LoRA the reference is the base under the adapter
     for step in told["left"]:
@@ -44,7 +51,7 @@ def test_what_a_phase_does_not_read_holds_no_memory(ranks: Ranks, what: str, ran
 
 @pytest.mark.dist
 def test_a_decision_is_told_once(ranks: Ranks) -> None:
-    told = json.loads(ranks.told("offload-full", 0).read_text())
+    told = offloaded(ranks, "full", 0)
     wake, training = told["decisions"]
-    assert wake.endswith("gradients and optimizer state and reference policy and weights of the trainer leaves it")
-    assert training.startswith("the reference policy leaves the GPU in training")
+    assert wake.endswith("the trainer offloads gradients and optimizer state and reference policy and weights")
+    assert training.startswith("the reference policy is offloaded in training")

@@ -1,12 +1,16 @@
-"""Megatron reduces the gradient of a parameter over the ranks that hold a copy of it: over all data-parallel ranks, or,
-if it is marked as an expert's, over the expert-data-parallel ones.
+"""Marks expert weights as experts when expert parallelism is off, so that their gradients are reduced completely.
 
-megatron-core 0.16.1 marks experts only where expert parallelism is on. With tensor parallelism, whole experts and no
-expert parallelism (--tensor_model_parallel_size 2, the other two sizes 1, which is ms-swift's default) every
-tensor-parallel rank runs the experts on its own part of the tokens, and what the other ranks found is never added: on a
-small model an expert's gradient was 10 to 25 % of what it should be.
+Upstream: Megatron reduces the gradient of a parameter over all data-parallel ranks or, if the parameter is marked as an
+expert's (`allreduce` False), over the expert-data-parallel ranks. megatron-core 0.16.1, the only version that this
+package supports, sets the mark only if expert parallelism is on. With tensor parallelism, whole experts and no expert
+parallelism (--tensor_model_parallel_size 2 and ms-swift's default of 1 for the two expert sizes), each tensor-parallel
+rank runs the experts on its own part of the tokens, and the gradients of the other ranks are never added. On a small
+model an expert's gradient was 10 to 25 % of the correct one.
 
-Put right before the models are wrapped, which is when parameters are sorted into buffers.
+Fix: set the mark before the models are wrapped in DDP, which sorts parameters into buffers by it.
+
+Tests: tests/unit/training/megatron_fixes/test_upstream_marks.py fails once upstream sets the mark itself; then delete
+this file. tests/dist/test_layouts.py[moe-full-tp2+sp] fails without the fix.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
 
 def mark_experts(models: Iterable[torch.nn.Module]) -> None:
+    """Mark the parameters of all experts in `models`, which must not be wrapped in DDP yet."""
     if mpu.get_expert_tensor_parallel_world_size() == mpu.get_tensor_model_parallel_world_size():
-        return  # without expert parallelism the two groups are the same, with it the marks are right
+        return  # without expert parallelism the two groups are the same; with it upstream's marks are right
     for model in models:
         for name, module in model.named_modules():
-            # all experts of a layer in one module, or a list of them; adapters are modules of the same kind inside
+            # A layer's experts are one module or a list of modules; adapters are modules of the same kind inside them.
             if isinstance(module, TEGroupedLinear) or ".local_experts." in name:
                 for parameter in module.parameters():
                     parameter.allreduce = False

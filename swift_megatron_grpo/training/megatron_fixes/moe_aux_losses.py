@@ -1,4 +1,13 @@
-"""Losses that Megatron's own layers add to the gradient: load balancing and z-loss of experts."""
+"""Reads the losses that Megatron's MoE layers add to the gradient: load balancing and z-loss.
+
+Upstream: megatron-core (0.16.1) adds their gradients during backward, but keeps their values in a global tracker that
+only a training loop reads, logs and resets. If the loop does not, the values accumulate and are never logged.
+
+Fix: read and reset the tracker once per step, with megatron-core's own `track_moe_metrics`.
+
+Tests: tests/e2e/test_cli.py checks the logged `load_balancing_loss` of a MoE run, and fails if the tracker changes. It
+is megatron-core's design that the loop does this, so there is no upstream fix to wait for.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +23,10 @@ _BALANCING = {
 
 
 def pop_moe_aux_losses(config: ModelConfig, num_micro_batches: int) -> dict[str, float]:
-    """Their means over layers and micro batches since the last call, under Megatron's names, on every rank.
+    """Return the means over layers and micro batches since the last call, under Megatron's names, and reset them.
 
-    They are means over micro batches because that is what their gradient is: unlike the policy loss they depend on how
-    samples were packed.
+    All ranks call it. Like their gradients, the values are means over micro batches: unlike the policy loss they depend
+    on how samples were packed.
     """
     names = _names(config)
     if not names:
@@ -25,9 +34,9 @@ def pop_moe_aux_losses(config: ModelConfig, num_micro_batches: int) -> dict[str,
     losses: dict[str, torch.Tensor] = {}
     track_moe_metrics(
         loss_scale=1 / num_micro_batches,
-        iteration=0,  # of a writer, and there is none
+        iteration=0,  # only a writer uses it, and none is passed
         total_loss_dict=losses,
-        force_initialize=True,  # a stage without experts takes part in the sum
+        force_initialize=True,  # a stage without experts joins the reduction
         track_names=names,
         num_layers=config.num_layers,
         moe_layer_freq=config.moe_layer_freq,

@@ -1,13 +1,22 @@
-"""Megatron's gradient norm counts a parameter on every tensor-parallel rank if it is marked as sharded, else on one.
+"""Corrects which parameters are marked as sharded by tensor parallelism, so that the gradient norm is right.
 
-Two kinds of marks are wrong in a model that mcore-bridge has built, and clipping is then wrong by as much as the norm:
+Megatron's gradient norm counts a parameter on every tensor-parallel rank if it is marked as sharded
+(`tensor_model_parallel` True), else on one rank. Two kinds of marks are wrong in a model that mcore-bridge has built;
+the norm, and with it clipping, is then off.
 
-* megatron-core marks the embedding and the output layer where it initialises them at random. mcore-bridge loads weights
-  instead (perform_initialization False), so all shards but the first are left out: 7-9 % on a small model.
-* Transformer Engine marks the weight of every linear layer. Those that megatron-core calls "duplicated", such as the
-  half of a LoRA adapter that every rank holds whole, are then counted TP times: 14 % on a small model.
+Upstream, in megatron-core 0.16.1 with mcore-bridge 1.6.5 and Transformer Engine 2.11, the versions that this package
+is tested with:
 
-Put right before the optimizer copies the marks to its own shards.
+* megatron-core marks the embedding and the output layer only when it initialises them at random. mcore-bridge loads
+  weights instead (perform_initialization False), so the norm leaves out all shards but the first: 7-9 % on a small
+  model.
+* Transformer Engine marks the weight of every linear layer. Layers that megatron-core calls "duplicated", such as the
+  half of a LoRA adapter that is replicated on every rank, are therefore counted TP times: 14 % on a small model.
+
+Fix: set both kinds of marks before the optimizer copies them to its own shards.
+
+Tests: tests/unit/training/megatron_fixes/test_upstream_marks.py fails once upstream sets a mark correctly; then delete
+that part. tests/dist/test_layouts.py[dense-full-tp2] and [dense-lora-tp2+sp] fail without the fix.
 """
 
 from __future__ import annotations
@@ -21,8 +30,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 
 def mark_sharded_parameters(models: Iterable[torch.nn.Module]) -> None:
+    """Set the tensor-parallel marks of all parameters in `models`, before the optimizer is built."""
     for model in models:
-        # Experts are sharded by expert parallelism; each is on one rank, whatever its layer is called.
+        # Experts are sharded by expert parallelism: each is on one rank, whatever its layer is called.
         experts = {
             part
             for module in model.modules()
@@ -34,14 +44,14 @@ def mark_sharded_parameters(models: Iterable[torch.nn.Module]) -> None:
                 _mark(module, sharded=True, dim=0)
             elif isinstance(module, RowParallelLinear):
                 _mark(module, sharded=True, dim=1)
-            elif type(module) is TELinear and module not in experts:  # its subclasses are the sharded ones
+            elif type(module) is TELinear and module not in experts:  # "duplicated"; its subclasses are sharded
                 _mark(module, sharded=False, dim=-1)
 
 
 def _mark(module: torch.nn.Module, sharded: bool, dim: int) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if name == "bias" and dim == 1:
-            continue  # of a row-parallel layer: whole on every rank, as marked
+            continue  # the bias of a row-parallel layer is replicated, as it is marked
         parameter.tensor_model_parallel = sharded  # type: ignore[attr-defined]
         parameter.partition_dim = dim  # type: ignore[attr-defined]
         parameter.partition_stride = 1  # type: ignore[attr-defined]

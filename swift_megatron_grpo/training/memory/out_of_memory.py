@@ -1,4 +1,4 @@
-"""What to do when a pass over micro batches finds no memory: which flag, which value."""
+"""Advice for running out of GPU memory: which flag to change, and to which value."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute
 
 @contextmanager
 def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
+    """Add rank, phase and advice to torch's out-of-memory error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -19,18 +20,22 @@ def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
 
 
 def smaller_micro_batches(flag: str, tokens: int | None, completions: int, longest: int, train: bool) -> str:
-    """`flag` is the one that holds the budget in tokens, or in completions if that is None."""
+    """Return advice to lower `flag`, the budget of a micro batch in tokens or, if `tokens` is None, in completions."""
     remedy = f", or {RECOMPUTE}" if train else ""
     if tokens is not None:
         smaller = max(tokens // 2, longest)
         if smaller < tokens:
             return f"lower {flag} from {tokens} to {smaller}{remedy}"
-        return f"{flag} {tokens} just holds the longest completion with its prompt, {longest} tokens: {_split(train)}"
+        return f"{flag} {tokens} cannot be lower: {_longest(longest, train)}"
     if completions > 1:
         return f"lower {flag} from {completions} to {completions // 2}{remedy}"
-    return f"{flag} is 1 and the longest completion with its prompt has {longest} tokens: {_split(train)}"
+    return f"{flag} is already 1, and {_longest(longest, train)}"
 
 
-def _split(train: bool) -> str:
+def _longest(tokens: int, train: bool) -> str:
+    return f"the longest completion has {tokens} tokens with its prompt; {_more_parallelism(train)}"
+
+
+def _more_parallelism(train: bool) -> str:
     layout = "more of --tensor_model_parallel_size, --context_parallel_size or --pipeline_model_parallel_size"
     return f"use {RECOMPUTE}, or {layout}" if train else f"use {layout}"

@@ -1,9 +1,10 @@
-"""Activations that cost little to make again are not kept for backward.
+"""Drops activations that are cheap to recompute, instead of keeping them for backward (--recompute_elementwise).
 
-Of the 44 kB that a token keeps in a layer of Qwen3-0.6B, 10 are the outputs of its two norms and of SwiGLU: elementwise
-functions of what is kept anyway. Such an output loses its memory once the layer behind it has run forward, and is made
-again right before that layer runs backward. The tensor that autograd has saved stays the same one, with its memory
-taken away under it; hooks on saved tensors would strip the weights, saved beside it, of their gradient buffers.
+Of the 44 kB that a token keeps in a layer of Qwen3-0.6B, 10 kB are the outputs of its two norms and of SwiGLU:
+elementwise functions of tensors that are kept anyway. The memory of such an output is released once the next layer has
+run forward, and the output is recomputed right before that layer runs backward. Autograd's saved tensor stays the same
+object, and only its storage is emptied; hooks on saved tensors would also replace the weights, which are saved next to
+it, and so lose their gradient buffers.
 """
 
 from __future__ import annotations
@@ -13,32 +14,36 @@ from collections.abc import Callable
 import torch
 
 
-def drop_and_recompute(saved: torch.Tensor, make: Callable[[torch.Tensor], object], behind: torch.Tensor) -> None:
-    """`behind` is the output of the layer that has saved it; `make` writes the same values again."""
-    memory = saved.untyped_storage()
-    pending = [(memory, memory.nbytes(), make)]
+def drop_and_recompute(saved: torch.Tensor, compute: Callable[[torch.Tensor], object], output: torch.Tensor) -> None:
+    """Release the memory of `saved` now, and recompute it when backward reaches `output`.
+
+    `output`: of the layer that has saved the tensor. `compute` writes the same values into the tensor it is given.
+    """
+    storage = saved.untyped_storage()
+    pending = [(storage, storage.nbytes(), compute)]
     dtype, shape, stride = saved.dtype, saved.shape, saved.stride()
-    memory.resize_(0)
+    storage.resize_(0)
 
     def recompute(_: torch.Tensor) -> None:
-        # The graph, and this function with it, lives until all of backward is done: what it refers to must not.
+        # The graph, and this function with it, lives until the end of backward; the objects it refers to must not.
         while pending:
-            memory, size, make = pending.pop()
-            memory.resize_(size)
-            # Another tensor with the same memory: writing into the saved one would be a change of value to autograd.
-            alias = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, 0, shape, stride)
+            storage, size, compute = pending.pop()
+            storage.resize_(size)
+            # A second tensor on the same storage: autograd would count writing into the saved one as a modification.
+            alias = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, shape, stride)
             with torch.no_grad():
-                make(alias)
+                compute(alias)
 
-    behind.register_hook(recompute)
+    output.register_hook(recompute)
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if both tensors have the same storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def producing_node(tensor: torch.Tensor, name: str) -> torch.autograd.graph.Node | None:
-    """The autograd node of this name that made the tensor, perhaps through views; None if another one did."""
+    """Return the autograd node that produced the tensor, looking through views, or None if it has another name."""
     node = tensor.grad_fn
     while node is not None and node.name() in ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"):
         node = node.next_functions[0][0]

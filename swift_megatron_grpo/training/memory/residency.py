@@ -1,15 +1,15 @@
-"""Who is on the GPU in which phase.
+"""Decides what of the trainer's state is on the GPU in which phase.
 
-The --offload flags permit that something leaves while vLLM generates. Whether it does is decided from measured memory:
-when everything fits nothing moves. What left comes back in the phase that reads it, so nothing moves twice in between.
+The --offload flags permit offloading while vLLM generates. Whether it happens is decided from measured memory: if
+everything fits, nothing is offloaded. A group is reloaded in the phase that reads it, so it never moves needlessly.
 
-    make_room           what no weight sync reads leaves, if the engine needs its memory
-    for_weight_sync     the policy is there
-    for_generation      the policy leaves too, if the engine needs its memory
-    for_inference       the policy is there
-    for_reference       the frozen reference as well
-    for_training        the policy, gradients and the optimizer's state are there; the reference only if it fits
-    restore             all that other code may look at is there: between steps
+    make_room           offloads groups that no weight sync reads, if the engine needs their memory
+    for_weight_sync     reloads the policy
+    for_generation      offloads the policy too, if the engine needs its memory
+    for_inference       reloads the policy
+    for_reference       reloads the policy and the frozen reference
+    for_training        reloads the policy, gradients and the optimizer's state; the reference stays only if it fits
+    restore             between steps: reloads everything that other code may read
 
 Every rank decides for its own GPU; no move waits for another rank.
 """
@@ -25,51 +25,53 @@ from megatron.core.optimizer import MegatronOptimizer
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
 from swift_megatron_grpo.config import ResidencyConfig
-from swift_megatron_grpo.training.memory import storages as found
+from swift_megatron_grpo.training.memory import storages
 from swift_megatron_grpo.training.memory.offload import HostCopy, StorageGroup
 
 GIB = 2**30
-# What must stay free beside the reference in training: fragments, and lengths that vary from step to step.
+# Must stay free in training next to the reference: fragmentation, and lengths that vary from step to step.
 TRAINING_MARGIN = 2 * GIB
 
 
 def free_device_memory() -> int:
-    """As the driver counts, for every process on this GPU."""
+    """Return the free memory that the driver reports, shared by every process on this GPU."""
     return torch.cuda.mem_get_info()[0]
 
 
 class Residency:
+    """Offloads and reloads the groups of storages of one rank."""
+
     def __init__(
         self,
         config: ResidencyConfig,
         models: Sequence[torch.nn.Module],  # as wrapped for training (DDP)
         frozen: Sequence[torch.nn.Module],  # the reference policy's own
         optimizer: MegatronOptimizer,
-        tell: Callable[[str], None],  # a person, about a decision
+        log: Callable[[str], None],  # called when a decision changes
         free_memory: Callable[[], int] = free_device_memory,
     ) -> None:
         stream = torch.cuda.Stream()
-        self._tell = tell
+        self._log = log
         self._free_memory = free_memory
         self._drop_gradients = optimizer.zero_grad
-        self._gradients = StorageGroup("gradients", partial(found.gradient_storages, models), host=None)
+        self._gradients = StorageGroup("gradients", partial(storages.gradient_storages, models), host=None)
         self._reference = StorageGroup(
             "reference policy",
-            lambda: found.frozen_storages(frozen) + found.trained_storages(frozen),
+            lambda: storages.frozen_storages(frozen) + storages.trained_storages(frozen),
             HostCopy("the reference policy", stream, rarely_written=True),
         )
         self._optimizer = StorageGroup(
             "optimizer state",
-            partial(found.optimizer_storages, optimizer, models),
+            partial(storages.optimizer_storages, optimizer, models),
             HostCopy("the optimizer's state", stream),
         )
         self._policy = [
             StorageGroup(
                 "frozen weights",
-                partial(found.frozen_storages, models),
+                partial(storages.frozen_storages, models),
                 HostCopy("the frozen weights", stream, rarely_written=True),
             ),
-            StorageGroup("weights", partial(found.trained_storages, models), HostCopy("the weights", stream)),
+            StorageGroup("weights", partial(storages.trained_storages, models), HostCopy("the weights", stream)),
         ]
         # The cheapest to move first: gradients are not copied, the reference one way only.
         self._movable = [
@@ -78,61 +80,73 @@ class Residency:
             *([self._optimizer] if config.offload_optimizer else []),
             *(self._policy if config.offload_model else []),
         ]
-        self._leaving: set[str] | None = None  # by the last decision
+        self._chosen: set[str] | None = None  # names of the groups to offload, by the last decision
         self._reference_fits_training: bool | None = None
         self._spare_in_training: int | None = None  # with the reference on the GPU; the least since the last decision
-        for inner in found.torch_optimizers(optimizer):
+        for inner in storages.torch_optimizers(optimizer):
             inner.register_step_pre_hook(self._before_update)
 
     @property
     def groups(self) -> Mapping[str, StorageGroup]:
-        """By name; all, also those that may not leave."""
+        """All groups by name, including those that may not be offloaded."""
         return {group.name: group for group in (self._gradients, self._reference, self._optimizer, *self._policy)}
 
     def make_room(self, needed: int) -> None:
-        """The engine is about to take `needed` bytes of this GPU; 0 if it is awake or on another one."""
+        """Decide what to offload, and offload all of it but the policy.
+
+        `needed`: bytes of this GPU that the engine is about to take; 0 if it is awake or on another GPU.
+        """
         self._decide_about_training()
-        self._decide_who_leaves(needed)
-        self._leave([group for group in self._movable if group not in self._policy])
+        self._decide_what_to_offload(needed)
+        self._offload([group for group in self._movable if group not in self._policy])
 
     def for_weight_sync(self) -> None:
-        self._return(*self._policy)
+        """Reload the policy."""
+        self._reload(*self._policy)
 
     def for_generation(self) -> None:
-        self._leave(self._movable)
+        """Offload all groups that the last decision names, the policy included."""
+        self._offload(self._movable)
 
     def for_inference(self) -> None:
-        self._return(*self._policy)
+        """Reload the policy."""
+        self._reload(*self._policy)
 
     def for_reference(self) -> None:
-        self._return(*self._policy, self._reference)
+        """Reload the policy and the reference."""
+        self._reload(*self._policy, self._reference)
 
     def for_training(self) -> None:
+        """Reload everything that a training step reads; offload the reference if it does not fit."""
         if self._reference in self._movable and not self._reference_fits_training:
             self._reference.offload()
-        self._return(*self._policy, self._gradients)
-        self._optimizer.begin_reload()  # beside forward and backward; _before_update is the first to read it
+        self._reload(*self._policy, self._gradients)
+        self._optimizer.begin_reload()  # overlaps with forward and backward; _before_update is the first to read it
 
     def restore(self) -> None:
-        self._return(*self._policy, self._gradients, self._optimizer)
+        """Reload everything that code between steps may read."""
+        self._reload(*self._policy, self._gradients, self._optimizer)
 
-    def _leave(self, groups: Sequence[StorageGroup]) -> None:
-        going = [group for group in groups if group.name in (self._leaving or ()) and not group.is_offloaded]
-        if self._gradients in going:
+    def _offload(self, groups: Sequence[StorageGroup]) -> None:
+        chosen = [group for group in groups if group.name in (self._chosen or ()) and not group.is_offloaded]
+        if self._gradients in chosen:
             self._drop_gradients()  # the optimizer's fp32 copies of gradients that are accumulated in bf16
-        for group in going:
+        for group in chosen:
             group.offload()
-        if going:
-            _give_unused_memory_back()  # vLLM's memory comes from another allocator
+        if chosen:
+            _release_unused_memory()  # vLLM's memory comes from another allocator
 
-    def _return(self, *groups: StorageGroup) -> None:
+    def _reload(self, *groups: StorageGroup) -> None:
         for group in groups:
             group.begin_reload()
         for group in groups:
             group.finish_reload()
 
     def _before_update(self, *_: Any) -> None:
-        """Between backward and update. torch has kept all memory that it had taken at the peak of training."""
+        """Wait for the optimizer's state, and measure the spare memory.
+
+        Runs between backward and update, when torch's allocator still holds all memory of the peak of training.
+        """
         self._optimizer.finish_reload()
         if self._reference in self._movable and (size := self._reference.nbytes()):
             spare = self._free_memory() - (size if self._reference.is_offloaded else 0)
@@ -145,27 +159,27 @@ class Residency:
         fits, before = spare >= TRAINING_MARGIN, self._reference_fits_training
         self._reference_fits_training = fits
         if fits is not before:
-            stays = "stays on the GPU" if fits else "leaves the GPU"
-            self._tell(f"the reference policy {stays} in training: beside it {max(spare, 0) / GIB:.1f} GiB are left")
+            action = "stays on the GPU" if fits else "is offloaded"
+            self._log(f"the reference policy {action} in training: next to it {max(spare, 0) / GIB:.1f} GiB are free")
 
-    def _decide_who_leaves(self, needed: int) -> None:
+    def _decide_what_to_offload(self, needed: int) -> None:
         free = self._free_memory()
         if free < needed:
-            _give_unused_memory_back()  # activations of the last step
+            _release_unused_memory()  # activations of the last step
             free = self._free_memory()
-        here = (
+        sizes = (
             {group.name: group.nbytes() for group in self._movable if not group.is_offloaded} if free < needed else {}
         )
-        chosen = groups_to_offload(needed - free, here)
-        leaving = {group.name for group in self._movable if group.is_offloaded} | set(chosen)
-        if needed and self._movable and leaving != self._leaving:
-            missing = needed - free - sum(here[name] for name in chosen)
-            self._tell(_story(needed, free, sorted(leaving), missing))
-        self._leaving = leaving
+        added = groups_to_offload(needed - free, sizes)
+        chosen = {group.name for group in self._movable if group.is_offloaded} | set(added)
+        if needed and self._movable and chosen != self._chosen:
+            missing = needed - free - sum(sizes[name] for name in added)
+            self._log(_message(needed, free, sorted(chosen), missing))
+        self._chosen = chosen
 
 
 def groups_to_offload(shortage: int, sizes: Mapping[str, int]) -> list[str]:
-    """The first of `sizes`, in their order, that together make up for the shortage; all if they do not."""
+    """Return the first groups of `sizes` that together cover the shortage; all of them if they do not."""
     chosen = []
     for name, size in sizes.items():
         if shortage <= 0:
@@ -176,24 +190,25 @@ def groups_to_offload(shortage: int, sizes: Mapping[str, int]) -> list[str]:
     return chosen
 
 
-def _give_unused_memory_back() -> None:
-    """To the driver.
+def _release_unused_memory() -> None:
+    """Release to the driver the memory that torch's allocator caches.
 
-    Transformer Engine keeps a placeholder for the gradient of every shape of weight. Backward makes them, among torch's
-    largest segments, and no segment goes back that holds one: 16 MiB have kept 3 GiB. Backward makes them anew.
+    Transformer Engine keeps a placeholder for the gradient of every weight shape. Backward allocates them inside
+    torch's largest segments, and a segment that holds one cannot be released: 16 MiB have kept 3 GiB. They are dropped
+    here, and the next backward allocates them again.
     """
     _dummy_wgrads.clear()
     torch.cuda.empty_cache()
 
 
-def _story(needed: int, free: int, leaving: Sequence[str], missing: int) -> str:
-    story = (
-        f"vLLM needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB of the GPU are free: "
-        f"{' and '.join(leaving) or 'nothing'} of the trainer leaves it"
+def _message(needed: int, free: int, offloaded: Sequence[str], missing: int) -> str:
+    message = (
+        f"vLLM needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB of the GPU are free: "
+        f"the trainer offloads {' and '.join(offloaded) or 'nothing'}"
     )
     if missing <= 0:
-        return story
+        return message
     return (
-        f"{story}. {missing / GIB:.1f} GiB are still missing; if vLLM runs out of memory, use a lower "
+        f"{message}. {missing / GIB:.1f} GiB are still missing; if vLLM runs out of memory, use a lower "
         "--vllm_gpu_memory_utilization or more of --offload_model, --offload_optimizer and --offload_grad true"
     )

@@ -1,4 +1,4 @@
-"""training/forgotten.py: memory is really given back in between, and gradients are the same to the bit."""
+"""Dropped activations release their memory until backward, and gradients stay bit-identical."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_r
 
 
 class Gate(torch.autograd.Function):
-    """Stands where SwiGLU does: its node keeps its input."""
+    """Stand-in for SwiGLU: its node saves its input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -36,12 +36,12 @@ def gate(x: torch.Tensor) -> torch.Tensor:
 @dataclass(frozen=True)
 class Run:
     gradients: list[torch.Tensor]
-    sizes: list[int]  # of what each product keeps, before backward
-    inputs_alive: list[bool]  # of the gates, after backward, while the loss and with it the graph is there
+    sizes: list[int]  # bytes that each matrix product keeps, before backward
+    inputs_alive: list[bool]  # inputs of the gates, after backward, while the loss and its graph still exist
 
 
-def run(forgetting: bool) -> Run:
-    """Two layers, each of a gate and a product."""
+def run(recomputed: bool) -> Run:
+    """Train two layers, each a gate and a matrix product."""
     torch.manual_seed(0)
     x = torch.randn(5, 3, 8, requires_grad=True)
     weights = [torch.randn(8, 4, requires_grad=True) for _ in range(2)]
@@ -50,41 +50,41 @@ def run(forgetting: bool) -> Run:
         gate_and_up = hidden.view(-1, 8) * 1
         inner = Gate.apply(gate_and_up).view(5, 3, 4)
         output = torch.nn.functional.linear(inner, weight)
-        if forgetting:
+        if recomputed:
             assert producing_node(inner, "GateBackward") is not None
-            known = gate_and_up.detach()
-            drop_and_recompute(inner, lambda out, known=known: out.copy_(gate(known).view(out.shape)), behind=output)
+            source = gate_and_up.detach()
+            drop_and_recompute(inner, lambda out, source=source: out.copy_(gate(source).view(out.shape)), output)
         kept.append(inner.untyped_storage())
-        inputs.append(weakref.ref(known if forgetting else gate_and_up))
+        inputs.append(weakref.ref(source if recomputed else gate_and_up))
         hidden = output
     del gate_and_up, inner, output
-    known = None
-    sizes = [memory.nbytes() for memory in kept]
+    source = None
+    sizes = [storage.nbytes() for storage in kept]
     loss = hidden.square().sum() + x.sum()
     loss.backward()
-    gradients = [each.grad for each in (x, *weights) if each.grad is not None]
-    return Run(gradients, sizes, [each() is not None for each in inputs])
+    gradients = [leaf.grad for leaf in (x, *weights) if leaf.grad is not None]
+    return Run(gradients, sizes, [reference() is not None for reference in inputs])
 
 
-def test_gradients_are_the_same_and_the_memory_is_gone_in_between() -> None:
-    plain, mine = run(forgetting=False), run(forgetting=True)
-    assert len(mine.gradients) == 3
-    assert all(torch.equal(a, b) for a, b in zip(mine.gradients, plain.gradients, strict=True))
-    assert plain.sizes == [5 * 3 * 4 * 4] * 2 and mine.sizes == [0, 0]
+def test_gradients_are_bit_identical_and_the_memory_is_released_until_backward() -> None:
+    plain, dropped = run(recomputed=False), run(recomputed=True)
+    assert len(dropped.gradients) == 3
+    assert all(torch.equal(a, b) for a, b in zip(dropped.gradients, plain.gradients, strict=True))
+    assert plain.sizes == [5 * 3 * 4 * 4] * 2 and dropped.sizes == [0, 0]
 
 
-def test_nothing_is_held_until_the_end_of_backward() -> None:
-    assert run(forgetting=True).inputs_alive == [False, False]
+def test_backward_releases_the_inputs_of_recomputation() -> None:
+    assert run(recomputed=True).inputs_alive == [False, False]
 
 
-def test_a_maker_is_found_through_views_only() -> None:
+def test_the_producing_node_is_found_through_views_only() -> None:
     x = torch.randn(4, 8, requires_grad=True)
-    made = Gate.apply(x)
-    assert producing_node(made.view(2, 2, 4), "GateBackward") is made.grad_fn
-    assert producing_node(made * 2, "GateBackward") is None
+    output = Gate.apply(x)
+    assert producing_node(output.view(2, 2, 4), "GateBackward") is output.grad_fn
+    assert producing_node(output * 2, "GateBackward") is None
     assert producing_node(x, "GateBackward") is None
 
 
-def test_memory_is_shared_by_views() -> None:
+def test_views_share_memory_and_clones_do_not() -> None:
     x = torch.randn(4, 8)
     assert shares_memory(x, x.view(-1)) and not shares_memory(x, x.clone())
