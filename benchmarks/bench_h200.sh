@@ -1,19 +1,24 @@
 #!/usr/bin/env bash
-# The measurements on H200, in groups of less than ten minutes each; what one could not finish is left out of its file.
-#   benchmarks/bench_h200.sh GROUP...      fixed fixed-4b long-0.6b long-1.7b long-4b memory step-equal step-best (1 GPU), two, four
-#   OUT=folder                          for the JSON files (benchmarks/h200)
-#   ROUNDS=2 DEADLINE=570               rounds of each run; seconds for each group
-#   DRY=1                               the same on a CPU, with a tiny model and few tokens, to try the commands
-# Afterwards: python -m benchmarks.bench report
+# Run the measurements on H200. Each group takes less than ten minutes; settings that do not finish in time are missing
+# from the group's file.
+#   benchmarks/bench_h200.sh GROUP...
+#       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
+#       groups on 2 and 4 GPUs: two four
+#   OUT=folder          folder for the JSON files (default: benchmarks/h200)
+#   ROUNDS=2            rounds of each run
+#   DEADLINE=570        seconds for each group
+#   WORK=folder         folder for models, logs and outputs (default: runs/bench)
+#   DRY=1               run the same commands on a CPU, with a tiny model and few tokens
+# Afterwards run: python -m benchmarks.bench report
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${OUT:-benchmarks/h200}
 python=$(command -v python || command -v python3)
 began=$SECONDS
 
-# bench KIND NAME SHAPE ARGUMENT...      a later argument wins over an earlier one
+# bench KIND NAME SHAPE ARGUMENT...      later arguments override earlier ones
 bench() {
-    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) smaller=()
+    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=()
     shift 3
     if [ "$left" -lt 60 ]; then
         echo "== $name: no time left" >&2
@@ -21,12 +26,12 @@ bench() {
     fi
     if [ -n "${DRY:-}" ]; then
         shape=toy
-        smaller=(--dtype float32 --rounds 1 --steps 2 --lengths constant:16 --prompts constant:48)
-        [ "$kind" = train ] || smaller+=(--flags "--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3")
+        dry_flags=(--dtype float32 --rounds 1 --steps 2 --lengths constant:16 --prompts constant:48)
+        [ "$kind" = train ] || dry_flags+=(--flags "--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3")
     fi
     echo "== $name"
     "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
-        --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${smaller[@]}" || echo "== $name failed" >&2
+        --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${dry_flags[@]}" || echo "== $name failed" >&2
 }
 
 fixed=(--lengths constant:512 --prompts constant:48)
@@ -43,15 +48,15 @@ memory() {
 
 group() {
     case $1 in
-        # Equal flags at micro batch 4, and each at its best.
+        # Equal flags at micro batch 4, and each at its best setting.
         fixed)
             bench train fixed-1.7b 1.7b "${fixed[@]}" --ours mbs4 tokens16384 tokens32768 --stock mbs4 mbs8 mbs16 \
                 --goal "2.5 at equal flags, 1.6 at best" ;;
-        # How much of the chip a larger model reaches; all of its memory may be used.
+        # MFU of a larger model, without a memory cap.
         fixed-4b)
             bench train fixed-4b 4b "${fixed[@]}" --ours tokens12288 --stock mbs8 mbs4 --rounds 1 \
                 --goal "MFU 50 %" ;;
-        # Long-tailed lengths, each at its best under 100 GB.
+        # Long-tailed lengths, each at its best setting under 100 GB.
         long-0.6b)
             bench train long-0.6b 0.6b "${long[@]}" --ours tokens32768 --stock mbs8 mbs16 --goal 2.0 ;;
         long-1.7b)
@@ -59,7 +64,7 @@ group() {
         long-4b)
             bench train long-4b 4b "${long[@]}" --ours tokens5120 \
                 --stock mbs4+recompute mbs2+recompute --goal 1.5 --steps 3 ;;
-        # 16,384 tokens in a micro batch of either arm: 16 completions of 512 tokens after prompts of 512.
+        # 16,384 tokens per micro batch in both trainers: 16 completions of 512 tokens after prompts of 512.
         memory)
             memory 0.6b 0.65
             memory 1.7b 0.75 ;;
@@ -81,12 +86,12 @@ group() {
             bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens16384 --stock dp4+mbs4 dp4+mbs2 \
                 --goal "1.8, ranks within 3 %" ;;
         *)
-            echo "bench_h200: no group $1" >&2
+            echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;
     esac
 }
 
-for each in "$@"; do
+for name in "$@"; do
     began=$SECONDS
-    group "$each"
+    group "$name"
 done

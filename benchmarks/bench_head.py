@@ -1,16 +1,16 @@
-"""Times the head, forward and backward, against the logits of everything at once; measures what each holds in memory.
+"""Measure time and peak memory of the head, forward and backward, against computing all logits at once.
 
     python -m benchmarks.bench_head --rows 16384 --hidden 2048 --vocab 151936 --dtype bf16 --json head.json     on a GPU
     python -m benchmarks.bench_head --rows 16384 --hidden 32 --vocab 151936 --dtype fp32 --repeats 1            on a CPU
 
-The arms, all from the same rows of hidden states to the gradients of these rows and of the weight:
+All arms start from the same rows of hidden states and compute the gradients of these rows and of the weight:
 
-    products        only the matrix products of the head, nothing in between: what no head can beat
+    products        only the matrix products of the head, a lower bound for every implementation
     ms-swift        all logits, divided by the temperature, then ms-swift's compute_logps_and_entropy_from_logits
-    head            ours, for each of --chunks; "auto" is what training takes
-    head, frozen    ours with a weight that is not trained, as with LoRA on other layers
+    head            this package's head, for each of --chunks; "auto" is the chunk size that training uses
+    head, frozen    the same with a weight that is not trained, as with LoRA on other layers
 
-Memory is what the allocator gave out at most, on top of rows, weight and the weight's fp32 gradient.
+Memory is the allocator's peak, in addition to the rows, the weight and the weight's fp32 gradient.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from swift_megatron_grpo.training.head.matmuls import add_d_weight_, d_rows_of, 
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 
 TEMPERATURE = 0.9
-Pass = Callable[[], tuple[float, float]]  # one forward and backward; the seconds of each
+Pass = Callable[[], tuple[float, float]]  # runs forward and backward; returns the seconds of each
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,14 @@ class Result:
     forward_ms: float | None
     backward_ms: float | None
     peak_mib: float | None
-    skipped: str | None = None  # why there are no numbers
+    skipped: str | None = None  # reason, if the arm was not measured
 
 
 def make_inputs(arguments: argparse.Namespace, device: torch.device) -> Inputs:
     torch.manual_seed(0)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[arguments.dtype]
     rows = torch.randn(arguments.rows, arguments.hidden, device=device, dtype=dtype).requires_grad_()
-    scale = 3 / arguments.hidden**0.5  # logits of a trained model's size
+    scale = 3 / arguments.hidden**0.5  # logits as large as those of a trained model
     weight = torch.nn.Parameter(torch.randn(arguments.vocab, arguments.hidden, device=device, dtype=dtype) * scale)
     weight.main_grad = torch.zeros(weight.shape, device=device)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -78,18 +78,18 @@ def products(inputs: Inputs, chunk: int) -> Pass:
 
     def forward() -> torch.Tensor:
         logits = rows.new_empty(chunk, len(weight))
-        for part in rows.split(chunk):
-            logits_into(logits[: len(part)], part, weight)
+        for chunk_rows in rows.split(chunk):
+            logits_into(logits[: len(chunk_rows)], chunk_rows, weight)
         return logits
 
     def backward(logits: torch.Tensor) -> None:
         d_rows = torch.empty_like(rows)
-        parts = list(zip(rows.split(chunk), d_rows.split(chunk), strict=True))
-        for part, d_part in reversed(parts):
-            if part is not parts[-1][0]:  # the last one is still there
-                logits_into(logits[: len(part)], part, weight)
-            d_part.copy_(d_rows_of(logits[: len(part)], weight))
-            add_d_weight_(inputs.weight.main_grad, logits[: len(part)], part)  # type: ignore[attr-defined]
+        chunks = list(zip(rows.split(chunk), d_rows.split(chunk), strict=True))
+        for chunk_rows, d_chunk in reversed(chunks):
+            if chunk_rows is not chunks[-1][0]:  # the last chunk's logits are still in the buffer
+                logits_into(logits[: len(chunk_rows)], chunk_rows, weight)
+            d_chunk.copy_(d_rows_of(logits[: len(chunk_rows)], weight))
+            add_d_weight_(inputs.weight.main_grad, logits[: len(chunk_rows)], chunk_rows)  # type: ignore[attr-defined]
 
     return timed(forward, backward)
 
@@ -109,7 +109,10 @@ def frozen_head(inputs: Inputs, chunk: int) -> Pass:
 
 
 def ms_swift(inputs: Inputs) -> Pass:
-    """grpo_trainer.py of 4.6.0, forward_step: `logits_packed.div_(self.temperature)` and then this function."""
+    """Build the pass of ms-swift 4.6.0 (grpo_trainer.py, forward_step): divide by the temperature, then its function.
+
+    The division is `logits_packed.div_(self.temperature)`.
+    """
     from swift.megatron.trainers.vocab_parallel_utils import compute_logps_and_entropy_from_logits
 
     def forward() -> torch.Tensor:
@@ -161,8 +164,10 @@ def measure(arm: str, chunk: int | None, run: Pass, inputs: Inputs, repeats: int
 
 
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most memory that torch held at one time while it ran, on top of what was held before. Counted at the
-    allocator, so what operators allocate for themselves is in it."""
+    """Return the peak memory that torch allocated while the function ran, in addition to what was allocated before.
+
+    It is counted at the allocator and so includes the temporary buffers of operators.
+    """
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -176,13 +181,17 @@ def peak_bytes(function: Callable[[], object]) -> int:
     live = peak = 0
     events = [event for event in measured.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()  # negative where memory is given back
+        live += event.nbytes()  # negative where memory is freed
         peak = max(peak, live)
     return peak
 
 
 def too_large_for_cpu(arguments: argparse.Namespace) -> str | None:
-    """All logits, their fp32 copy if they are not fp32, the gradient in fp32, and that in the logits' type."""
+    """Return why the memory is too small for the ms-swift arm, or None if it is enough.
+
+    That arm holds all logits, their fp32 copy if they are not fp32, the gradient in fp32, and the gradient in the
+    logits' dtype.
+    """
     if torch.cuda.is_available():
         return None
     item = 2 if arguments.dtype == "bf16" else 4
@@ -194,11 +203,11 @@ def too_large_for_cpu(arguments: argparse.Namespace) -> str | None:
     )
     if needed < free:
         return None
-    return f"needs about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+    return f"needs about {needed / 2**30:.0f} GiB, but only {free / 2**30:.0f} GiB are free"
 
 
-def one_rank_of_megatron() -> None:
-    """ms-swift's function asks Megatron for the tensor-parallel group."""
+def initialize_megatron() -> None:
+    """Initialize Megatron with one rank, because ms-swift's function reads its tensor-parallel group."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "gloo":
         from swift_megatron_grpo.platforms.cpu import activate
@@ -218,7 +227,7 @@ def print_table(results: Sequence[Result], flops: float) -> None:
             print(f"{r.arm:16}{chunk:>8}  skipped: {r.skipped}")
             continue
         total = r.forward_ms + r.backward_ms
-        # Three products are needed (two with a frozen weight); one that is computed again is not work done.
+        # Three products are required (two with a frozen weight); recomputed ones do not count as work.
         rate = flops * (2 if "frozen" in r.arm else 3) / total / 1e9
         print(
             f"{r.arm:16}{chunk:>8}{r.forward_ms:>12.1f}{r.backward_ms:>13.1f}{total:>11.1f}{rate:>9.2f}{r.peak_mib:>10.0f}"
@@ -228,13 +237,13 @@ def print_table(results: Sequence[Result], flops: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16_384, help="completion tokens of a micro batch")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--entropy", action="store_true", help="entropies as well, with gradients")
-    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="rows per chunk to try besides auto")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write the results there as well")
+    parser.add_argument("--hidden", type=int, default=2048, help="hidden size")
+    parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary size")
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16", help="dtype of rows and weight")
+    parser.add_argument("--entropy", action="store_true", help="also compute entropies and their gradients")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[], help="rows per chunk to measure besides auto")
+    parser.add_argument("--repeats", type=int, default=5, help="measured passes per arm; the median is reported")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -243,7 +252,7 @@ def main() -> None:
     results = [measure("products", auto, products(inputs, auto), inputs, arguments.repeats)]
     reason = too_large_for_cpu(arguments)
     if reason is None:
-        one_rank_of_megatron()
+        initialize_megatron()
         results.append(measure("ms-swift", None, ms_swift(inputs), inputs, arguments.repeats))
         dist.destroy_process_group()
     else:
@@ -259,8 +268,8 @@ def main() -> None:
     print_table(results, flops=2.0 * arguments.rows * arguments.hidden * arguments.vocab)
     if arguments.json:
         settings = {key: value for key, value in vars(arguments).items() if key != "json"}
-        written = {"settings": settings, "device": name, "torch": torch.__version__}
-        arguments.json.write_text(json.dumps({**written, "results": [asdict(r) for r in results]}, indent=1) + "\n")
+        report = {"settings": settings, "device": name, "torch": torch.__version__}
+        arguments.json.write_text(json.dumps({**report, "results": [asdict(r) for r in results]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

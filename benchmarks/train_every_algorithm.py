@@ -1,9 +1,10 @@
-"""Train the quickstart's task with every loss and every advantage estimator, and say what became of the reward.
+"""Train the quickstart's task with every loss and every advantage estimator, and report the reward before and after.
 
     python -m benchmarks.train_every_algorithm [--only NAME ...] [--out FILE] [--work DIR]
 
-Each run is the quickstart's: a tiny random model, 30 steps, two CPU ranks, about a minute. The results go to FILE,
-where those of other names stay as they are; docs/algorithms.md shows them between its two markers.
+Each run is that of the quickstart: a tiny random model, 30 steps, two CPU ranks, about a minute. The results are merged
+into FILE, which keeps those of other names. The default FILE is docs/algorithms_trained.json; docs/algorithms.md shows
+its contents between two markers and is updated as well.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
+from benchmarks.harness.paths import REPOSITORY
+
 RESULTS = REPOSITORY / "docs" / "algorithms_trained.json"
 PAGE = REPOSITORY / "docs" / "algorithms.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-# With several steps a rollout, ratios differ from 1 and clipping has something to do.
+# With several steps per rollout, ratios differ from 1 and clipping has an effect.
 OFF_POLICY = ["--steps_per_generation", "2"]
 ALGORITHMS: dict[str, list[str]] = {
     **{name: ["--loss_type", name, *OFF_POLICY] for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "fipo")},
@@ -51,15 +53,15 @@ MEAN_OVER = 5
 class Result:
     flags: str
     before: float  # mean reward of the first five rollouts
-    after: float  # and of the last five
+    after: float  # mean reward of the last five rollouts
     rollouts: int
 
 
 def train(name: str, work: Path) -> Result:
-    """Raises if the run fails, with the end of its output."""
+    """Train with one algorithm; raise, with the end of the output, if the run fails."""
     model, dataset, output = work / "model", work / "data.jsonl", work / name
     python = [sys.executable]
-    shutil.rmtree(output, ignore_errors=True)  # ms-swift appends to the log that it finds
+    shutil.rmtree(output, ignore_errors=True)  # ms-swift appends to an existing log
     if not model.is_dir():
         subprocess.run([*python, "scripts/make_tiny_model.py", "--out", str(model)], check=True, cwd=REPOSITORY)
         command = [*python, "scripts/make_dataset.py", "--out", str(dataset), "--rows", "64", "--seed", "0"]
@@ -84,7 +86,8 @@ def train(name: str, work: Path) -> Result:
 
 
 def table(results: dict[str, dict[str, object]]) -> str:
-    lines = ["| | flags besides the quickstart's | reward before | after |", "| --- | --- | --- | --- |"]
+    """Return the results as a Markdown table."""
+    lines = ["| | flags in addition to the quickstart | reward before | reward after |", "| --- | --- | --- | --- |"]
     for name in ALGORITHMS:
         if name in results:
             row = results[name]
@@ -94,17 +97,19 @@ def table(results: dict[str, dict[str, object]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "algorithms")
+    parser.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME",
+                        help=f"algorithms to train (default: all): {', '.join(ALGORITHMS)}")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FILE", help="file for the results")
+    parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / "algorithms", metavar="DIR",
+                        help="folder for the model, the dataset and the outputs")  # fmt: skip
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     results = json.loads(args.out.read_text()) if args.out.is_file() else {}
     for name in args.only:
-        found = train(name, args.work.resolve())
-        results[name] = asdict(found)
+        result = train(name, args.work.resolve())
+        results[name] = asdict(result)
         args.out.write_text(json.dumps(results, indent=2) + "\n")
-        print(f"{name}: reward {found.before:.3f} -> {found.after:.3f} over {found.rollouts} rollouts", flush=True)
+        print(f"{name}: reward {result.before:.3f} -> {result.after:.3f} over {result.rollouts} rollouts", flush=True)
     if args.out == RESULTS:
         page = PAGE.read_text()
         head, tail = page.split(BEGIN)[0], page.split(END)[1]

@@ -1,4 +1,14 @@
-"""What benchmarks/bench.py is made of, in the order of a run.
+"""Implementation of benchmarks/bench.py, in the order of a run.
 
-workload -> models -> job -> processes (with instrument/ inside each) -> results -> page, picture
+workload.py     model shapes, lengths drawn from a seed, the dataset, FLOPs of a step
+models.py       checkpoints with random weights and a byte-level tokenizer
+job.py          the file that passes a run's settings to the processes it starts
+processes.py    starts `megatron rlhf` for each trainer and setting, and collects what was measured
+instrument/     external plugin inside those processes: timers, fixed completions, fixed lengths
+results.py      the JSON file of a run, and the numbers derived from it
+page.py         docs/performance.md and the table in README.md
+picture.py      docs/performance.svg
+paths.py        paths that several benchmarks use
+
+tests/unit/benchmarks covers this folder.
 """

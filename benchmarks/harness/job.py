@@ -1,4 +1,4 @@
-"""What the benchmark tells the processes that it starts. A file, whose path is in the environment."""
+"""Settings that the benchmark passes to the processes it starts: a file whose path is in the environment."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ VARIABLE = "SWIFT_MEGATRON_GRPO_BENCHMARK"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    arm: str  # ours, stock
-    canned: bool  # completions are made up, and vLLM does not start
-    folder: str  # the ranks' results go there
+    arm: str  # the trainer: ours, stock
+    canned: bool  # completions are generated from the seed, and vLLM does not start
+    folder: str  # for the ranks' results
     prompt_tokens: list[int]  # [row of the dataset]
     completion_tokens: list[list[int]]  # [row][completion]
     vocabulary: int
     seed: int
-    memory_cap_gb: float | None  # of each GPU
-    waits: bool  # for a file `go` in the folder, before it touches the GPU
+    memory_cap_gb: float | None  # per GPU
+    waits: bool  # for a file `go` in the folder, before the process uses the GPU
 
     def write(self) -> Path:
         path = Path(self.folder, "job.json")

@@ -1,8 +1,8 @@
-"""A checkpoint of a Qwen3 shape with random weights. Speed and memory do not ask what the weights are.
+"""Make a checkpoint of a Qwen3 shape with random weights; speed and memory do not depend on their values.
 
-    python -m benchmark.models SHAPE FOLDER
+    python -m benchmarks.harness.models SHAPE FOLDER
 
-A process of its own: what it leaves on a GPU is gone when it ends.
+Runs as a separate process, so that its GPU memory is freed when it exits.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from scripts.make_tiny_model import make_tokenizer
 
-from .workload import SHAPES, Shape
+from .workload import SHAPES, TEMPLATE_TOKENS_FILE, Shape
 
-NOT_THINKING = (
-    "<think>\n\n</think>\n\n"  # ms-swift's template for Qwen3 begins every answer with it, as part of the prompt
-)
-AROUND = "tokens_around_a_prompt"  # file in the folder, written last
+# ms-swift's template for Qwen3 puts this in front of every completion, as part of the prompt.
+NOT_THINKING = "<think>\n\n</think>\n\n"
 
 
 def make_checkpoint(folder: Path, shape: Shape) -> None:
-    tokenizer = fill(make_tokenizer(), shape.vocabulary)
+    tokenizer = fill_vocabulary(make_tokenizer(), shape.vocabulary)
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -49,14 +47,14 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / AROUND).write_text(str(tokens_around_a_prompt(tokenizer)))
+    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer)))
 
 
-def fill(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:
-    """A text for every row of the vocabulary: a random model samples all of them, and vLLM writes what it samples."""
+def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:
+    """Add a text for every token id of the vocabulary: a random model samples all of them, and vLLM decodes them."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     texts = {number: f"<{number}>" for number in range(len(tokenizer), vocabulary)}
-    texts |= {token["id"]: token["content"] for token in state["added_tokens"]}  # else they would move to the end
+    texts |= {token["id"]: token["content"] for token in state["added_tokens"]}  # otherwise they move to the end
     state["model"]["vocab"] |= {text: number for number, text in texts.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(json.dumps(state)),
@@ -67,8 +65,8 @@ def fill(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedToken
     )
 
 
-def tokens_around_a_prompt(tokenizer: PreTrainedTokenizerFast) -> int:
-    """What ms-swift's template adds to a user's turn."""
+def count_template_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the number of tokens that ms-swift's template adds to a user's turn."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
     return len(tokenizer(text + NOT_THINKING).input_ids) - 1
 

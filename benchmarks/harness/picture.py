@@ -1,4 +1,4 @@
-"""The seconds of a step by phase, both arms, as SVG. Each pair of bars has its own scale: the longer one fills it."""
+"""SVG with the seconds of a step by phase for both trainers; the longer bar of each pair has the full width."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LABELS, WIDTH, LINE, GAP, TOP = 260, 560, 16, 12, 60
 
 
 def draw(runs: Sequence[Run]) -> str:
-    rows = [each for run in runs for each in run.comparisons()]
+    rows = [comparison for run in runs for comparison in run.comparisons()]
     pair = 3 * LINE + GAP
     body = [_legend(), *(_pair(row, TOP + i * pair) for i, row in enumerate(rows))]
     size = f'width="{LABELS + WIDTH + 90}" height="{TOP + len(rows) * pair}"'
@@ -52,18 +52,18 @@ def _pair(row: Comparison, y: int) -> str:
     )
 
 
-def _bar(each: Measured, y: int, scale: float) -> str:
-    """Phases at their medians, which need not add up to the median of the step that is written beside them."""
-    label = escape(f"{NAMES[each.arm]} {each.setting}")
+def _bar(measured: Measured, y: int, scale: float) -> str:
+    """Draw the medians of the phases; they need not add up to the median of the step, which the label shows."""
+    label = escape(f"{NAMES[measured.arm]} {measured.setting}")
     parts = [f'<text x="{LABELS - 5}" y="{y + 12}" text-anchor="end">{label}</text>']
     x = float(LABELS)
-    for phase in PHASES if each.run.kind == "step" else TRAIN_PHASES:
-        width = each.phase(phase) * scale
+    for phase in PHASES if measured.run.kind == "step" else TRAIN_PHASES:
+        width = measured.phase(phase) * scale
         if width:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LINE - 2}" fill="{COLOURS[phase]}">'
-                f"<title>{phase} {each.phase(phase):.3f} s</title></rect>"
+                f"<title>{phase} {measured.phase(phase):.3f} s</title></rect>"
             )
         x += width
-    parts.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{each.median:.2f} s</text>')
+    parts.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{measured.median:.2f} s</text>')
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Starts `megatron rlhf` once for each arm and setting, in turns, and brings home what the plugin measured."""
+"""Start `megatron rlhf` for each trainer and setting in alternation, and collect what the plugin measured."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from .job import VARIABLE, Job
+from .paths import REPOSITORY
 from .results import ARMS, Process, Run, merge_ranks
 
-REPOSITORY = Path(__file__).parents[2]
 PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
-PATIENCE = 45  # seconds for torchrun to end its ranks
-LONGEST_ANSWER = 400  # characters of a failure's reason
+TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
+MAX_REASON = 400  # characters of a failure's reason
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one arm is measured with, beyond the flags of both."""
+    """Flags of one trainer, in addition to those of both."""
 
     arm: str
     name: str
@@ -39,26 +39,27 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    job: Job  # arm and folder are filled in for each process
-    flags: list[str]  # of both arms
+    job: Job  # arm and folder are set for each process
+    flags: list[str]  # for both trainers
     ranks: int
     rounds: int
-    steps: int  # of a process, warm-up included
+    steps: int  # of a process, including warm-up
     warm_up: int
     timeout: float  # seconds for a process
-    ahead: bool  # start a process while the one before still measures; it waits before it touches the device
+    ahead: bool  # start a process while the previous one measures; it waits before it uses the device
     folder: Path
     gpu: bool
     omp_threads: int
-    deadline: float  # time.monotonic() by which all must be done; no process starts that would not make it
+    deadline: float  # time.monotonic() for the whole run; no process starts that is unlikely to finish in time
 
 
 def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Process]:
-    """Round after round, ours and stock in turns. After the first round only what a comparison needs."""
+    """Measure all settings, the two trainers alternating; later rounds repeat only what a comparison uses."""
     ordered = interleave(settings)
     for number in range(plan.rounds):
         if number:
-            ordered = [each for each in ordered if (each.arm, each.name) in worth_repeating(run)]
+            compared = run.compared_settings()
+            ordered = [setting for setting in ordered if (setting.arm, setting.name) in compared]
         queue = _Queue(plan)
         for place, setting in enumerate(ordered):
             following = ordered[place + 1] if plan.ahead and place + 1 < len(ordered) else None
@@ -70,21 +71,16 @@ def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Proce
 
 
 def interleave(settings: Sequence[Setting]) -> list[Setting]:
-    """A B A B ..."""
-    queues = [[each for each in settings if each.arm == arm] for arm in ARMS]
+    """Return the settings in the order A B A B ..., where A and B are the two trainers."""
+    queues = [[setting for setting in settings if setting.arm == arm] for arm in ARMS]
     ordered = []
     while any(queues):
         ordered += [queue.pop(0) for queue in queues if queue]
     return ordered
 
 
-def worth_repeating(run: Run) -> set[tuple[str, str]]:
-    pairs = [(side.arm, side.setting) for each in run.comparisons() for side in (each.ours, each.stock)]
-    return set(pairs)
-
-
 class _Queue:
-    """Processes of one round; at most one of them has the device."""
+    """Processes of one round; at most one of them uses the device at a time."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -92,7 +88,7 @@ class _Queue:
         self._longest = 0.0
 
     def finish(self, setting: Setting, following: Setting | None) -> Process | None:
-        """None: the time is up."""
+        """Measure one setting and start the next process; return None if the deadline is too close."""
         left = self._plan.deadline - time.monotonic()
         folder, process = self._waiting or start(self._plan, setting)
         if left < self._longest:
@@ -137,8 +133,11 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
 
 
 def make_entry_point(folder: Path) -> None:
-    """What makes torch call this package, in a folder for PYTHONPATH: for machines where it is not installed."""
-    if any(each.module.startswith("swift_megatron_grpo") for each in entry_points(group="torch.backends")):
+    """Make the entry point through which torch calls this package, where the package is not installed.
+
+    The folder must be on PYTHONPATH.
+    """
+    if any(entry.module.startswith("swift_megatron_grpo") for entry in entry_points(group="torch.backends")):
         return
     metadata = folder / "swift_megatron_grpo-0.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
@@ -149,10 +148,10 @@ def make_entry_point(folder: Path) -> None:
 
 
 def program() -> list[str]:
-    """`megatron`, or what it runs where scripts are not installed."""
-    beside = Path(sys.executable).with_name("megatron")
-    found = str(beside) if beside.exists() else shutil.which("megatron")
-    return [found] if found else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    """Return the command `megatron`, or the module it runs where console scripts are not installed."""
+    script = Path(sys.executable).with_name("megatron")
+    path = str(script) if script.exists() else shutil.which("megatron")
+    return [path] if path else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
 
 
 def _fields(job: Job) -> dict[str, Any]:
@@ -164,7 +163,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return f"failed: not done after {timeout:g} s, see {folder / 'log.txt'}"
+        return f"failed: not finished after {timeout:g} s (log: {folder / 'log.txt'})"
     log = (folder / "log.txt").read_text(errors="replace")
     if code == 0:
         return "ok"
@@ -174,11 +173,11 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """With its ranks. Those are in sessions of their own, and torchrun, told politely, ends them within 30 seconds."""
+    """End a process and its ranks. Ranks have their own sessions; on SIGTERM torchrun ends them within 30 seconds."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
-    until = time.monotonic() + PATIENCE
-    while _group_lives(process.pid) and time.monotonic() < until:
+    deadline = time.monotonic() + TERMINATION_TIMEOUT
+    while _group_exists(process.pid) and time.monotonic() < deadline:
         process.poll()
         time.sleep(0.1)
     with suppress(ProcessLookupError):
@@ -186,7 +185,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _group_lives(group: int) -> bool:
+def _group_exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -195,10 +194,10 @@ def _group_lives(group: int) -> bool:
 
 
 def _reason(log: str) -> str:
-    """The last exception of a rank, with the line after it; torchrun's own says only that a rank failed."""
+    """Return the last exception of a rank and the line after it; torchrun's own exception has no details."""
     lines = log.splitlines()
-    said = [i for i, line in enumerate(lines) if re.search(r"(Error|Exception): ", line) and "ChildFailed" not in line]
-    return " ".join(lines[said[-1] : said[-1] + 2])[-LONGEST_ANSWER:] if said else ""
+    at = [i for i, line in enumerate(lines) if re.search(r"(Error|Exception): ", line) and "ChildFailed" not in line]
+    return " ".join(lines[at[-1] : at[-1] + 2])[-MAX_REASON:] if at else ""
 
 
 def _collect(plan: Plan, setting: Setting, folder: Path, status: str) -> Process:
@@ -213,21 +212,22 @@ def read_ranks(folder: Path, ranks: int) -> list[dict[str, Any]]:
 
 
 def _check_tokens(plan: Plan, setting: Setting, ranks: Sequence[dict[str, Any]]) -> None:
-    """Whether the arm trained what it was given: all of it and nothing else."""
+    """Raise if the trainer did not train exactly the tokens of the job."""
     completions = sum(map(sum, plan.job.completion_tokens))
     prompts = sum(
         prompt * len(group) for prompt, group in zip(plan.job.prompt_tokens, plan.job.completion_tokens, strict=True)
     )
     expected = (prompts + completions, completions)
-    # Our engine is given the whole step on every rank; ms-swift's ranks encode what their data-parallel rank trains.
+    # Our engine receives the whole step on every rank; a rank of ms-swift encodes only what its data-parallel rank
+    # trains.
     model_parallel = 1 if setting.arm == "ours" else plan.ranks // _data_parallel(setting, plan.ranks)
-    seen = [sum(rank[key] for rank in ranks) // model_parallel for key in ("tokens", "completion_tokens")]
+    trained = [sum(rank[key] for rank in ranks) // model_parallel for key in ("tokens", "completion_tokens")]
     if setting.arm == "ours":
-        seen = [total // plan.ranks for total in seen]
-    if tuple(seen) != expected:
+        trained = [total // plan.ranks for total in trained]
+    if tuple(trained) != expected:
         raise SystemExit(
-            f"{setting.arm} {setting.name}: trained {seen[0]} tokens, {seen[1]} of completions, instead of "
-            f"{expected[0]} and {expected[1]}: the arms did not do the same work"
+            f"{setting.arm} {setting.name}: trained {trained[0]} tokens, {trained[1]} of them in completions, instead "
+            f"of {expected[0]} and {expected[1]}; the two trainers did not do the same work"
         )
 
 

@@ -1,4 +1,4 @@
-"""One run of the benchmark: what its JSON file holds, and what follows from it. No number is made anywhere else."""
+"""Results of one run of the benchmark: the contents of its JSON file, and every number derived from them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16 without sp
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on all ranks of a process group."""
+    """One optimizer step, over all ranks of a process group."""
 
     seconds: float  # of the slowest rank
     phases: dict[str, float]  # mean over ranks
-    compute: list[float]  # [rank] forward and backward before gradients are exchanged
+    compute: list[float]  # [rank] forward and backward, before gradients are reduced
     peak_gb: dict[str, float]  # allocated in each phase, on the fullest rank
     reserved_gb: float
     loss: float
@@ -49,7 +49,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """One invocation of bench.py: both arms, every setting, interleaved, on one machine."""
+    """One invocation of bench.py: both trainers with every setting, alternating on one machine."""
 
     name: str
     kind: str  # train, step
@@ -59,11 +59,11 @@ class Run:
     workload: dict[str, Any]
     prompt_tokens: int  # of all completions of a step
     completion_tokens: int
-    flops: float  # that one step needs
+    flops: float  # of one step
     memory_cap_gb: float | None
-    pairs: list[list[str]]  # settings (ours, stock) compared besides equal ones and each arm's best
-    goal: str  # free text, beside the ratio
-    flags: list[str]  # of both arms
+    pairs: list[list[str]]  # settings (ours, stock) compared in addition to equal settings and the best ones
+    goal: str  # free text, shown next to the ratio
+    flags: list[str]  # of both trainers
     warm_up: int
     processes: list[Process]
 
@@ -75,41 +75,54 @@ class Run:
     def read(cls, path: Path) -> Run:
         data = json.loads(path.read_text())
         data["processes"] = [
-            Process(**{**each, "steps": [Step(**step) for step in each["steps"]]}) for each in data["processes"]
+            Process(**{**process, "steps": [Step(**step) for step in process["steps"]]})
+            for process in data["processes"]
         ]
         return cls(**data)
 
     def settings(self, arm: str) -> list[str]:
-        return list(dict.fromkeys(each.setting for each in self.processes if each.arm == arm))
+        return list(dict.fromkeys(process.setting for process in self.processes if process.arm == arm))
 
     def status(self, arm: str, setting: str) -> str:
-        return next(each.status for each in self.processes if (each.arm, each.setting) == (arm, setting))
+        return self._processes(arm, setting)[0].status
 
     def measured(self, arm: str, setting: str) -> Measured:
-        mine = [each for each in self.processes if (each.arm, each.setting) == (arm, setting)]
-        return Measured(self, arm, setting, [step for each in mine for step in each.steps])
+        steps = [step for process in self._processes(arm, setting) for step in process.steps]
+        return Measured(self, arm, setting, steps)
+
+    def _processes(self, arm: str, setting: str) -> list[Process]:
+        return [process for process in self.processes if (process.arm, process.setting) == (arm, setting)]
 
     def best(self, arm: str) -> Measured | None:
-        """The fastest setting, by what this kind of run is about."""
-        all_of_them = [self.measured(arm, setting) for setting in self.settings(arm)]
-        return min((each for each in all_of_them if each.steps), key=lambda each: each.median, default=None)
+        """Return the fastest setting of a trainer, or None if none of its settings worked."""
+        measured = [self.measured(arm, setting) for setting in self.settings(arm)]
+        return min((one for one in measured if one.steps), key=lambda one: one.median, default=None)
 
     def comparisons(self) -> list[Comparison]:
-        found = []
+        """Return all comparisons for which both settings have been measured."""
+        pairs = []
         for setting in self.settings("ours"):
             if setting in self.settings("stock"):
-                found.append(("equal flags", setting, setting))
-        ours, stock = self.best("ours"), self.best("stock")
-        if ours and stock:
-            found.append(("each at its best", ours.setting, stock.setting))
-        found += [("chosen pair", mine, theirs) for mine, theirs in self.pairs]
-        sides = [(what, self.measured("ours", mine), self.measured("stock", theirs)) for what, mine, theirs in found]
-        return [Comparison(what, mine, theirs) for what, mine, theirs in sides if mine.steps and theirs.steps]
+                pairs.append(("equal flags", setting, setting))
+        best, best_stock = self.best("ours"), self.best("stock")
+        if best and best_stock:
+            pairs.append(("each at its best", best.setting, best_stock.setting))
+        pairs += [("chosen pair", setting, stock_setting) for setting, stock_setting in self.pairs]
+        comparisons = [
+            Comparison(what, self.measured("ours", setting), self.measured("stock", stock_setting))
+            for what, setting, stock_setting in pairs
+        ]
+        return [pair for pair in comparisons if pair.ours.steps and pair.stock.steps]
+
+    def compared_settings(self) -> list[tuple[str, str]]:
+        """Return (arm, setting) of everything that a comparison uses, each once."""
+        sides = [(side.arm, side.setting) for pair in self.comparisons() for side in (pair.ours, pair.stock)]
+        return list(dict.fromkeys(sides))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """All measured steps of one arm at one setting."""
+    """All measured steps of one trainer with one setting."""
 
     run: Run
     arm: str
@@ -131,7 +144,7 @@ class Measured:
 
     @property
     def peak_gb(self) -> float:
-        """Of the train phase."""
+        """Peak memory of the train phase."""
         return max(step.train_peak_gb for step in self.steps)
 
     @property
@@ -140,7 +153,7 @@ class Measured:
 
     @property
     def mfu(self) -> float | None:
-        """Of forward and backward: what the model needs, by what the chips could do in that time."""
+        """Model FLOPs of forward and backward divided by the peak FLOPs of the devices in that time."""
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in self.run.device), None)
         if peak is None:
             return None
@@ -148,7 +161,7 @@ class Measured:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean of the ranks' own forward and backward."""
+        """Time of forward and backward: the slowest rank divided by the mean over ranks."""
         return statistics.median(max(step.compute) / statistics.fmean(step.compute) for step in self.steps)
 
 
@@ -164,27 +177,27 @@ class Comparison:
 
 
 def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:
-    """Files of the ranks of one process group -> its steps after the warm-up."""
-    return [_merge_step(of_ranks) for of_ranks in list(zip(*(rank["steps"] for rank in ranks), strict=False))[warm_up:]]
+    """Merge the result files of a process group's ranks into its steps, without warm-up."""
+    return [_merge_step(step) for step in list(zip(*(rank["steps"] for rank in ranks), strict=False))[warm_up:]]
 
 
-def _merge_step(of_ranks: Sequence[dict[str, Any]]) -> Step:
-    phases = {phase for each in of_ranks for phase in each["phases"]}
-    losses = [each["loss"] for each in of_ranks if each["loss"] is not None]
+def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
+    phases = {phase for rank in ranks for phase in rank["phases"]}
+    losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
     return Step(
-        seconds=round(max(each["seconds"] for each in of_ranks), 5),
+        seconds=round(max(rank["seconds"] for rank in ranks), 5),
         phases={
-            phase: round(statistics.fmean(each["phases"].get(phase, 0.0) for each in of_ranks), 5)
+            phase: round(statistics.fmean(rank["phases"].get(phase, 0.0) for rank in ranks), 5)
             for phase in PHASES
             if phase in phases
         },
-        compute=[round(each["phases"]["forward_backward"], 5) for each in of_ranks],
+        compute=[round(rank["phases"]["forward_backward"], 5) for rank in ranks],
         peak_gb={
-            phase: round(max(each["peak_bytes"].get(phase, 0) for each in of_ranks) / 1e9, 3)
+            phase: round(max(rank["peak_bytes"].get(phase, 0) for rank in ranks) / 1e9, 3)
             for phase in PHASES
             if phase in phases
         },
-        reserved_gb=round(max(each["reserved_bytes"] for each in of_ranks) / 1e9, 3),
+        reserved_gb=round(max(rank["reserved_bytes"] for rank in ranks) / 1e9, 3),
         loss=statistics.fmean(losses),
-        grad_norm=of_ranks[0]["grad_norm"],
+        grad_norm=ranks[0]["grad_norm"],
     )

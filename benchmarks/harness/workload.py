@@ -1,4 +1,4 @@
-"""What both arms train on: lengths from a seed, prompts of exactly those lengths, and the FLOPs that they need."""
+"""The workload of both trainers: lengths drawn from a seed, prompts of exactly those lengths, and their FLOPs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 from swift_megatron_grpo.packing.flops import FlopsModel
 
 FILLER = "x"  # one token of the byte-level tokenizer
+TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, written last; see models.py
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense Qwen3, under the names of its config.json where they are short."""
+    """Sizes of a dense Qwen3; the names follow its config.json where those are short."""
 
     layers: int
     hidden: int
@@ -64,7 +65,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One optimizer step's completions; every step has the same lengths and other tokens."""
+    """Completions of one optimizer step; every step has the same lengths and different tokens."""
 
     shape: str
     completions: int
@@ -75,9 +76,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
-            raise ValueError(f"shape {self.shape!r} is none of {', '.join(SHAPES)}")
+            raise ValueError(f"shape {self.shape!r} is unknown; use one of {', '.join(SHAPES)}")
         if self.completions % self.generations:
-            raise ValueError(f"{self.completions} completions are not whole groups of {self.generations}")
+            raise ValueError(f"{self.completions} completions are not divisible into groups of {self.generations}")
         Lengths(self.lengths), Lengths(self.prompt_lengths)
 
     @property
@@ -85,21 +86,23 @@ class Workload:
         return self.completions // self.generations
 
     def completion_tokens(self) -> list[list[int]]:
-        """[row][completion of the row]"""
+        """Return the lengths of all completions, [row][completion of the row]."""
         drawn = Lengths(self.lengths).draw(self.completions, random.Random(f"completions {self.seed}"))
         return [drawn[i : i + self.generations] for i in range(0, self.completions, self.generations)]
 
     def prompt_tokens(self, at_least: int) -> list[int]:
-        """[row]. A prompt cannot be shorter than what the chat template puts around it."""
+        """Return the lengths of all prompts, [row]; none is shorter than `at_least`, for the chat template's tokens."""
         drawn = Lengths(self.prompt_lengths).draw(self.rows, random.Random(f"prompts {self.seed}"))
         return [max(at_least, tokens) for tokens in drawn]
 
 
 def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]]) -> float:
-    """What a model needs for forward and backward of one step; the same for both arms, whatever they really compute.
+    """Return the FLOPs that a model needs for forward and backward of one step.
 
-    Two FLOPs for a multiplication and an addition; half of the attention scores, as a causal mask leaves; the output
-    layer on completion tokens only, as nothing else has a loss; backward twice the forward; nothing is recomputed.
+    The number is the same for both trainers, whatever they compute in addition. A multiplication and an addition count
+    as two FLOPs. Only half of the attention scores count, because of the causal mask, and the output layer counts on
+    completion tokens only, because other tokens have no loss. Backward counts twice as much as forward. Recomputation
+    does not count.
     """
     model = FlopsModel.of_transformer(
         num_layers=shape.layers,
@@ -115,14 +118,14 @@ def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]
 
 
 def row_of(content: str) -> int:
-    """Which row of the dataset a prompt is: its text begins with the number."""
+    """Return the dataset row of a prompt; its text begins with that number."""
     return int(content.split(" ", 1)[0])
 
 
-def write_dataset(path: Path, prompts: list[int], around: int) -> None:
-    """`around`: tokens that the chat template puts around a user's turn."""
+def write_dataset(path: Path, prompts: list[int], template_tokens: int) -> None:
+    """Write prompts of the given lengths, which include `template_tokens` from the chat template."""
     with path.open("w") as file:
         for row, tokens in enumerate(prompts):
             number = f"{row} "
-            content = number + FILLER * (tokens - around - len(number))
+            content = number + FILLER * (tokens - template_tokens - len(number))
             file.write(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")

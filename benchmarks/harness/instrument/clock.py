@@ -1,6 +1,6 @@
-"""Where the time and the memory of a step go. Every moment of a step belongs to exactly one phase.
+"""Time and peak memory of each phase of a step. Every moment of a step belongs to exactly one phase.
 
-The device is waited for where one phase ends and the next begins, and nowhere else.
+The device is synchronized where one phase ends and the next begins, and nowhere else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REST = "other"
 class Clock:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        self._phase: str | None = None  # None: between steps, where nothing is counted
+        self._phase: str | None = None  # None between steps, where nothing is counted
         self._since = 0.0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._peaks: defaultdict[str, int] = defaultdict(int)
@@ -28,7 +28,7 @@ class Clock:
 
     @contextmanager
     def step(self) -> Iterator[dict[str, Any]]:
-        """Yields the record of the step, which holds its times when the step is over."""
+        """Measure one step; the yielded record contains its times after the step."""
         self._seconds.clear()
         self._peaks.clear()
         self._reserved = 0
@@ -39,13 +39,13 @@ class Clock:
         record |= {
             "seconds": sum(self._seconds.values()),
             "phases": dict(self._seconds),
-            "peak_bytes": dict(self._peaks),  # allocated, in each phase
+            "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
         }
         self.steps.append(record)
 
     def switch(self, phase: str | None) -> None:
-        """From now on it is this phase."""
+        """End the current phase and begin this one; do nothing between steps."""
         if self._phase is None:
             return
         torch.cuda.synchronize()
@@ -69,7 +69,7 @@ class Clock:
             self.switch(before)
 
     def timed(self, name: str, function: Callable[..., Any], then: str | None = None) -> Callable[..., Any]:
-        """The function as a phase. `then`: the phase after it, if it is not the one before it."""
+        """Return the function, timed as a phase; afterwards the previous phase resumes, or `then` begins."""
 
         @wraps(function)
         def timed_function(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where the phases of a step lie in this package's trainer."""
+"""Phases of a step in this package's trainer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample
 
-# The loop's own timers. Besides loading weights and vLLM's work, the first two hold waking, offloading, falling asleep.
+# The loop's own timer: its weight_sync and generation also include wake-up, offload and sleep, which count as `switch`.
+# Loading the weights and generating, inside vLLM, are separate phases of the clock.
 PHASE_OF_TIMER = {
     "phase_switch": "switch",
     "weight_sync": "switch",
@@ -55,7 +56,8 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     return MegatronGRPOTrainer
 
 
-def what_generates() -> tuple[type, str, Callable[[Request], str]]:
+def generation_method() -> tuple[type, str, Callable[[Request], str]]:
+    """Return class and name of the method that generates, and a function from its requests to the prompt's text."""
     return LocalVllm, "_complete", lambda request: request.prompt.row["messages"][-1]["content"]
 
 
@@ -71,7 +73,7 @@ def _follow_timer(clock: Clock) -> None:
 
 
 class Canned:
-    """A GenerationEngine that makes completions up. All ranks make all of them, and the first one speaks."""
+    """GenerationEngine that returns prepared completions. All ranks make all of them; the first rank returns them."""
 
     memory_to_wake = 0
     is_new = False
@@ -99,13 +101,13 @@ class Canned:
         rows = [row_of(request.prompt.row["messages"][-1]["content"]) for request in requests]
         encoded: dict[int, list[int]] = {}
         rollouts = {}
-        for row, request, (token_ids, text) in zip(rows, requests, self._canned.of(rows), strict=True):
+        for row, request, (token_ids, text) in zip(rows, requests, self._canned.for_rows(rows), strict=True):
             ids = encoded.get(row) or encoded.setdefault(row, self._encode(request.prompt))
             rollouts[request.index] = Rollout(request.prompt, ids, token_ids, None, text, "stop", self.weights_version)
         return rollouts
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        """As ms-swift's trainer does: the tokens before those of an answer."""
+        """Return the prompt's tokens, encoded as ms-swift's trainer does: those before an assistant message."""
         sample = GRPOSample.from_row(prompt.row)
         sample.messages.append({"role": "assistant", "content": "x"})
         sample.response_token_ids = [[0]]

@@ -1,6 +1,7 @@
-"""An external plugin of ms-swift that measures its Megatron GRPO trainer, or this package's, and changes no numbers.
+"""External plugin of ms-swift that measures its Megatron GRPO trainer, or this package's, and changes no numbers.
 
-Both arms get the same: completions of given lengths, a reward that is a hash of the text, a memory cap, no checkpoints.
+Both trainers receive the same: completions of given lengths, a hash of the text as reward, a memory cap, and no
+checkpoints.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from benchmarks.harness.workload import row_of
 
 JOB = Job.read()
 CLOCK = Clock()
-TOKENS: list[tuple[int, int]] = []  # (all, of the completion) of each sequence that the first step really trained
+TOKENS: list[tuple[int, int]] = []  # (all, in the completion) of each sequence that the first step trained
 
 
 class HashReward(ORM):
-    """Differs from completion to completion, the same in both arms and again in the next run."""
+    """Reward that differs between completions and is the same for both trainers and in every run."""
 
     def __call__(self, completions: list[str], **columns: Any) -> list[float]:
         return [zlib.crc32(text.encode()) / 2**32 for text in completions]
 
 
 class CannedCompletions:
-    """Random tokens of the job's lengths; the same for the same step, row and place in its group."""
+    """Random tokens with the job's lengths, determined by step, row and place in the group."""
 
     def __init__(self) -> None:
         self._steps = 0
 
-    def of(self, rows: Iterable[int]) -> list[tuple[list[int], str]]:
-        """Tokens and text of one completion for each entry; the group's completions follow each other."""
+    def for_rows(self, rows: Iterable[int]) -> list[tuple[list[int], str]]:
+        """Return tokens and text of one completion for each entry; completions of a group are consecutive."""
         self._steps += 1
         return [self._one(row, place) for row, place in places(rows)]
 
@@ -54,19 +55,20 @@ class CannedCompletions:
 
 
 def places(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Every rank generates whole groups, so a completion's place is how often its row came before."""
-    seen: Counter[int] = Counter()
+    """Yield each row with its place in the group: the number of earlier entries of the row, as groups are whole."""
+    counts: Counter[int] = Counter()
     for row in rows:
-        yield row, seen[row]
-        seen[row] += 1
+        yield row, counts[row]
+        counts[row] += 1
 
 
 def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[Any], str]) -> None:
-    """vLLM stops each completion at the job's length and not before: random weights never stop by themselves.
+    """Make vLLM end each completion exactly at the job's length; random weights would not end it.
 
-    `owner.method` is what an arm calls, first of all with a list of requests; they reach the engine in that order.
+    `owner.method` generates in this trainer. Its first argument is a list of requests, which the engine receives in the
+    same order.
     """
-    generate, sampling_of = getattr(owner, method), engine._prepare_generation_config
+    generate, prepare_sampling = getattr(owner, method), engine._prepare_generation_config
     pending: list[int] = []
 
     def generate_lengths(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,13 +78,13 @@ def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[An
         with CLOCK.phase("generation"):
             return generate(self, *args, **kwargs)
 
-    def forced(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sampling = sampling_of(self, *args, **kwargs)
+    def prepare_fixed_length(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sampling = prepare_sampling(self, *args, **kwargs)
         sampling.max_tokens, sampling.ignore_eos = pending.pop(0), True
         return sampling
 
     setattr(owner, method, generate_lengths)
-    engine._prepare_generation_config = forced
+    engine._prepare_generation_config = prepare_fixed_length
     engine._add_stop_words = do_nothing
 
 
@@ -96,7 +98,7 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
             CLOCK.time_method(config, "finalize_model_grads_func", "grad_sync")
         with CLOCK.step() as record:
             metrics, grad_norm, updated = train_step(self, data_iterator)
-        losses = [float(each["loss"]) for each in metrics]  # of micro batches; none before the last pipeline stage
+        losses = [float(micro["loss"]) for micro in metrics]  # of micro batches; empty before the last pipeline stage
         record["loss"] = sum(losses) / len(losses) if losses else None
         record["grad_norm"] = float(grad_norm)
         write_results()
@@ -132,7 +134,7 @@ def install() -> None:
     if not JOB.canned:
         from swift.infer_engine import GRPOVllmEngine
 
-        force_lengths(GRPOVllmEngine, *arm.what_generates())
+        force_lengths(GRPOVllmEngine, *arm.generation_method())
 
 
 install()

@@ -1,4 +1,4 @@
-"""Where the phases of a step lie in ms-swift's own trainer (4.6.0)."""
+"""Phases of a step in ms-swift's own trainer (4.6.0)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.harness.workload import row_of
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[Trainer]:
     if job.canned:
         _without_engine(canned)
-    clock.time_method(Trainer, "_generate_completions", "switch")  # waking, offloading and falling asleep
+    clock.time_method(Trainer, "_generate_completions", "switch")  # wake-up, offload and sleep
     clock.time_method(Trainer, "_move_model_to_vllm", "weight_sync")
-    # After the grading all samples are encoded, collated and their log-probs computed; the advantages come then.
+    # After grading, ms-swift encodes and collates all samples and computes their log-probs, then the advantages.
     clock.time_method(Trainer, "_score_completions", "grading", then="logprobs")
     clock.time_method(Trainer, "_compute_advantages", "grading")
     schedule = base.get_forward_backward_func
@@ -29,27 +29,28 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     return Trainer
 
 
-def what_generates() -> tuple[type, str, Callable[[Any], str]]:
+def generation_method() -> tuple[type, str, Callable[[Any], str]]:
+    """Return class and name of the method that generates, and a function from its requests to the prompt's text."""
     return GRPOVllmEngine, "infer", lambda request: request.messages[-1]["content"]
 
 
 def _without_engine(canned: Any) -> None:
-    set_up = MegatronRolloutMixin._init_rollout_engine
+    init_engine = MegatronRolloutMixin._init_rollout_engine
 
-    def set_up_without_engine(self: Any) -> None:
+    def init_without_engine(self: Any) -> None:
         self.args.use_vllm = False
-        set_up(self)
+        init_engine(self)
         self.args.use_vllm = True
 
     def generate(self: Any, samples: list[Any]) -> list[Any]:
         samples = self._preprocess_inputs(samples)
         rows = [row_of(sample.messages[-1]["content"]) for sample in samples]
-        for sample, (token_ids, text) in zip(samples, canned.of(rows), strict=True):
+        for sample, (token_ids, text) in zip(samples, canned.for_rows(rows), strict=True):
             sample.messages.append({"role": "assistant", "content": text})
             sample.response_token_ids, sample.finish_reason, sample.add_eos = [token_ids], "stop", False
         return samples
 
-    MegatronRolloutMixin._init_rollout_engine = set_up_without_engine
+    MegatronRolloutMixin._init_rollout_engine = init_without_engine
     Trainer._generate_completions = generate
 
 

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, and that docs/performance.md says what the files in benchmarks/ say."""
+"""The benchmark's arithmetic, and the numbers of docs/performance.md and README.md against the files in benchmarks/."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from benchmarks import bench
 from benchmarks.harness import page
 from benchmarks.harness.instrument.clock import Clock
-from benchmarks.harness.models import fill, tokens_around_a_prompt
+from benchmarks.harness.models import count_template_tokens, fill_vocabulary
 from benchmarks.harness.picture import draw
-from benchmarks.harness.processes import Setting, interleave, worth_repeating
+from benchmarks.harness.processes import Setting, interleave
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
 from benchmarks.harness.workload import SHAPES, Lengths, Shape, Workload, row_of, training_flops, write_dataset
 from scripts.make_tiny_model import make_tokenizer
@@ -27,35 +27,38 @@ pytestmark = pytest.mark.alone
 # ---- workload
 
 
-def test_lengths_are_of_the_distribution_and_of_the_seed() -> None:
+def test_lengths_follow_the_distribution_and_the_seed() -> None:
     drawn = Lengths("lognormal:700:0.9:4096").draw(20_000, random.Random(1))
     assert statistics.median(drawn) == pytest.approx(700, rel=0.03)
     assert max(drawn) == 4096 and min(drawn) >= 1
     assert sum(tokens > 700 * 2.4596 for tokens in drawn) / 20_000 == pytest.approx(0.159, abs=0.01)  # beyond one sigma
-    one, again, other = (Workload("tiny", 16, 4, "lognormal:64:0.9:256", "constant:9", seed) for seed in (0, 0, 1))
-    assert one.completion_tokens() == again.completion_tokens() != other.completion_tokens()
+    one, same, other = (Workload("tiny", 16, 4, "lognormal:64:0.9:256", "constant:9", seed) for seed in (0, 0, 1))
+    assert one.completion_tokens() == same.completion_tokens() != other.completion_tokens()
     assert [len(group) for group in one.completion_tokens()] == [4] * 4
     assert one.prompt_tokens(at_least=1) == [9] * 4 and one.prompt_tokens(at_least=20) == [20] * 4
 
 
 @pytest.mark.parametrize("text", ["512", "constant:many", "lognormal:700:0.9", "uniform:1:2", "constant:"])
-def test_lengths_that_mean_nothing_are_refused(text: str) -> None:
+def test_malformed_lengths_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="expected constant:TOKENS or lognormal:MEDIAN:SIGMA:CAP"):
         Lengths(text)
 
 
-def test_prompts_have_exactly_their_length(tmp_path: Path) -> None:
-    tokenizer = fill(make_tokenizer(), vocabulary=1000)
-    around = tokens_around_a_prompt(tokenizer)
-    write_dataset(tmp_path / "data.jsonl", [60, 61, 200], around)
+def test_prompts_have_exactly_the_given_lengths(tmp_path: Path) -> None:
+    tokenizer = fill_vocabulary(make_tokenizer(), vocabulary=1000)
+    template_tokens = count_template_tokens(tokenizer)
+    write_dataset(tmp_path / "data.jsonl", [60, 61, 200], template_tokens)
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     contents = [row["messages"][0]["content"] for row in rows]
-    assert [len(tokenizer(content).input_ids) + around for content in contents] == [60, 61, 200]
+    assert [len(tokenizer(content).input_ids) + template_tokens for content in contents] == [60, 61, 200]
     assert [row_of(content) for content in contents] == [0, 1, 2]
-    assert [tokenizer.decode([token]) for token in (259, 999)] == ["<259>", "<999>"]  # vLLM writes what it samples
+    assert [tokenizer.decode([token]) for token in (259, 999)] == [
+        "<259>",
+        "<999>",
+    ]  # vLLM decodes every token it samples
 
 
-def test_flops_are_those_of_the_matrices_that_are_needed() -> None:
+def test_flops_count_only_the_required_matrix_products() -> None:
     shape = Shape(layers=3, hidden=8, ffn=20, heads=4, kv_heads=2, head_dim=6, vocabulary=50)
     forward = 0.0
     for prompt, completion in [(5, 3), (5, 7), (2, 1), (2, 4)]:
@@ -66,7 +69,7 @@ def test_flops_are_those_of_the_matrices_that_are_needed() -> None:
     assert training_flops(shape, [5, 2], [[3, 7], [1, 4]]) == pytest.approx(3 * forward)
 
 
-def test_shapes_have_their_names_in_parameters() -> None:
+def test_shapes_have_as_many_parameters_as_their_names_say() -> None:
     for name, billions in (("0.6b", 0.6), ("1.7b", 1.72), ("4b", 4.02)):
         shape = SHAPES[name]
         attention = shape.hidden * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
@@ -109,7 +112,7 @@ def step(seconds: float, **changes: object) -> Step:
 
 def some_run(kind: str = "train") -> Run:
     def process(arm: str, setting: str, *seconds: float, status: str = "ok") -> Process:
-        return Process(arm, setting, status, [step(each) for each in seconds], ["--x"])
+        return Process(arm, setting, status, [step(value) for value in seconds], ["--x"])
 
     return Run(
         name="some", kind=kind, device="NVIDIA H200", ranks=2, versions={"torch": "2"},
@@ -123,31 +126,31 @@ def some_run(kind: str = "train") -> Run:
     )  # fmt: skip
 
 
-def test_comparisons_are_of_medians_over_all_processes_of_a_setting() -> None:
-    found = {each.what: (each.ours.setting, each.stock.setting, each.ratio) for each in some_run().comparisons()}
-    assert found == {
+def test_comparisons_use_medians_over_all_processes_of_a_setting() -> None:
+    compared = {pair.what: (pair.ours.setting, pair.stock.setting, pair.ratio) for pair in some_run().comparisons()}
+    assert compared == {
         "equal flags": ("mbs4", "mbs4", pytest.approx(7.5 / 3.1)),
         "each at its best": ("tokens1", "mbs8", pytest.approx(5.05 / 2.0)),
         "chosen pair": ("tokens1", "mbs4", pytest.approx(7.5 / 2.0)),
     }
-    whole = {each.what: each.ratio for each in some_run("step").comparisons()}
-    assert whole["equal flags"] == pytest.approx(8.5 / 4.1)  # with what is outside the train phase
+    whole = {pair.what: pair.ratio for pair in some_run("step").comparisons()}
+    assert whole["equal flags"] == pytest.approx(8.5 / 4.1)  # including time outside the train phase
 
 
-def test_memory_and_mfu_are_those_of_the_train_phase() -> None:
+def test_memory_and_mfu_describe_the_train_phase() -> None:
     best = some_run().best("ours")
     assert best is not None and best.peak_gb == 40.0
-    assert best.mfu == pytest.approx(1.0 / (2.0 * 0.75) / 2)  # a second's worth of one chip, on two
+    assert best.mfu == pytest.approx(1.0 / (2.0 * 0.75) / 2)  # one second of one chip's peak, on two chips
     assert best.tokens_per_second_per_device == pytest.approx(800 / 2.0 / 2)
 
 
-def test_a_run_survives_its_file(tmp_path: Path) -> None:
+def test_a_run_is_equal_after_writing_and_reading(tmp_path: Path) -> None:
     run = some_run()
     run.write(tmp_path / "some.json")
     assert Run.read(tmp_path / "some.json") == run
 
 
-def test_ranks_become_one_step_after_the_warm_up() -> None:
+def test_ranks_are_merged_into_steps_without_the_warm_up() -> None:
     def rank(scale: float, loss: float | None) -> dict[str, object]:
         return {"steps": [{"seconds": scale * n, "phases": {"forward_backward": scale * n, "other": 0.5},
                            "peak_bytes": {"forward_backward": 1e9 * scale, "other": 1e9}, "reserved_bytes": 2e9,
@@ -156,20 +159,21 @@ def test_ranks_become_one_step_after_the_warm_up() -> None:
     (merged,) = merge_ranks([rank(1.0, None), rank(3.0, 0.25)], warm_up=1)
     assert merged.seconds == 6.0 and merged.compute == [2.0, 6.0] and merged.phases["forward_backward"] == 4.0
     assert merged.peak_gb == {"forward_backward": 3.0, "other": 1.0} and merged.reserved_gb == 2.0
-    assert merged.loss == 0.25 and merged.grad_norm == 2.0  # only the last pipeline stage knows the loss
+    assert merged.loss == 0.25 and merged.grad_norm == 2.0  # only the last pipeline stage has the loss
 
 
-def test_arms_take_turns_and_later_rounds_repeat_what_is_compared() -> None:
+def test_trainers_alternate_and_later_rounds_repeat_compared_settings() -> None:
     settings = [Setting(arm, name, ()) for arm, name in
                 (("ours", "a"), ("ours", "b"), ("stock", "c"), ("stock", "d"), ("stock", "e"))]  # fmt: skip
-    assert [each.name for each in interleave(settings)] == ["a", "c", "b", "d", "e"]
-    assert worth_repeating(some_run()) == {("ours", "mbs4"), ("ours", "tokens1"), ("stock", "mbs4"), ("stock", "mbs8")}
+    assert [setting.name for setting in interleave(settings)] == ["a", "c", "b", "d", "e"]
+    compared = set(some_run().compared_settings())
+    assert compared == {("ours", "mbs4"), ("ours", "tokens1"), ("stock", "mbs4"), ("stock", "mbs8")}
 
 
-def test_settings_of_different_numbers_of_ranks_are_refused() -> None:
-    given = bench.parse(["train", "--json", "x.json", "--ours", "tp2+tokens64", "--stock", "dp2+mbs4", "--stock-flags",
+def test_settings_with_different_numbers_of_ranks_are_rejected() -> None:
+    args = bench.parse(["train", "--json", "x.json", "--ours", "tp2+tokens64", "--stock", "dp2+mbs4", "--stock-flags",
                          "--sleep_level 1"])  # fmt: skip
-    settings, ranks = bench.settings_of(given)
+    settings, ranks = bench.settings_of(args)
     assert ranks == 2
     assert settings[0].flags == (
         "--tensor_model_parallel_size",
@@ -187,27 +191,27 @@ def test_settings_of_different_numbers_of_ranks_are_refused() -> None:
 # ---- the page
 
 
-def test_the_page_says_ratios_losses_and_failures() -> None:
+def test_the_page_shows_ratios_losses_and_failures() -> None:
     text = page.page([some_run(), some_run("step")])
     assert "| some | mbs4 | 3.100 (3.000-3.200) | mbs4 | 7.500 (6.000-9.000) | **2.42** | 1.5 | 1.00e-09 / " in text
     assert "| some | ms-swift | mbs16 | out of memory | 0 | - |" in text
     assert "times as fast" in draw([some_run()])
 
 
-def test_the_committed_page_is_that_of_the_committed_files() -> None:
+def test_the_committed_page_matches_the_committed_results() -> None:
     runs = page.read_runs(REPOSITORY)
     assert runs, "benchmarks/ has no results"
-    again = "run python -m benchmarks.bench report"
-    assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), again
-    assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), again
+    advice = "run python -m benchmarks.bench report"
+    assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), advice
+    assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), advice
     readme = (REPOSITORY / page.README).read_text()
-    assert readme == page.with_headlines(readme, runs), again
-    for run in (run for run in runs if run.name in page.HEADLINES):  # what the words above the table say of all of it
+    assert readme == page.with_headlines(readme, runs), advice
+    for run in (run for run in runs if run.name in page.HEADLINES):  # README states these facts above the table
         assert run.device == "NVIDIA H200" and run.versions["ms-swift"] == "4.6.0"
         assert (run.workload["completions"], run.workload["generations"]) == (128, 8)
 
 
-def test_the_readme_gets_the_table_and_keeps_the_rest() -> None:
+def test_the_report_replaces_only_the_table_in_the_readme() -> None:
     begin, end = page.IN_README
     runs = [replace(some_run(), name=name) for name in page.HEADLINES]
     readme = page.with_headlines(f"before\n{begin}| old |\n{end}after\n", runs)
@@ -216,11 +220,11 @@ def test_the_readme_gets_the_table_and_keeps_the_rest() -> None:
     assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
 
 
-def test_the_train_phase_on_one_cpu_rank_is_half_as_fast_again_as_ms_swifts() -> None:
-    """As measured; tests/e2e/test_bench.py measures anew."""
+def test_the_recorded_train_phase_on_one_cpu_rank_is_1_5_times_as_fast_as_ms_swift() -> None:
+    """Compares the recorded results; tests/e2e/test_bench.py measures again."""
     run = Run.read(REPOSITORY / "benchmarks" / "cpu" / "train-tiny.json")
-    (best,) = (each for each in run.comparisons() if each.what == "each at its best")
+    (best,) = (pair for pair in run.comparisons() if pair.what == "each at its best")
     assert best.ratio >= 1.5
     assert len(best.ours.steps) >= 5 and len(best.stock.steps) >= 5
-    assert len(run.settings("stock")) >= 3  # its best of several
+    assert len(run.settings("stock")) >= 3  # the best of several settings
     assert best.ours.steps[0].grad_norm == pytest.approx(best.stock.steps[0].grad_norm, rel=1e-4)

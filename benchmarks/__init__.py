@@ -1,0 +1,12 @@
+"""Measurements of this package, most of them against ms-swift's own Megatron GRPO trainer.
+
+bench.py                    train phase or whole step of both trainers; `report` writes docs/performance.md
+bench_h200.sh               all runs of bench.py on H200
+bench_head.py               time and memory of the output layer with its log-probs
+bench_switches.py           time between training and generation: offload, wake-up, weight sync
+train_every_algorithm.py    reward before and after training with every loss and advantage estimator
+harness/                    implementation of bench.py
+cpu/, h200/                 results of bench.py, one JSON file for each run
+
+tests/unit/benchmarks covers bench.py, tests/e2e/test_bench.py runs it.
+"""
