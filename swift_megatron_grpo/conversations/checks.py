@@ -1,4 +1,4 @@
-"""Checks of the flags for conversations of several turns; the trainer and `swift rollout` both call them."""
+"""Validation of the multi-turn flags; the trainer and `swift rollout` both call it."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ def check_multi_turn(
     use_gym_env: bool | None,
     gym_env: str | None,
     schedulers: Iterable[str],
-    led_by_run: Iterable[str],
+    with_own_run: Iterable[str],
     environments: Iterable[str],
 ) -> None:
-    """`schedulers`, `environments`: ms-swift's registries; `led_by_run`: those with a `run` of their own."""
+    """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered.
+
+    `schedulers`, `environments`: ms-swift's registries; `with_own_run`: schedulers that override `run`.
+    """
     if scheduler is None:
         for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):
             if value:
                 known = "with gym_scheduler or another one" if "gym" in flag else "with one of ms-swift's"
-                raise ValueError(
-                    f"--{flag} {value} needs turns that follow each other; add --multi_turn_scheduler {known}"
-                )
+                raise ValueError(f"--{flag} {value} needs multi-turn conversations; add --multi_turn_scheduler {known}")
         return
     check_registered("multi_turn_scheduler", [scheduler], schedulers, "swift.rollout.multi_turn.multi_turns")
     if gym_env is not None:
         check_registered("gym_env", [gym_env], environments, "swift.rollout.gym_env.envs")
-    if scheduler in led_by_run:
+    if scheduler in with_own_run:
         raise ValueError(
-            f"--multi_turn_scheduler {scheduler} leads the conversation in a run() of its own, which ms-swift calls "
-            "behind `swift rollout` only; use a scheduler with step() and on_turn_end()"
+            f"--multi_turn_scheduler {scheduler} runs the conversation in its own run(), which ms-swift calls only "
+            "behind `swift rollout`; use a scheduler with step() and on_turn_end()"
         )
     check_max_turns(max_turns)
 

@@ -1,7 +1,7 @@
-"""Several turns of one conversation as one sequence of tokens: what the engine saw and sampled, never encoded again.
+"""The turns of one conversation as one token sequence, exactly as the engine saw and sampled it: never re-encoded.
 
-Each turn's prompt holds the conversation so far. So the last prompt and what followed it is the whole, and a token of
-an earlier turn is where it was sampled if the prompt before it is still the beginning of the whole.
+Each turn's prompt contains the conversation so far. So the last prompt plus the last completion is the whole sequence,
+and a token of an earlier turn is at the position where it was sampled if that turn's prompt is still a prefix of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a scheduler says of one message of the assistant, which may be the work of several turns."""
+    """One assistant message as a scheduler reports it; several turns may have contributed to it."""
 
     ids: list[int]
     trained: list[bool]
@@ -31,57 +31,61 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
+    """A whole conversation as one sample."""
+
     prompt_ids: list[int]  # before the first sampled token that is trained
-    completion_ids: list[int]  # [c] all after it
-    sampled: list[bool]  # [c] by the policy; the others are a tool's or the environment's
-    logprobs: list[float] | None  # of the sampled ones
-    lost_turns: int  # whose words the scheduler has rewritten or taken out: the policy never saw what is there now
+    completion_ids: list[int]  # [c] everything after it
+    sampled: list[bool]  # [c] True: sampled by the policy; False: from a tool or the environment
+    logprobs: list[float] | None  # of the sampled tokens
+    lost_turns: int  # turns whose text the scheduler has rewritten or removed: the policy never saw the new text
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
-    """Of the conversation's turn of this number, from 1. Not the conversation's own and not one beside it: neighbouring
-    conversations have neighbouring seeds."""
+    """Derive the seed of turn `number`, from 1.
+
+    The hash keeps it apart from the seeds of neighbouring conversations, which are consecutive.
+    """
     if seed is None:
         return None
     return int.from_bytes(blake2b(f"{seed}, {number}".encode(), digest_size=6).digest(), "big")
 
 
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:
-    """`messages`: from which a scheduler takes tokens out of the loss that the policy did sample."""
+    """Join turns into one sequence. `messages`: loss masks, which may exclude tokens that the policy sampled."""
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids
-    found: dict[int, float | None] = {}  # position of each sampled token, and its log-prob
+    sampled: dict[int, float | None] = {}  # position of each sampled token, and its log-prob
     lost = 0
     for turn in turns:
         start = len(turn.prompt_ids)
-        kept = _common(tokens[start:], turn.completion_ids) if tokens[:start] == turn.prompt_ids else 0
+        kept = _common_prefix(tokens[start:], turn.completion_ids) if tokens[:start] == turn.prompt_ids else 0
         lost += kept == 0 and bool(turn.completion_ids)
         logprobs: Sequence[float | None] = turn.logprobs or [None] * kept
-        found |= {start + i: logprobs[i] for i in range(kept)}
-    for position in _left_out(tokens, turns, messages):
-        found.pop(position, None)
-    begin = min(found, default=len(turns[-1].prompt_ids))
-    values = [found[position] for position in sorted(found)]
+        sampled |= {start + i: logprobs[i] for i in range(kept)}
+    for position in _masked_positions(tokens, turns, messages):
+        sampled.pop(position, None)
+    begin = min(sampled, default=len(turns[-1].prompt_ids))
+    values = [sampled[position] for position in sorted(sampled)]
     known = [value for value in values if value is not None]
     return Conversation(
         prompt_ids=tokens[:begin],
         completion_ids=tokens[begin:],
-        sampled=[position in found for position in range(begin, len(tokens))],
+        sampled=[position in sampled for position in range(begin, len(tokens))],
         logprobs=known if len(known) == len(values) else None,
         lost_turns=lost,
     )
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
-def _left_out(tokens: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]) -> list[int]:
-    """Positions that a scheduler's loss mask takes out."""
+def _masked_positions(tokens: Sequence[int], turns: Sequence[Turn], messages: Sequence[Message]) -> list[int]:
+    """Return the positions that a scheduler's loss mask excludes."""
     positions: list[int] = []
     cursor = 0
     for message in messages:
-        start = _place(tokens, turns, message.ids, cursor)
+        start = _find_message(tokens, turns, message.ids, cursor)
         if start is None:  # rewritten since, so none of its tokens counts as sampled
             continue
         positions += [start + i for i, trained in enumerate(message.trained) if not trained]
@@ -89,8 +93,8 @@ def _left_out(tokens: Sequence[int], turns: Sequence[Turn], messages: Sequence[M
     return positions
 
 
-def _place(tokens: Sequence[int], turns: Sequence[Turn], ids: Sequence[int], cursor: int) -> int | None:
-    """Where a message begins: where a turn's completion does, or before it by a prefix that the template gives."""
+def _find_message(tokens: Sequence[int], turns: Sequence[Turn], ids: Sequence[int], cursor: int) -> int | None:
+    """Return the start of a message: at the start of a turn's completion, or earlier by a prefix of the template."""
     for turn in turns:
         begin = len(turn.prompt_ids)
         for start in range(begin, max(cursor, begin - len(ids)) - 1, -1):

@@ -1,4 +1,4 @@
-"""What is asked of vLLM, in ms-swift's words."""
+"""Conversion of requests to ms-swift's types, and of completions to rollouts."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swift.utils import remove_response
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.protocol.messages import as_json
-from swift_megatron_grpo.types import Prompt
+from swift_megatron_grpo.protocol.messages import Completion, as_json
+from swift_megatron_grpo.types import Prompt, Rollout
 
 
 def request_config(sampling: SamplingConfig, seed: int | None = None) -> RequestConfig:
@@ -39,14 +39,32 @@ def infer_request(prompt: Prompt, include_extra: bool = False) -> RolloutInferRe
 
 
 def conversation_request(request: Request) -> RolloutInferRequest:
-    """With all of the dataset's columns, and a name of its own, wherever it is led: environments are kept by it."""
-    asked = infer_request(request.prompt, include_extra=True)
-    asked.uuid = f"{request.prompt.prompt_id}-{request.index}"
-    return asked
+    """Create the request of a conversation, with all columns of the dataset and a unique id.
+
+    The id is the same wherever the conversation runs; ms-swift keeps environments by it.
+    """
+    conversation = infer_request(request.prompt, include_extra=True)
+    conversation.uuid = f"{request.prompt.prompt_id}-{request.index}"
+    return conversation
 
 
-def conversation_in_words(request: Request) -> dict[str, Any]:
-    """For a server, which is told in JSON."""
-    asked = asdict(conversation_request(request))
-    columns = {name: as_json(f"dataset's column {name}", value) for name, value in asked["data_dict"].items()}
-    return asked | {"data_dict": {name: json.loads(value) for name, value in columns.items()}}
+def conversation_payload(request: Request) -> dict[str, Any]:
+    """Create the request of a conversation as JSON values, for a server."""
+    payload = asdict(conversation_request(request))
+    columns = {name: as_json(f"dataset's column {name}", value) for name, value in payload["data_dict"].items()}
+    return payload | {"data_dict": {name: json.loads(value) for name, value in columns.items()}}
+
+
+def to_rollout(prompt: Prompt, completion: Completion) -> Rollout:
+    return Rollout(
+        prompt=prompt,
+        prompt_ids=completion.prompt_ids,
+        completion_ids=completion.completion_ids,
+        logprobs=completion.logprobs,
+        text=completion.text,
+        finish_reason=completion.finish_reason,
+        weights_version=completion.weights_version,
+        sampled=completion.sampled,
+        messages=completion.messages,
+        infos=completion.infos,
+    )

@@ -1,4 +1,4 @@
-"""The flags of `swift rollout`: ms-swift's, with the defaults that a server of weights and completions should have."""
+"""The flags of `swift rollout`: ms-swift's flags, with the defaults of a server that receives weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ LOOPBACK = "127.0.0.1"
 @dataclass
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
-    host: str = LOOPBACK  # ms-swift's default is every interface
+    host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
     api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
 
     def __post_init__(self) -> None:
-        """ms-swift takes the next port when this one is busy, and it counts a port as busy for a minute after a server
-        on it was killed. A trainer waits for the server where it was."""
+        """Keep the requested port, and check the flags.
+
+        ms-swift takes the next free port if this one is busy, and treats a port as busy for a minute after a server on
+        it was killed. A trainer waits for the restarted server on the same port.
+        """
         port = self.port
         super().__post_init__()
         self.port = port
@@ -36,29 +39,30 @@ class GRPORolloutArguments(RolloutArguments):
             self.use_gym_env,
             self.gym_env,
             schedulers=multi_turns,
-            led_by_run=(),  # a server leads by any
+            with_own_run=(),  # a server runs any scheduler
             environments=envs,
         )
-        if _somebody_listens(self.host, port):
-            raise ValueError(f"--port {port}: another process listens on it; use another one, or end that process")
+        if _is_port_taken(self.host, port):
+            raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
 
     def _set_default_engine_type(self) -> None:
         if self.vllm_use_async_engine is False:
             raise ValueError(
-                "--vllm_use_async_engine false: requests come one by one and are batched as they come, which is the "
-                "asynchronous engine's way; leave it out, or set SWIFT_MEGATRON_GRPO=off for ms-swift's own server"
+                "--vllm_use_async_engine false: this server receives requests one by one and batches them as they "
+                "arrive, which needs the asynchronous engine; remove the flag, or set SWIFT_MEGATRON_GRPO=off to run "
+                "ms-swift's own server"
             )
         self.vllm_use_async_engine = True
         super()._set_default_engine_type()
 
     def _check_device_count(self) -> None:
-        """On a machine without accelerators vLLM's workers share the processor, and ms-swift counts no device."""
+        """Skip ms-swift's check without accelerators, where vLLM's workers share the CPU."""
         if torch.accelerator.current_accelerator(check_available=True) is not None:
             super()._check_device_count()
 
 
-def _somebody_listens(host: str, port: int) -> bool:
-    """A listener may take a port that connections of before still hold, and uvicorn does."""
+def _is_port_taken(host: str, port: int) -> bool:
+    """Return True if a process listens on the port. Lingering connections do not count: uvicorn can still listen."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         socket.create_server((host, port), family=family).close()

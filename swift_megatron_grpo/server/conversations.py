@@ -1,8 +1,8 @@
-"""Conversations behind a rollout server: one request is one conversation, led by ms-swift's scheduler from its first
-turn to its last, beside all others.
+"""Conversations on a rollout server: one request is one conversation, driven by ms-swift's scheduler.
 
-The scheduler and its environments are those that ms-swift made for its own route, with `run` of its own or ms-swift's.
-It asks the engine for one turn after the other, and the engine keeps for the conversation what it saw and sampled.
+Conversations run concurrently. The scheduler and its environments are those that ms-swift built for its own route; its
+`run` may be ms-swift's or its own. It requests one turn after the other from the engine, which records for the
+conversation the tokens that it saw and sampled.
 """
 
 from __future__ import annotations
@@ -24,130 +24,125 @@ from swift.infer_engine.protocol import (
 from swift.rollout import MultiTurnScheduler
 
 from swift_megatron_grpo.conversations.scheduling import (
-    Finished,
+    FinishedConversation,
     close_environment,
+    empty_response,
     end_without_room,
     finish,
+    first_prompt_too_long,
     has_room,
-    no_answer,
-    no_first_turn,
-    turn_of,
+    to_turn,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
 
 
-class ConversingEngine(GRPOVllmEngine):
-    """ms-swift's engine. What is asked from within a conversation is a turn of it."""
+class ConversationEngine(GRPOVllmEngine):
+    """ms-swift's engine, which records requests made within a conversation as turns of it."""
 
     async def infer_async(
         self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **options: Any
     ) -> ChatCompletionResponse:
-        turns, ask = _conversation.get(), partial(super().infer_async, infer_request, **options)
+        turns, infer = _conversation.get(), partial(super().infer_async, infer_request, **options)
         if turns is None:
-            return await ask(request_config)
-        return await turns.next(infer_request, request_config or RequestConfig(), ask)
+            return await infer(request_config)
+        return await turns.generate(infer_request, request_config or RequestConfig(), infer)
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
-        """ms-swift calls this when it has encoded the prompt."""
+        """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
         length = self._get_num_tokens(inputs)
         if _conversation.get() is not None and not has_room(length, self.max_tokens_offset, self.max_model_len):
-            raise _NoRoomLeft
+            raise _NoRoom
         super().set_default_max_tokens(request_config, inputs)
 
 
-class _NoRoomLeft(Exception):
-    """The prompt of this turn is as long as the engine's sequences may be."""
+class _NoRoom(Exception):
+    """The prompt of this turn already has the maximum length of the engine's sequences."""
 
 
-class _Turns:
-    """Of one conversation, as they come."""
+class _TurnRecorder:
+    """The turns of one conversation."""
 
     def __init__(self, seed: int | None) -> None:
-        self.kept: list[Turn] = []
-        self.continues = False  # the last one went on in the message of the one before
+        self.recorded: list[Turn] = []
+        self.continues = False  # the last turn continued the assistant message of the turn before
         self._seed = seed
-        self._asked = 0
-        self._over = False
+        self._requested = 0
+        self._ended = False
 
-    async def next(
+    async def generate(
         self,
         request: RolloutInferRequest,
         config: RequestConfig,
-        ask: Callable[[RequestConfig], Awaitable[ChatCompletionResponse]],
+        infer: Callable[[RequestConfig], Awaitable[ChatCompletionResponse]],
     ) -> ChatCompletionResponse:
-        if self._over:
-            raise RuntimeError("the scheduler asks for another turn of a conversation that has no room left")
-        self._asked += 1
-        config = replace(config, seed=turn_seed(self._seed, self._asked), return_details=True, logprobs=True)
+        """Generate the next turn. A conversation without room for it gets an empty response, which ends it."""
+        if self._ended:
+            raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
+        self._requested += 1
+        config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=True)
         try:
-            answer = await ask(config)
-        except _NoRoomLeft:
-            if not self.kept:
-                raise no_first_turn([request]) from None
-            self._over = True
-            return no_answer(request)
-        self.kept.append(turn_of(answer))
-        return answer
+            response = await infer(config)
+        except _NoRoom:
+            if not self.recorded:
+                raise first_prompt_too_long([request]) from None
+            self._ended = True
+            return empty_response(request)
+        self.recorded.append(to_turn(response))
+        return response
 
 
-_conversation: ContextVar[_Turns | None] = ContextVar("conversation", default=None)
+_conversation: ContextVar[_TurnRecorder | None] = ContextVar("conversation", default=None)
 
 
 class Conversations:
+    """Runs conversations with ms-swift's scheduler."""
+
     def __init__(self, scheduler: MultiTurnScheduler) -> None:
         self._scheduler = scheduler
         end_without_room(scheduler)
         if type(scheduler).run is MultiTurnScheduler.run:
-            _prefix_what_steps_say(scheduler)
-        self._led: dict[str, asyncio.Task[Any]] = {}  # by uuid
+            _add_answer_prefix_to_steps(scheduler)
+        self._running: dict[str, asyncio.Task[Any]] = {}  # by uuid
         self._closing: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
-        """Both in ms-swift's words. All that came after the first prompt is the completion."""
-        finished = await self.lead(RolloutInferRequest(**request), RequestConfig(**sampling))
-        conversation = finished.conversation
-        return Completion(
-            prompt_ids=conversation.prompt_ids,
-            completion_ids=conversation.completion_ids,
-            logprobs=conversation.logprobs,
-            text=finished.messages[-1]["content"],
-            finish_reason=finished.finish_reason,
-            weights_version=NO_WEIGHTS,  # the web server knows
-            sampled=conversation.sampled,
-            messages=finished.messages,
-            infos=finished.infos,
-        )
+        """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
+        finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling))
+        return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
 
-    async def lead(self, request: RolloutInferRequest, sampling: RequestConfig) -> Finished:
-        """To its end, in a task of its own. Who asks for the same one again no longer waits for the first answer."""
+    async def run(self, request: RolloutInferRequest, sampling: RequestConfig) -> FinishedConversation:
+        """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
         uuid = request.uuid
-        while uuid in self._led:
-            self._led[uuid].cancel()
-            await asyncio.wait([self._led[uuid]])
+        while uuid in self._running:
+            self._running[uuid].cancel()
+            await asyncio.wait([self._running[uuid]])
         task = asyncio.current_task()
         assert task is not None
-        self._led[uuid] = task
-        turns = _Turns(sampling.seed)
-        _conversation.set(turns)  # for this task, and for those that the scheduler starts in it
+        self._running[uuid] = task
+        turns = _TurnRecorder(sampling.seed)
+        _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
-            output = _only(await self._scheduler.run(request, sampling), turns.kept)
+            output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)
         finally:
-            del self._led[uuid]
+            del self._running[uuid]
             self._close(uuid)
-        return finish(output, turns.kept, self._scheduler.tokenizer.decode)
+        return finish(output, turns.recorded, self._scheduler.tokenizer.decode)
 
     def _close(self, uuid: str) -> None:
-        """Nobody waits for an environment that takes its time."""
+        """Close the environment in the background, because closing may be slow."""
         closing = asyncio.create_task(close_environment(self._scheduler, uuid))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
 
-def _prefix_what_steps_say(scheduler: MultiTurnScheduler) -> None:
-    """A template may put words in front of every answer (`<think></think>`), which the policy saw when it sampled.
-    ms-swift's other loop puts their tokens in front of those that a scheduler's step() gives, and run() does not: so
-    the next turn would see another beginning."""
+def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
+    """Prepend the template's answer prefix to the tokens that the scheduler's step() returns.
+
+    A template may put a prefix in front of every answer (`<think></think>`), which the policy saw when it sampled.
+    ms-swift's other loop prepends the prefix's tokens to those returned by step(), but run() does not: the next turn
+    would see a different prefix.
+    """
     append, step = scheduler.append_assistant_completion, scheduler.step
 
     def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
@@ -157,28 +152,30 @@ def _prefix_what_steps_say(scheduler: MultiTurnScheduler) -> None:
             turns.continues = continues
         return continues
 
-    def stepped(request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int) -> dict[str, Any]:
-        said: dict[str, Any] = step(request, choice, turn)
+    def step_with_prefix(
+        request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
+    ) -> dict[str, Any]:
+        result: dict[str, Any] = step(request, choice, turn)
         turns = _conversation.get()
-        if turns is None or said.get("response_token_ids") is None:
-            return said
+        if turns is None or result.get("response_token_ids") is None:
+            return result
         ids, mask = scheduler.get_response_token_data(
-            request, choice, turns.continues, said["response_token_ids"], said.get("response_loss_mask")
+            request, choice, turns.continues, result["response_token_ids"], result.get("response_loss_mask")
         )
-        return {**said, "response_token_ids": ids, "response_loss_mask": mask}
+        return {**result, "response_token_ids": ids, "response_loss_mask": mask}
 
-    scheduler.append_assistant_completion, scheduler.step = append_assistant_completion, stepped
+    scheduler.append_assistant_completion, scheduler.step = append_assistant_completion, step_with_prefix
 
 
-def _only(said: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> RolloutOutput:
-    """What a `run` of the scheduler's own may get wrong."""
-    outputs = said if isinstance(said, list) else [said]
+def _single_output(returned: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> RolloutOutput:
+    """Validate the result of a scheduler's run(), which a scheduler may override."""
+    outputs = returned if isinstance(returned, list) else [returned]
     if len(outputs) != 1:
         raise ValueError(
             f"the scheduler's run() returned {len(outputs)} outputs for one request; a conversation is one sample "
             "here, with all its messages"
         )
     if outputs[0].messages is None or not turns:
-        missing = "messages" if turns else "turns, because it has not asked infer_engine.infer_async for one"
+        missing = "messages" if turns else "turns, because it never called infer_engine.infer_async"
         raise ValueError(f"the scheduler's run() returned an output without {missing}")
     return outputs[0]

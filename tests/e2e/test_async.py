@@ -33,11 +33,11 @@ def train(
     server: RolloutServer,
     flags: list[str],
     environment: dict[str, str] | None = None,
-    meanwhile: Callable[[str], object] | None = None,
+    on_line: Callable[[str], object] | None = None,
 ) -> Finished:
     asked = [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags]
     variables = {API_KEY_VARIABLE: KEY, **(environment or {})}
-    run = megatron_rlhf(dense, dataset, folder, 2, asked, variables, meanwhile=meanwhile)
+    run = megatron_rlhf(dense, dataset, folder, 2, asked, variables, on_line=on_line)
     assert run.code == 0, run.output[-4000:]
     return run
 
@@ -143,9 +143,9 @@ def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Pa
     flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100", "--save_steps", "100",
              "--vllm_server_timeout", "600"]  # fmt: skip
     run = train(dense, dataset, folder / "restarted", server,
-                [*flags, *AHEAD, "--rollout_dump", str(rollouts)], meanwhile=kill)  # fmt: skip
-    assert restarted and "0 of 1 are left" in run.output and "is back after" in run.output
-    assert "weights 3 were sent again to what lacked them" in run.output
+                [*flags, *AHEAD, "--rollout_dump", str(rollouts)], on_line=kill)  # fmt: skip
+    assert restarted and "0 of 1 remain" in run.output and "is back after" in run.output
+    assert "weights 3 were resent to servers that needed them" in run.output
     assert len(run.log) == 5 and all(step["rollout/staleness_max"] <= 1 for step in run.log)
     found = versions(rollouts)
     assert 3 in found[3] <= {2, 3} and found[4] == {3}

@@ -93,7 +93,7 @@ def test_numbers_of_two_servers_are_those_of_colocate(
     for run in (remote, local):
         assert " tensors bit by bit as they were sent; its log-probs of a fixed text of 128 tokens are" in run.output
         assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
-    assert "--sleep_level: for vLLM in the training processes" in remote.output
+    assert "--sleep_level: without effect with --vllm_mode server" in remote.output
     assert [server.ask("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
 
@@ -114,11 +114,11 @@ def test_a_killed_server_takes_nothing_with_it(
             killed.append(line)
             servers[0].kill()
 
-    disturbed = train(dense, dataset, folder / "disturbed", [*flags, *server_flags(*servers)], meanwhile=kill)
+    disturbed = train(dense, dataset, folder / "disturbed", [*flags, *server_flags(*servers)], on_line=kill)
     servers[0].start()
     undisturbed = train(dense, dataset, folder / "undisturbed", [*flags, *server_flags(servers[1])])
-    assert killed and "is out: " in disturbed.output and "1 of 2 are left" in disturbed.output
-    assert "unfinished completions of" in disturbed.output and "is there again" in disturbed.output
+    assert killed and "is lost: " in disturbed.output and "1 of 2 remain" in disturbed.output
+    assert "unfinished completions of" in disturbed.output and "are recovered" in disturbed.output
     for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
         assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
     assert hf_difference(disturbed.last_checkpoint, base=dense)["max"] < 1e-4
@@ -243,14 +243,14 @@ def test_the_only_server_is_started_again(
             server.kill()
             server.start()
 
-    disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], meanwhile=kill)
-    assert "weights 2 were sent again to what lacked them, checked: {'sync_check/mean_diff': " in disturbed.output
+    disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], on_line=kill)
+    assert "weights 2 were resent to servers that needed them, checked: {'sync_check/mean_diff': " in disturbed.output
     [held] = server.ask("GET", Routes.HELD_WEIGHTS)[
         "workers"
     ]  # in full: none that had not collect_checksums for a load could tell
     assert held["held"] and not held["ignored"] and not held["unwritten"]
     undisturbed = train(dense, dataset, folder / "not restarted", [*flags, *server_flags(server)])
-    assert restarted and "0 of 1 are left" in disturbed.output and "is back after" in disturbed.output
+    assert restarted and "0 of 1 remain" in disturbed.output and "is back after" in disturbed.output
     for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
         assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
 
@@ -264,7 +264,7 @@ def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers:
             servers[1].kill()
 
     flags = ["--train_iters", "5", "--save_steps", "100", "--vllm_server_timeout", "3", *server_flags(servers[1])]
-    run = train(dense, dataset, folder / "gone", flags, meanwhile=kill)
+    run = train(dense, dataset, folder / "gone", flags, on_line=kill)
     assert run.code != 0
     assert f"no rollout server has answered for 3 s (--vllm_server_timeout 3): {servers[1].url}" in run.output
     assert "then resume this run from its last checkpoint" in run.output
@@ -287,13 +287,13 @@ class NotOurs(BaseHTTPRequestHandler):
     ("change", "said"),
     [
         ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
-        ({"api_key": None}, "wants its --api_key"),
+        ({"api_key": None}, "requires its --api_key"),
         ({"needed_length": 300}, "start it with --vllm_max_model_len 300"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
         (
             {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},
-            "without --multi_turn_scheduler, and",
+            "without --multi_turn_scheduler, but",
         ),
         ({"urls": "not ours"}, "pip install swift-megatron-grpo"),
         ({}, None),
@@ -320,7 +320,7 @@ def test_a_server_that_does_not_suit_is_refused(
         with pytest.raises(ValueError, match=said) as refused:
             engine.check()
         if "did not answer" in said:
-            assert "http_proxy=http://proxy.example:3128 is set, and not used" in str(refused.value)
+            assert "http_proxy=http://proxy.example:3128 is set but not used" in str(refused.value)
     finally:
         engine.shutdown()
 

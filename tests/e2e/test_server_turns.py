@@ -121,7 +121,7 @@ def config_of(server: RolloutServer, model: Path) -> ServerConfig:
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        (None, r"it leads conversations of several turns \(--multi_turn_scheduler gym_scheduler --max_turns 3"),
+        (None, r"it runs multi-turn conversations \(--multi_turn_scheduler gym_scheduler --max_turns 3"),
         (
             RemoteTurnsConfig("", scheduler="hints"),
             "its --multi_turn_scheduler is gym_scheduler, and this run's is hin",
@@ -186,7 +186,7 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
         assert engine.needs_weights(8)
         send(8)
         again.join(timeout=20)
-        assert len(answers) == 2 and all("taken back" in answer for answer in answers)
+        assert len(answers) == 2 and all("cancelled" in answer for answer in answers)
         until = time.monotonic() + 10
         while closed(folder).count("waits") < 2 and time.monotonic() < until:
             time.sleep(0.1)

@@ -35,7 +35,7 @@ def test_out_of_memory_in_training_says_what_to_lower(tmp_path: Path) -> None:
 
 def test_no_room_to_wake_says_what_to_lower(tmp_path: Path) -> None:
     finished, _ = run_into("wake", tmp_path, "--sleep_level", "2")
-    assert "found no room on the GPU" in finished.output and "--vllm_gpu_memory_utilization" in finished.output
+    assert "did not fit on the GPU" in finished.output and "--vllm_gpu_memory_utilization" in finished.output
 
 
 def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> None:

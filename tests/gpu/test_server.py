@@ -24,7 +24,7 @@ def make_server(folder: Path, gpus: str, *flags: str) -> RolloutServer:
 
 def train(
     server: RolloutServer, folder: Path, gpus: str, steps: int, *flags: str,
-    meanwhile: Callable[[str], object] | None = None,
+    on_line: Callable[[str], object] | None = None,
 ) -> Finished:  # fmt: skip
     dataset = make_dataset(folder / "data.jsonl", rows=64)
     finished = megatron_rlhf(server.model, dataset, folder / "run", len(gpus.split(",")), [
@@ -32,7 +32,7 @@ def train(
         "--global_batch_size", "32", "--max_completion_length", "128", "--lr", "1e-4",
         "--external_plugins", str(REWARDS), "--sync_check", "full",
         "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags],
-        {"CUDA_VISIBLE_DEVICES": gpus, API_KEY_VARIABLE: KEY}, timeout=240, meanwhile=meanwhile)  # fmt: skip
+        {"CUDA_VISIBLE_DEVICES": gpus, API_KEY_VARIABLE: KEY}, timeout=240, on_line=on_line)  # fmt: skip
     assert finished.code == 0, finished.output[-4000:] + server.log.read_text()[-2000:]
     assert len(finished.log) == steps
     for step in finished.log:
@@ -76,7 +76,7 @@ def test_a_killed_server_is_sent_the_weights_again(tmp_path: Path) -> None:
             server.start()
 
     try:
-        finished = train(server, tmp_path, "0", 5, meanwhile=kill)
+        finished = train(server, tmp_path, "0", 5, on_line=kill)
     finally:
         server.stop()
-    assert killed and "weights 2 were sent again to what lacked them" in finished.output
+    assert killed and "weights 2 were resent to servers that needed them" in finished.output

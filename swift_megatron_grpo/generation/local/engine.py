@@ -1,4 +1,4 @@
-"""vLLM inside the training processes ("colocate"), through ms-swift's engine: its template encodes the prompts."""
+"""vLLM in the training processes ("colocate"), through ms-swift's engine, whose template encodes the prompts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LocalVllm:
         if config.sleep_level and not current_platform.is_sleep_mode_available():
             logger.warning(
                 f"--sleep_level {config.sleep_level} does nothing on this machine: vLLM's "
-                f"{current_platform.device_name} platform has no device memory to give back"
+                f"{current_platform.device_name} platform has no device memory to release"
             )
             self._sleep_level = 0
         self._asleep = False
@@ -69,8 +69,10 @@ class LocalVllm:
 
     @property
     def memory_to_wake(self) -> int:
-        """Weights and KV cache, as vLLM's allocator counts them, and room for activations: what the share of the GPU
-        leaves for them, but at least 1 GiB and, as vllm_engine_kwargs may give the cache a size of its own, at most 4.
+        """Weights and KV cache as vLLM's allocator counts them, plus activations.
+
+        Activations get what --vllm_gpu_memory_utilization leaves: at least 1 GiB, and at most 4 GiB because
+        --vllm_engine_kwargs may set the size of the cache independently.
         """
         if not self._asleep:
             return 0
@@ -90,16 +92,16 @@ class LocalVllm:
         self._weights_version = NO_WEIGHTS
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
-        return BatchGeneration(partial(self._tell, requests, sampling))
+        return BatchGeneration(partial(self._generate, requests, sampling))
 
-    def _tell(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
+    def _generate(self, requests: Sequence[Request], sampling: SamplingConfig) -> dict[int, Rollout]:
         rollouts = self._complete(requests, sampling)
         if not self.share.reports:
             return {}
         return {request.index: rollout for request, rollout in zip(requests, rollouts, strict=True)}
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
-        """By all ranks of the engine. Of those that do not speak nobody hears the answers."""
+        """Generate on every rank of the engine; only the result of the rank whose share reports is used."""
         return sample(self._engine, requests, sampling, self._weights_version)
 
     def wake_weights(self) -> None:
@@ -117,10 +119,10 @@ class LocalVllm:
             finish = partial(finish_vllm_weight_reload, model, self._engine.engine.model_config, device, strict=True)
             self._loaded_weights.load(weights, finish, collect_checksums)
         else:
-            # copies: vLLM scales them in place, and without a GPU they are the trainer's own
+            # copies, because vLLM scales them in place, and without a GPU they share memory with the trainer's
             tensors = {name: tensor.detach().clone() for name, tensor in weights}
             load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
-        # What older weights computed must not answer for newer ones.
+        # Cached values of older weights must not be used with newer ones.
         self._engine.engine.reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
         self._weights_version = version
@@ -134,57 +136,60 @@ class LocalVllm:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
         vllm.add_request("score_text", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
-        answer = None
+        output = None
         while vllm.has_unfinished_requests():
-            [answer] = vllm.step() or [answer]
-        return {self._name: text_logprobs(answer, tokens)}
+            [output] = vllm.step() or [output]
+        return {self._name: text_logprobs(output, tokens)}
 
     def held_weights(self) -> list[WorkerWeights]:
         return [self._loaded_weights.worker_weights()]
 
     def _wake(self, tag: str) -> None:
         try:
-            with _cache_kept():
+            with _keep_memory_cache():
                 self._engine.engine.wake_up(tags=[tag])
         except RuntimeError as error:
             free = torch.cuda.mem_get_info()[0] / GIB
             raise RuntimeError(
-                f"vLLM's {tag} found no room on the GPU, of which {free:.1f} GiB were free; "
-                "use a lower --vllm_gpu_memory_utilization, or let more of the trainer leave it while vLLM generates "
-                f"with --offload_model, --offload_optimizer and --offload_grad true. vLLM says: {error}"
+                f"vLLM's {tag} did not fit on the GPU, which had {free:.1f} GiB free; "
+                "use a lower --vllm_gpu_memory_utilization, or offload more of the trainer while vLLM generates "
+                f"with --offload_model, --offload_optimizer and --offload_grad true. vLLM's error: {error}"
             ) from error
 
     def sleep(self) -> None:
         if self._sleep_level:
             self._engine.engine.reset_prefix_cache()
-            with _cache_kept():
+            with _keep_memory_cache():
                 vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)
             self._asleep = True
             if self._sleep_level == 2:
-                self._weights_version = NO_WEIGHTS  # it has forgotten them
+                self._weights_version = NO_WEIGHTS  # level 2 discards them
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()
 
 
 @contextmanager
-def _cache_kept() -> Iterator[None]:
-    """vLLM makes torch give all cached memory back to the driver, a hundred and more calls that wait for the GPU, and
-    training then asks for the same memory again. Residency empties the cache where the memory is needed."""
-    emptying = torch.cuda.empty_cache, torch.accelerator.empty_cache
-    torch.cuda.empty_cache = torch.accelerator.empty_cache = _no_emptying
+def _keep_memory_cache() -> Iterator[None]:
+    """Keep torch's memory cache while vLLM wakes or sleeps, which would empty it.
+
+    Emptying takes a hundred and more calls that wait for the GPU, and training then allocates the same memory again.
+    Residency empties the cache where the memory is needed.
+    """
+    originals = torch.cuda.empty_cache, torch.accelerator.empty_cache
+    torch.cuda.empty_cache = torch.accelerator.empty_cache = _do_nothing
     try:
         yield
     finally:
-        torch.cuda.empty_cache, torch.accelerator.empty_cache = emptying
+        torch.cuda.empty_cache, torch.accelerator.empty_cache = originals
 
 
-def _no_emptying() -> None: ...
+def _do_nothing() -> None: ...
 
 
 def memory_to_start(config: VllmConfig) -> int:
-    """vLLM does not start on a GPU where less is free."""
+    """Return the bytes that must be free on the GPU for vLLM to start."""
     return 0 if current_platform.is_cpu() else _share_of_gpu(config.gpu_memory_utilization)
 
 

@@ -1,11 +1,12 @@
-"""Completions from a vLLM engine in this process: ms-swift encodes the prompts, vLLM is asked for what is read."""
+"""Completions from a vLLM engine in this process: ms-swift encodes prompts, and vLLM returns only what is used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine
+from vllm import SamplingParams
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request
@@ -17,19 +18,16 @@ from swift_megatron_grpo.vllm_shared.sampling import sampled_logprobs, sampling_
 def sample(
     engine: GRPOVllmEngine, requests: Sequence[Request], sampling: SamplingConfig, weights_version: int
 ) -> list[Rollout]:
-    """One completion for each request, in order."""
+    """Generate one completion for each request, in order."""
     encoded = _encode(engine, [request.prompt for request in requests])
-    adapter = engine._get_grpo_lora_request()
-    for number, request in enumerate(requests):
-        inputs = encoded[request.prompt.prompt_id]
-        params = sampling_params(engine, inputs, request_config(sampling, request.seed))
-        engine._add_request(inputs, params, str(number), adapter_request=adapter)
-    finished: dict[str, Any] = {}
-    while engine.engine.has_unfinished_requests():
-        finished.update((output.request_id, output) for output in engine.engine.step())
+    inputs = [encoded[request.prompt.prompt_id] for request in requests]
+    params = (
+        sampling_params(engine, prompt, request_config(sampling, request.seed))
+        for prompt, request in zip(inputs, requests, strict=True)
+    )
+    outputs = run_batch(engine, zip(inputs, params, strict=True))
     rollouts = []
-    for number, request in enumerate(requests):
-        output = finished[str(number)]
+    for request, prompt, output in zip(requests, inputs, outputs, strict=True):
         answer = output.outputs[0]
         token_ids = list(answer.token_ids)
         rollouts.append(
@@ -38,9 +36,7 @@ def sample(
                 prompt_ids=list(output.prompt_token_ids),
                 completion_ids=token_ids,
                 logprobs=sampled_logprobs(answer),
-                text=engine.template.decode_generate_ids(
-                    token_ids, template_inputs=encoded[request.prompt.prompt_id]["template_inputs"]
-                ),
+                text=engine.template.decode_generate_ids(token_ids, template_inputs=prompt["template_inputs"]),
                 finish_reason=answer.finish_reason,
                 weights_version=weights_version,
             )
@@ -48,8 +44,21 @@ def sample(
     return rollouts
 
 
+def run_batch(engine: GRPOVllmEngine, requests: Iterable[tuple[dict[str, Any], SamplingParams]]) -> list[Any]:
+    """Run encoded prompts to completion as one batch. Return vLLM's outputs in order."""
+    adapter = engine._get_grpo_lora_request()
+    ids = []
+    for number, (inputs, params) in enumerate(requests):
+        ids.append(str(number))
+        engine._add_request(inputs, params, ids[-1], adapter_request=adapter)
+    finished: dict[str, Any] = {}
+    while engine.engine.has_unfinished_requests():
+        finished.update((output.request_id, output) for output in engine.engine.step())
+    return [finished[request_id] for request_id in ids]
+
+
 def _encode(engine: GRPOVllmEngine, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
-    """Each prompt once, however many completions it gets."""
+    """Encode each prompt once, however many completions it gets."""
     distinct = {prompt.prompt_id: prompt for prompt in prompts}
     engine.template.set_mode("vllm")
     inputs, _ = engine._batch_encode([infer_request(prompt) for prompt in distinct.values()], strict=True)

@@ -1,7 +1,7 @@
-"""Conversations of several turns, which one of ms-swift's schedulers leads: tools, environments, hints.
+"""Multi-turn conversations driven by one of ms-swift's schedulers: tools, environments, hints.
 
-The scheduler says what comes next and when it is over; ms-swift's loop calls it, for all conversations in step. Tokens
-are kept here, turn by turn.
+The scheduler decides what follows a turn and when a conversation ends. ms-swift's loop calls it for all conversations
+in lockstep. This module records the tokens of every turn.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from swift.template import Template
 
 from swift_megatron_grpo.config import MultiTurnConfig
 from swift_megatron_grpo.conversations.scheduling import (
-    Finished,
+    FinishedConversation,
     close_environment,
+    empty_response,
     end_without_room,
     finish,
-    no_answer,
-    no_first_turn,
-    turn_of,
+    first_prompt_too_long,
+    to_turn,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
 
 
 @dataclass(frozen=True, slots=True)
 class NextTurn:
-    """An answer that is wanted of the engine."""
+    """One turn to generate."""
 
     request: RolloutInferRequest
     seed: int | None
@@ -56,22 +56,25 @@ def converse(
     max_turns: int | None,
     infer: Infer,
     has_room: HasRoom,
-) -> list[Finished]:
-    """`infer` answers a turn of the conversations that still go on; `has_room` tells whether one can go on at all."""
+) -> list[FinishedConversation]:
+    """Run conversations to their ends, in lockstep.
+
+    `infer` generates one turn of each unfinished conversation; `has_room` returns True if another turn fits.
+    """
     turns: dict[str, list[Turn]] = defaultdict(list)
     uuids = [request.uuid for request in requests]
     seed_of = dict(zip(uuids, seeds, strict=True))
 
     def next_turn(pending: list[RolloutInferRequest], _: object = None) -> list[RolloutOutput]:
-        going = {request.uuid: request for request in pending if has_room(request)}
-        without_any = [request for request in pending if request.uuid not in going and request.uuid not in turns]
-        if without_any:
-            raise no_first_turn(without_any)
-        asked = [NextTurn(each, turn_seed(seed_of[uuid], len(turns[uuid]) + 1)) for uuid, each in going.items()]
-        answers = dict(zip(going, infer(asked) if asked else [], strict=True))
-        for uuid, answer in answers.items():
-            turns[uuid].append(turn_of(answer))
-        return [RolloutOutput(response=answers.get(request.uuid) or no_answer(request)) for request in pending]
+        fitting = {request.uuid: request for request in pending if has_room(request)}
+        too_long = [request for request in pending if request.uuid not in fitting and request.uuid not in turns]
+        if too_long:
+            raise first_prompt_too_long(too_long)
+        batch = [NextTurn(request, turn_seed(seed_of[uuid], len(turns[uuid]) + 1)) for uuid, request in fitting.items()]
+        responses = dict(zip(fitting, infer(batch) if batch else [], strict=True))
+        for uuid, response in responses.items():
+            turns[uuid].append(to_turn(response))
+        return [RolloutOutput(response=responses.get(request.uuid) or empty_response(request)) for request in pending]
 
     try:
         invoke_async_hook(scheduler.on_trajectory_start(requests))

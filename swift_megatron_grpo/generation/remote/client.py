@@ -1,4 +1,4 @@
-"""HTTP to one rollout server. Straight to it: proxy variables are for the internet, and a server is a neighbour."""
+"""HTTP client of one rollout server. It ignores proxy variables, because servers are on the local network."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from swift_megatron_grpo.protocol.messages import RUN_HEADER, Completion, Routes
 
 
 class ServerFailure(Exception):
-    """The server gave no answer, or none that is worth anything."""
+    """A request to the server failed."""
 
 
 class Unreachable(ServerFailure):
-    """Nobody answers there, or the connection broke."""
+    """Connecting to the server failed, or the connection broke."""
 
 
-class Slow(Unreachable):
-    """It may be alive, but gave no answer in time."""
+class RequestTimeout(Unreachable):
+    """The server sent no response in time; it may be alive."""
 
 
 class Refused(ServerFailure):
-    """The server is there and said no."""
+    """The server is alive and rejected the request."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"HTTP {status}: {reason}")
@@ -32,66 +32,69 @@ class Refused(ServerFailure):
 
 
 class Client:
+    """The routes of one server as methods. All of them raise ServerFailure."""
+
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self._session = session
-        self._asking: set[asyncio.Task[dict[str, Any]]] = set()
+        self._in_flight: set[asyncio.Task[dict[str, Any]]] = set()
 
-    def give_up(self) -> None:
-        """Whoever waits for an answer learns that there will be none. It may be long until a connection notices."""
-        for task in self._asking:
+    def cancel_requests(self) -> None:
+        """Make all requests in flight raise Unreachable at once; a dead connection may take long to be noticed."""
+        for task in self._in_flight:
             task.cancel()
 
     async def status(self, timeout: float) -> ServerStatus:
-        return ServerStatus.from_json(await self._ask("GET", Routes.STATUS, timeout))
+        return ServerStatus.from_json(await self._request("GET", Routes.STATUS, timeout))
 
-    async def generate(self, asked: dict[str, Any], timeout: float) -> Completion:
-        return Completion.from_json(await self._ask("POST", Routes.GENERATE, timeout, asked))
+    async def generate(self, payload: dict[str, Any], timeout: float) -> Completion:
+        return Completion.from_json(await self._request("POST", Routes.GENERATE, timeout, payload))
 
-    async def join(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
-        return await self._ask("POST", Routes.JOIN, timeout, asked)
+    async def join(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+        return await self._request("POST", Routes.JOIN, timeout, payload)
 
-    async def receive(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
-        return await self._ask("POST", Routes.RECEIVE, timeout, asked)
+    async def receive(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
+        return await self._request("POST", Routes.RECEIVE, timeout, payload)
 
-    async def score_text(self, asked: dict[str, Any], timeout: float) -> list[list[float]]:
-        """Of each replica of the model."""
-        answer = await self._ask("POST", Routes.SCORE, timeout, asked)
-        return [unpacked_logprobs(replica) for replica in answer["replicas"]]
+    async def score_text(self, payload: dict[str, Any], timeout: float) -> list[list[float]]:
+        """Return the log-probs of each replica of the model."""
+        response = await self._request("POST", Routes.SCORE, timeout, payload)
+        return [unpacked_logprobs(replica) for replica in response["replicas"]]
 
     async def held_weights(self, timeout: float) -> list[WorkerWeights]:
-        """Of each worker."""
-        answer = await self._ask("GET", Routes.HELD_WEIGHTS, timeout)
-        return [WorkerWeights.from_json(worker) for worker in answer["workers"]]
+        """Return what each worker holds."""
+        response = await self._request("GET", Routes.HELD_WEIGHTS, timeout)
+        return [WorkerWeights.from_json(worker) for worker in response["workers"]]
 
     async def leave(self, timeout: float) -> None:
-        await self._ask("POST", Routes.LEAVE, timeout)
+        await self._request("POST", Routes.LEAVE, timeout)
 
-    async def _ask(
-        self, method: str, route: str, timeout: float, asked: dict[str, Any] | None = None
+    async def _request(
+        self, method: str, route: str, timeout: float, payload: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        asking = asyncio.create_task(self._answer(method, route, timeout, asked))
-        self._asking.add(asking)
+        """Send a request that `cancel_requests` can cancel."""
+        task = asyncio.create_task(self._send(method, route, timeout, payload))
+        self._in_flight.add(task)
         try:
-            return await asking
+            return await task
         except asyncio.CancelledError:
-            me = asyncio.current_task()
-            if me is None or me.cancelling():
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
                 raise
-            raise Unreachable("it was given up") from None
+            raise Unreachable("the request was cancelled because the server is lost") from None
         finally:
-            self._asking.discard(asking)
+            self._in_flight.discard(task)
 
-    async def _answer(self, method: str, route: str, timeout: float, asked: dict[str, Any] | None) -> dict[str, Any]:
+    async def _send(self, method: str, route: str, timeout: float, payload: dict[str, Any] | None) -> dict[str, Any]:
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session.request(method, self.url + route, json=asked, timeout=limit) as response:
+            async with self._session.request(method, self.url + route, json=payload, timeout=limit) as response:
                 if response.status != 200:
                     raise Refused(response.status, await _reason(response))
-                answer: dict[str, Any] = await response.json()
-                return answer
+                body: dict[str, Any] = await response.json()
+                return body
         except TimeoutError as error:
-            raise Slow(f"no answer within {timeout:.0f} s") from error
+            raise RequestTimeout(f"no response within {timeout:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
 
@@ -99,15 +102,15 @@ class Client:
 async def _reason(response: aiohttp.ClientResponse) -> str:
     text = await response.text()
     try:
-        said = await response.json()
-        return str(said["detail"])
+        body = await response.json()
+        return str(body["detail"])
     except (aiohttp.ClientError, ValueError, KeyError, TypeError):
         return text[:500]
 
 
 def make_session(api_key: str | None, run: str) -> aiohttp.ClientSession:
-    """Inside the event loop that will use it."""
+    """Create a session; call this inside the event loop that will use it."""
     headers = {RUN_HEADER: run} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
-    # One connection for each completion in flight. None is kept: a server may close one just as it is used again.
+    # One connection per completion in flight. None is kept alive: a server may close one just as it is reused.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)

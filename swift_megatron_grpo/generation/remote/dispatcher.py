@@ -1,8 +1,8 @@
-"""Who answers which request: the decisions alone, without a clock, a socket or a thread.
+"""Assignment of requests to servers: the decisions alone, without a clock, a socket or a thread.
 
-Requests are numbers. They go out in order, each to the server with the largest share of its slots free, so a server
-that is quicker gets more of them. What a lost server was answering waits in front of everything else. What a server
-refused goes to another one, if there is one.
+Requests are numbers. They are assigned in order, each to the server with the largest share of free slots, so faster
+servers get more of them. The requests of a lost server are retried before everything else. A request that a server
+refused is retried last, on another server if there is one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-_NOBODY: Mapping[str, int] = {}
+_NO_SLOTS: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,18 @@ class Assignment:
 
 
 class Dispatcher:
+    """The state of every request of one generation: waiting, running on a server, or finished."""
+
     def __init__(self, requests: int) -> None:
         self._waiting = list(range(requests - 1, -1, -1))  # the next one is the last
-        self._running: dict[str, set[int]] = {}  # by server; those that may answer are its keys
+        self._running: dict[str, set[int]] = {}  # by admitted server
         self._slots: dict[str, int] = {}
-        self._refusals: dict[int, list[str]] = {}  # by request, the servers
+        self._refusals: dict[int, list[str]] = {}  # servers that refused it, by request
         self.unfinished = requests
 
     @property
-    def waits(self) -> bool:
-        """Whether there are requests that nobody answers yet."""
+    def has_waiting(self) -> bool:
+        """True while some requests are not assigned to any server."""
         return bool(self._waiting)
 
     @property
@@ -37,25 +39,25 @@ class Dispatcher:
         return set(self._slots)
 
     def admit(self, server: str, slots: int) -> None:
-        """It is alive and has the right weights."""
+        """Add a server that is alive and has the right weights."""
         self._slots[server] = slots
         self._running.setdefault(server, set())
 
-    def lose(self, server: str) -> set[int]:
-        """It is gone, or must not answer any more. Returns what it was answering, which is asked again."""
+    def mark_lost(self, server: str) -> set[int]:
+        """Remove a server. Return the requests that were running on it, which will be assigned again first."""
         self._slots.pop(server, None)
         lost = self._running.pop(server, set())
         self._waiting.extend(sorted(lost, reverse=True))
         return lost
 
-    def assign(self, of_others: Mapping[str, int] = _NOBODY) -> list[Assignment]:
-        """As many as there are free slots for. `of_others`: slots that other generations take, by server."""
+    def assign(self, used_by_others: Mapping[str, int] = _NO_SLOTS) -> list[Assignment]:
+        """Assign requests to all free slots. `used_by_others`: slots taken by other generations, by server."""
         assigned, kept = [], []
-        while self._waiting and self._freest(self.servers, of_others) is not None:
+        while self._waiting and self._freest(self.servers, used_by_others) is not None:
             request = self._waiting.pop()
-            willing = self.servers.difference(self._refusals.get(request, ())) or self.servers
-            server = self._freest(willing, of_others)
-            if server is None:  # those that have not refused it are busy
+            candidates = self.servers.difference(self._refusals.get(request, ())) or self.servers
+            server = self._freest(candidates, used_by_others)
+            if server is None:  # every server that has not refused it is busy
                 kept.append(request)
                 continue
             self._running[server].add(request)
@@ -64,7 +66,7 @@ class Dispatcher:
         return assigned
 
     def finish(self, request: int, server: str) -> bool:
-        """False: the answer is of a server that was lost in the meantime, and is not wanted any more."""
+        """Mark a request as finished. Return False if the server was lost in the meantime: discard its completion."""
         if request not in self._running.get(server, ()):
             return False
         self._running[server].remove(request)
@@ -72,7 +74,7 @@ class Dispatcher:
         return True
 
     def refuse(self, request: int, server: str) -> int:
-        """The server is well and could not answer this one. Asked again after all others; how often it was refused."""
+        """Queue a request behind all others after a healthy server refused it. Return how often it was refused."""
         refusals = self._refusals.setdefault(request, [])
         if request in self._running.get(server, ()):
             self._running[server].remove(request)
@@ -80,9 +82,10 @@ class Dispatcher:
             refusals.append(server)
         return len(refusals)
 
-    def _freest(self, servers: Collection[str], of_others: Mapping[str, int]) -> str | None:
+    def _freest(self, servers: Collection[str], used_by_others: Mapping[str, int]) -> str | None:
+        """Return the server with the largest share of free slots, or None if all are busy."""
         free = {
-            server: 1 - (len(self._running[server]) + of_others.get(server, 0)) / self._slots[server]
+            server: 1 - (len(self._running[server]) + used_by_others.get(server, 0)) / self._slots[server]
             for server in servers
         }
         best = max(sorted(free), key=lambda server: free[server], default=None)

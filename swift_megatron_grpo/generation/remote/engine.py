@@ -1,4 +1,4 @@
-"""vLLM behind `swift rollout`. Rank 0 speaks to the servers; the other ranks take part only in exporting weights."""
+"""vLLM behind `swift rollout`. Rank 0 alone contacts the servers; the other ranks only take part in weight exports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ from typing import Any, TypeVar
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig, ServerConfig
-from swift_megatron_grpo.generation.interface import AdapterConfig, Generation, NamedWeights, Progress, Request, Share
+from swift_megatron_grpo.generation.interface import (
+    AdapterConfig,
+    Generation,
+    NamedWeights,
+    Progress,
+    Request,
+    Share,
+)
 from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
-from swift_megatron_grpo.generation.remote.conversation_settings import differences
+from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
-from swift_megatron_grpo.generation.remote.servers import NoServer, Server, Servers, refusal
+from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, NoServer, Server, Servers, refusal
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
@@ -26,100 +33,107 @@ from swift_megatron_grpo.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_U
 T = TypeVar("T")
 logger = get_logger()
 
-_TRIES = 2  # of what a server that is well refuses, before the run stops
-
 
 @dataclass(frozen=True)
 class _Transfer:
-    """New weights on their way to one server."""
+    """A transfer of weights to one server, in progress."""
 
     server: Server
     connection: WeightConnection
-    reply: Future[dict[str, Any]]
+    response: Future[dict[str, Any]]
 
 
 class RemoteVllm:
+    """All rollout servers of the run as one engine, whose replicas they are."""
+
     def __init__(self, config: ServerConfig, sender: WeightSender, rank: int) -> None:
         self.share = Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
         self._config, self._sender = config, sender
-        self._events: EventLoopThread | None = None
+        self._events: EventLoopThread | None = None  # None: not rank 0, or shut down
         self._version = NO_WEIGHTS  # of the newest weights
-        self._lacking: list[Server] = []  # when `needs_weights` was asked last
-        self._failed_syncs: list[str] = []  # of the newest weights, by servers that are well
-        self._generations: list[RemoteGeneration] = []  # that run, oldest first
+        self._recipients: list[Server] = []  # servers that needed weights at the last call of `needs_weights`
+        self._failed_syncs: list[str] = []  # consecutive, of the newest weights, on healthy servers
+        self._generations: list[RemoteGeneration] = []  # running, oldest first
         if rank == 0:
             self._events = EventLoopThread("rollout servers")
             self._servers = Servers(config)
             self._events.run(self._servers.open())
 
     def check(self) -> bool:
-        """Every server of this run is there and suits it; before the trainer loads a model. Returns whether their
-        environments grade, as far as this rank knows."""
+        """Raise ValueError unless every server of this run is up and compatible. Call this before loading a model.
+
+        Returns True if the servers' environments compute rewards; always False on ranks other than 0.
+        """
         return self._events is not None and self._events.run(self._check())
 
     async def _check(self) -> bool:
         results = await asyncio.gather(*map(self._problems, self._servers.all))
-        problems = [problem for each in results for problem in each]
-        conversations = {each.url: each.status.conversations for each in self._servers.all if each.status is not None}
-        problems += differences(conversations) if not problems else []
+        problems = [problem for result in results for problem in result]
+        conversations = {
+            server.url: server.status.conversations for server in self._servers.all if server.status is not None
+        }
+        problems += conflicts_between_servers(conversations) if not problems else []
         if problems:
             raise ValueError("\n".join(problems))
-        self._servers.watch()
-        return any(each is not None and each.use_gym_env for each in conversations.values())
+        self._servers.start_polling()
+        return any(settings is not None and settings.use_gym_env for settings in conversations.values())
 
     async def _problems(self, server: Server) -> list[str]:
         try:
-            status = await self._servers.first_status(server)
+            status = await self._servers.wait_for_status(server)
         except NoServer as failure:
             return [str(failure)]
         except Refused as failure:
             return [refusal(server.url, failure)]
-        return [f"rollout server {server.url}: {each}" for each in self._servers.problems(status)]
+        return [f"rollout server {server.url}: {problem}" for problem in self._servers.problems(status)]
 
     # ---- weights
 
     @property
     def is_new(self) -> bool:
-        return any(server.is_new for server in self._lacking)
+        return any(server.is_new for server in self._recipients)
 
     def needs_weights(self, version: int) -> bool:
-        """Those that do now are sent the weights next; one that comes after this waits for its turn."""
+        """Return True if any server needs these weights.
+
+        Those that do now receive the next transfer; a server that comes later has to wait for the one after.
+        """
         if self._events is None:
             return False
-        if len(self._failed_syncs) >= _TRIES:
-            raise RuntimeError(f"weights could not be sent, {_TRIES} times: " + "; then ".join(self._failed_syncs))
-        self._events.run(self._servers.some())
-        self._lacking = self._servers.without_weights(version)
-        return bool(self._lacking)
+        if len(self._failed_syncs) >= MAX_ATTEMPTS:
+            raise RuntimeError(f"sending weights failed {MAX_ATTEMPTS} times: " + "; then ".join(self._failed_syncs))
+        self._events.run(self._servers.wait_for_any())
+        self._recipients = self._servers.without_weights(version)
+        return bool(self._recipients)
 
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
-        """Send to every server that needs them. One that fails needs weights afterwards."""
+        """Send to every server that needs them. A server whose transfer fails needs weights afterwards."""
         if self._events is None:
             self._sender.send(weights, [], adapter)
             return
         began = time.monotonic()
         self._version = version
-        there = [server for server in self._lacking if not server.is_out]
+        recipients = [server for server in self._recipients if not server.is_lost]
         transfers = self._begin(
-            there, {"version": version, "lora": adapter is not None, "collect_checksums": collect_checksums}
+            recipients, {"version": version, "lora": adapter is not None, "collect_checksums": collect_checksums}
         )
-        failures = self._sender.send(weights, [each.connection for each in transfers], adapter)
+        failures = self._sender.send(weights, [transfer.connection for transfer in transfers], adapter)
         problems = []
         for transfer, failure in zip(transfers, failures, strict=True):
             server = transfer.server
-            problem = self._end(server, transfer.reply, failure)
+            problem = self._end(server, transfer.response, failure)
             if problem is not None:
                 problems.append(f"{server.url}: {problem}")
-            elif server.connection is transfer.connection:  # it was not lost meanwhile
+            elif server.connection is transfer.connection:  # it was not lost in the meantime
                 server.received(version, collect_checksums)
         self._failed_syncs = [*self._failed_syncs, *problems] if problems else []
         logger.info(f"weights {version} sent to {len(transfers)} servers in {time.monotonic() - began:.2f} s")
 
-    def _begin(self, servers: Sequence[Server], asked: dict[str, Any]) -> list[_Transfer]:
-        """Ask servers to receive. Returns a transfer for each server that is ready."""
+    def _begin(self, servers: Sequence[Server], payload: dict[str, Any]) -> list[_Transfer]:
+        """Request servers to receive weights. Return a transfer for each server that is ready."""
         assert self._events is not None
         transfers = []
         for server in servers:
@@ -128,25 +142,28 @@ class RemoteVllm:
                     server.connection = self._sender.join(self._events.run(self._join(server)))
                 connection = server.connection
             except (ServerFailure, RuntimeError) as failure:  # torch's rendezvous raises RuntimeErrors
-                self._events.run(self._lose(server, f"it could not be joined: {failure}"))
+                self._events.run(self._mark_lost(server, f"connecting for weights failed: {failure}"))
                 continue
-            reply = self._events.start(server.client.receive(asked, timeout=self._config.request_timeout))
-            reply.add_done_callback(partial(_close_if_failed, connection))
-            transfers.append(_Transfer(server, connection, reply))
+            response = self._events.submit(server.client.receive(payload, timeout=self._config.request_timeout))
+            response.add_done_callback(partial(_close_if_failed, connection))
+            transfers.append(_Transfer(server, connection, response))
         return transfers
 
-    def _end(self, server: Server, reply: Future[dict[str, Any]], failure: Exception | None) -> str | None:
-        """The server has the weights; or it is out; or it says why it could not load them, and that is returned."""
+    def _end(self, server: Server, response: Future[dict[str, Any]], failure: Exception | None) -> str | None:
+        """Wait for the end of a transfer. Return what went wrong on a healthy server.
+
+        Returns None if the server has the weights, and if it was lost.
+        """
         assert self._events is not None
         try:
-            if failure is not None and not reply.done():
+            if failure is not None and not response.done():
                 server.drop_connection()
-            reply.result()
-        except ServerFailure as gone:
-            if isinstance(gone, Refused) and gone.status not in SERVER_UNUSABLE:
+            response.result()
+        except ServerFailure as error:
+            if isinstance(error, Refused) and error.status not in SERVER_UNUSABLE:
                 server.drop_connection()
-                return str(gone)
-            self._events.run(self._lose(server, f"it went while weights were sent: {gone}"))
+                return str(error)
+            self._events.run(self._mark_lost(server, f"it failed while weights were sent: {error}"))
             return None
         if failure is not None:
             server.drop_connection()
@@ -154,77 +171,77 @@ class RemoteVllm:
         return None
 
     async def _join(self, server: Server) -> dict[str, Any]:
-        asked = {"host": server.host, "port": server.group_port, "timeout": self._config.timeout}
-        return await server.client.join(asked, timeout=self._config.timeout)
+        payload = {"host": server.host, "port": server.group_port, "timeout": self._config.timeout}
+        return await server.client.join(payload, timeout=self._config.timeout)
 
-    async def _lose(self, server: Server, why: str) -> None:
-        self._servers.lose(server, why)
+    async def _mark_lost(self, server: Server, reason: str) -> None:
+        self._servers.mark_lost(server, reason)
 
-    # ---- whether they are the trainer's
+    # ---- verification of weights
 
     def mark_verified(self) -> None:
         if self._events is not None:
-            trusted = self._events.run(self._servers.mark_verified(self._version))
-            logger.info(f"{len(trusted)} servers may generate with weights {self._version}")
+            verified = self._events.run(self._servers.mark_verified(self._version))
+            logger.info(f"{len(verified)} servers may generate with weights {self._version}")
 
     def invalidate_weights(self) -> None:
-        """Those that have generated with them have passed a check, and may be generating."""
+        """Discard the last weights sent, except on servers that passed an earlier check and may be generating."""
         if self._events is not None:
             for server in self._servers.with_weights(self._version):
                 if not server.verified:
                     server.invalidate_weights()
 
     def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
-        asked = {"tokens": list(tokens), "weights_version": self._version}
-        told = self._ask_all(lambda server, timeout: server.client.score_text(asked, timeout))
+        payload = {"tokens": list(tokens), "weights_version": self._version}
+        by_server = self._request_all(lambda server, timeout: server.client.score_text(payload, timeout))
         return {
-            url if len(replicas) == 1 else f"{url} replica {number}": values
-            for url, replicas in told.items()
-            for number, values in enumerate(replicas)
+            url if len(replicas) == 1 else f"{url} replica {number}": logprobs
+            for url, replicas in by_server.items()
+            for number, logprobs in enumerate(replicas)
         }
 
     def held_weights(self) -> list[WorkerWeights]:
-        told = self._ask_all(lambda server, timeout: server.client.held_weights(timeout))
-        return [replace(holding, engine=url) for url, workers in told.items() for holding in workers]
+        by_server = self._request_all(lambda server, timeout: server.client.held_weights(timeout))
+        return [replace(worker, engine=url) for url, workers in by_server.items() for worker in workers]
 
-    def _ask_all(self, ask: Callable[[Server, float], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """By url, of the servers that have the newest weights. One that gives no answer is out."""
+    def _request_all(self, send: Callable[[Server, float], Coroutine[Any, Any, T]]) -> dict[str, T]:
+        """Query all servers that have the newest weights. Return responses by URL; a server that sends none is lost."""
         if self._events is None:
             return {}
         servers = self._servers.with_weights(self._version)
-        return self._events.run(self._answers(servers, ask))
+        return self._events.run(self._responses(servers, send))
 
-    async def _answers(
-        self, servers: Sequence[Server], ask: Callable[[Server, float], Coroutine[Any, Any, T]]
+    async def _responses(
+        self, servers: Sequence[Server], send: Callable[[Server, float], Coroutine[Any, Any, T]]
     ) -> dict[str, T]:
-        answers = await asyncio.gather(
-            *(ask(server, self._config.request_timeout) for server in servers), return_exceptions=True
+        results = await asyncio.gather(
+            *(send(server, self._config.request_timeout) for server in servers), return_exceptions=True
         )
-        told = {}
-        for server, answer in zip(servers, answers, strict=True):
-            if isinstance(answer, Refused) and answer.status == CONFLICT:
+        responses = {}
+        for server, result in zip(servers, results, strict=True):
+            if isinstance(result, Refused) and result.status == CONFLICT:
                 server.drop_connection()
-            elif isinstance(answer, Refused) and answer.status not in SERVER_UNUSABLE:
-                raise RuntimeError(f"rollout server {server.url} does not tell what it runs: {answer}")
-            elif isinstance(answer, ServerFailure):
-                self._servers.lose(server, str(answer))
-            elif isinstance(answer, BaseException):
-                raise answer
+            elif isinstance(result, Refused) and result.status not in SERVER_UNUSABLE:
+                raise RuntimeError(f"rollout server {server.url} did not report which weights it runs: {result}")
+            elif isinstance(result, ServerFailure):
+                self._servers.mark_lost(server, str(result))
+            elif isinstance(result, BaseException):
+                raise result
             else:
-                told[server.url] = answer
-        return told
+                responses[server.url] = result
+        return responses
 
     # ---- completions
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         if self._events is None:
-            return _Silence()
+            return _NoGeneration()
         older = [generation for generation in self._generations if generation.is_running]
         generation = RemoteGeneration(self._events, self._servers, requests, group_size, sampling, self._version, older)
         self._generations = [*older, generation]
         return generation
 
-    # ---- nothing of this engine is on this machine
+    # ---- no part of this engine is on this machine
 
     def wake_weights(self) -> None: ...
 
@@ -233,7 +250,7 @@ class RemoteVllm:
     def sleep(self) -> None: ...
 
     def shutdown(self) -> None:
-        """What is still asked for is given up; the servers stay, for the next run."""
+        """Cancel unfinished requests and disconnect; the servers keep running for the next run."""
         if self._events is not None:
             for generation in self._generations:
                 self._events.run(generation.stop())
@@ -242,14 +259,14 @@ class RemoteVllm:
             self._events = None
 
 
-def _close_if_failed(line: WeightConnection, reply: Future[dict[str, Any]]) -> None:
-    """What still sends on it would wait for a server that no longer receives."""
-    if reply.cancelled() or reply.exception() is not None:
-        line.close()
+def _close_if_failed(connection: WeightConnection, response: Future[dict[str, Any]]) -> None:
+    """Close a connection whose server no longer receives; a thread that sends on it would block indefinitely."""
+    if response.cancelled() or response.exception() is not None:
+        connection.close()
 
 
-class _Silence:
-    """What ranks that do not speak have to tell."""
+class _NoGeneration:
+    """The generation on ranks that do not contact servers: it has no progress."""
 
     is_running = False
 

@@ -1,4 +1,4 @@
-"""What lost servers were answering, until all of it is there again, and what that cost. No clock and no socket here."""
+"""Requests lost with a server, until all of them are completed again, and how long that took. No clock, no socket."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class _Loss:
+    """The requests that one server was processing when it was lost."""
+
     server: str
     at: float  # seconds
     requests: int
@@ -15,22 +17,24 @@ class _Loss:
 
 
 class LostRequests:
+    """The losses that are not fully recovered yet."""
+
     def __init__(self) -> None:
         self._losses: list[_Loss] = []
 
-    def lost(self, server: str, requests: Collection[int], now: float) -> None:
-        """These requests are asked again; some perhaps not for the first time."""
+    def record_loss(self, server: str, requests: Collection[int], now: float) -> None:
+        """Record requests that will be retried; some may have been lost before."""
         if requests:
             self._losses.append(_Loss(server, now, len(requests), set(requests)))
 
-    def finished(self, request: int, now: float) -> list[str]:
-        """The losses that this answer was the last to make good, in words."""
+    def record_completion(self, request: int, now: float) -> list[str]:
+        """Record a completed request. Return a log message for each loss that it was the last to recover."""
         for loss in self._losses:
             loss.missing.discard(request)
-        good = [loss for loss in self._losses if not loss.missing]
+        recovered = [loss for loss in self._losses if not loss.missing]
         self._losses = [loss for loss in self._losses if loss.missing]
         return [
-            f"every completion that {loss.server} had not finished is there again: {loss.requests} generated anew, "
+            f"all completions lost with {loss.server} are recovered: {loss.requests} were regenerated, "
             f"{now - loss.at:.1f} s after it was lost"
-            for loss in good
+            for loss in recovered
         ]

@@ -1,7 +1,7 @@
-"""The rollout servers of a run: which of them are there, and with which weights. Lives in one event loop.
+"""The rollout servers of a run: which are alive, and with which weights. Used inside one event loop.
 
-Each server is asked for its status every second. One that does not answer is out, and comes back by itself when it
-answers again; if it was started anew in the meantime it has to be sent the weights before it may generate.
+Every server is polled for its status each second. A server that does not respond is lost until it responds again. If
+it was restarted in the meantime, it must be sent the weights before it may generate.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
-from swift_megatron_grpo.generation.remote.client import Client, Refused, ServerFailure, Slow, make_session
-from swift_megatron_grpo.generation.remote.conversation_settings import disagreements
+from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
+from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, PROTOCOL, RUN_IDLE_SECONDS, ServerStatus, serves_another
 
 logger = get_logger()
 
-_EVERY = 1.0  # seconds between two looks at a server
+MAX_ATTEMPTS = 2  # per request or weight transfer that healthy servers refuse, before the run stops
+_POLL_SECONDS = 1.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -35,7 +36,7 @@ class NoServer(SharedFailure):
 
 
 class Server:
-    """What the trainer knows of one server. `status` is None while it is out."""
+    """The state of one server. `status` is None while it is lost."""
 
     def __init__(self, client: Client, group_port: int) -> None:
         self.client = client
@@ -44,22 +45,23 @@ class Server:
         self.status: ServerStatus | None = None
         self.weights_version = NO_WEIGHTS
         self.verified = False  # those weights are known to be the trainer's
-        self.checked_instance: str | None = None  # the instance that has collect_checksums for a load
+        self.checked_instance: str | None = None  # the instance that has completed a checksummed load
         self.connection: WeightConnection | None = None
-        self.asked = 0  # requests that it is answering, of all generations
-        self.why_out = "not asked yet"
-        self.last_answer = self.out_since = time.monotonic()
+        self.requests_in_flight = 0  # of all generations
+        self.loss_reason = "not contacted yet"
+        self.last_response = self.lost_since = time.monotonic()
 
     @property
     def host(self) -> str:
         return urlsplit(self.url).hostname or ""
 
     @property
-    def is_out(self) -> bool:
+    def is_lost(self) -> bool:
         return self.status is None
 
     @property
     def is_new(self) -> bool:
+        """True until this instance of the server has completed a checksummed load."""
         return self.status is None or self.status.instance != self.checked_instance
 
     def received(self, version: int, collect_checksums: bool) -> None:
@@ -72,6 +74,7 @@ class Server:
         self.weights_version, self.verified = NO_WEIGHTS, False
 
     def drop_connection(self) -> None:
+        """Close the connection for weights. They are invalid from now on, so they will be sent again."""
         if self.connection is not None:
             self.connection.close()
         self.connection = None
@@ -79,13 +82,15 @@ class Server:
 
 
 class Servers:
+    """All servers of a run, and the tasks that poll them."""
+
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        # by which servers tell this run from others, and people in a log
+        # identifies this run, to servers and to readers of their logs
         self.run = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.all: list[Server] = []
-        self.listeners: list[Callable[[], None]] = []  # called after a server came, went, or has a slot more
-        self._watching: list[asyncio.Task[None]] = []
+        self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has a free slot
+        self._polling: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -95,22 +100,22 @@ class Servers:
     def adopt(self, clients: Sequence[Client]) -> None:
         self.all = [Server(client, port) for client, port in zip(clients, self.config.group_ports, strict=True)]
 
-    def watch(self) -> None:
-        self._watching = [asyncio.create_task(self._watch(server)) for server in self.all]
+    def start_polling(self) -> None:
+        self._polling = [asyncio.create_task(self._poll(server)) for server in self.all]
 
     async def close(self) -> None:
-        for task in self._watching:
+        for task in self._polling:
             task.cancel()
         for server in self.all:
             server.drop_connection()
-        # One that does not answer notices the silence.
+        # A server that this does not reach ends the lease of this run after RUN_IDLE_SECONDS.
         await asyncio.gather(*(server.client.leave(timeout=2) for server in self.present), return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
     @property
     def present(self) -> list[Server]:
-        return [server for server in self.all if not server.is_out]
+        return [server for server in self.all if not server.is_lost]
 
     def with_weights(self, version: int) -> list[Server]:
         return [server for server in self.present if server.weights_version == version]
@@ -118,141 +123,151 @@ class Servers:
     def verified_servers(self, version: int) -> list[Server]:
         return [server for server in self.with_weights(version) if server.verified]
 
-    def version_to_ask(self, version: int) -> int:
-        """This one, while a server generates with it. When none is left, and the trainer has moved on, its newer
-        weights go to the servers instead: then those."""
-        found = {server.weights_version for server in self.present if server.verified}
-        return version if version in found else max(found | {version})
+    def version_to_request(self, version: int) -> int:
+        """Return `version` while any server generates with it, otherwise the newest version in use.
+
+        If no server is left with it and the trainer has moved on, servers only get the trainer's newer weights.
+        """
+        in_use = {server.weights_version for server in self.present if server.verified}
+        return version if version in in_use else max(in_use | {version})
 
     def without_weights(self, version: int) -> list[Server]:
         return [server for server in self.present if server.weights_version != version]
 
-    # ---- coming and going
+    # ---- availability
 
-    async def first_status(self, server: Server) -> ServerStatus:
-        """Waits for it to start, as long as the configuration allows, and a little for another run to be over."""
+    async def wait_for_status(self, server: Server) -> ServerStatus:
+        """Wait for a server to start, up to the configured timeout, and briefly for another run on it to end."""
         began = time.monotonic()
-        told = False
+        logged = False
         while True:
             try:
                 status = await server.client.status(timeout=5)
                 other = self._other_run(status)
                 if other is None or time.monotonic() - began > RUN_IDLE_SECONDS + 5:
-                    server.status, server.last_answer = status, time.monotonic()
+                    server.status, server.last_response = status, time.monotonic()
                     return status
-                if not told:
-                    logger.info(f"rollout server {server.url} serves another run ({other}); waiting for its end")
-                    told = True
+                if not logged:
+                    logger.info(
+                        f"rollout server {server.url} serves another run ({other}); waiting for that run to end"
+                    )
+                    logged = True
             except Refused:
                 raise
             except ServerFailure as failure:
                 waited = time.monotonic() - began
                 if waited >= self.config.timeout:
                     raise NoServer(_unreachable(server.url, waited, str(failure))) from failure
-            await asyncio.sleep(_EVERY)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def some(self) -> None:
-        """Waits until one is there."""
+    async def wait_for_any(self) -> None:
+        """Wait until at least one server is present."""
         while not self.present:
-            self.refuse_to_wait_for_ever()
-            await asyncio.sleep(_EVERY / 4)
+            self.raise_if_timed_out()
+            await asyncio.sleep(_POLL_SECONDS / 4)
 
-    def refuse_to_wait_for_ever(self) -> None:
-        out_since = max(server.out_since for server in self.all)
-        waited = time.monotonic() - out_since
+    def raise_if_timed_out(self) -> None:
+        """Raise NoServer if all servers have been lost for longer than --vllm_server_timeout."""
+        lost_since = max(server.lost_since for server in self.all)
+        waited = time.monotonic() - lost_since
         if not self.present and waited > self.config.timeout:
-            stories = "; ".join(f"{server.url}: {server.why_out}" for server in self.all)
+            reasons = "; ".join(f"{server.url}: {server.loss_reason}" for server in self.all)
             raise NoServer(
                 f"no rollout server has answered for {waited:.0f} s (--vllm_server_timeout {self.config.timeout:.0f}): "
-                f"{stories}. Start `swift rollout` again, then resume this run from its last checkpoint"
+                f"{reasons}. Start `swift rollout` again, then resume this run from its last checkpoint"
             )
 
     async def mark_verified(self, version: int) -> list[Server]:
-        """Those that have these weights may generate with them."""
-        trusted = self.with_weights(version)
-        for server in trusted:
+        """Allow all servers with these weights to generate. Return them."""
+        verified = self.with_weights(version)
+        for server in verified:
             server.verified = True
-        self.tell_change()
-        return trusted
+        self.notify_listeners()
+        return verified
 
-    def tell_change(self) -> None:
+    def notify_listeners(self) -> None:
         for listener in self.listeners:
             listener()
 
-    def lose(self, server: Server, why: str) -> None:
-        if server.is_out:
+    def mark_lost(self, server: Server, reason: str) -> None:
+        """Stop using a server and fail its requests, until it responds again."""
+        if server.is_lost:
             return
         server.status = None
-        server.why_out, server.out_since = why, time.monotonic()
+        server.loss_reason, server.lost_since = reason, time.monotonic()
         server.drop_connection()
-        server.client.give_up()
-        logger.warning(f"rollout server {server.url} is out: {why}; {len(self.present)} of {len(self.all)} are left")
-        self.tell_change()
+        server.client.cancel_requests()
+        logger.warning(f"rollout server {server.url} is lost: {reason}; {len(self.present)} of {len(self.all)} remain")
+        self.notify_listeners()
 
-    async def _watch(self, server: Server) -> None:
+    async def _poll(self, server: Server) -> None:
         while True:
-            await asyncio.sleep(_EVERY)
+            await asyncio.sleep(_POLL_SECONDS)
             try:
                 status = await server.client.status(timeout=max(5.0, self.config.timeout / 4))
-            except Slow as failure:  # its processor may be busy
-                if time.monotonic() - server.last_answer > self.config.timeout:
-                    self.lose(server, str(failure))
+            except RequestTimeout as failure:  # its CPU may be busy
+                if time.monotonic() - server.last_response > self.config.timeout:
+                    self.mark_lost(server, str(failure))
             except ServerFailure as failure:
-                self.lose(server, str(failure))
+                self.mark_lost(server, str(failure))
             else:
-                self._answered(server, status)
+                self._handle_status(server, status)
 
-    def _answered(self, server: Server, status: ServerStatus) -> None:
-        now = server.last_answer = time.monotonic()
+    def _handle_status(self, server: Server, status: ServerStatus) -> None:
+        now = server.last_response = time.monotonic()
         if server.status is not None and server.status.instance != status.instance:
-            self.lose(server, "it was started anew")
+            self.mark_lost(server, "it was restarted")
         if server.status is not None and self._other_run(status) is not None:
-            self.lose(server, "; ".join(self.problems(status)))
-        if server.is_out and not self._still_suits(server, status):
+            self.mark_lost(server, "; ".join(self.problems(status)))
+        if server.is_lost and not self._is_compatible(server, status):
             return
-        if server.is_out:
-            logger.warning(f"rollout server {server.url} is back after {now - server.out_since:.1f} s")
+        if server.is_lost:
+            logger.warning(f"rollout server {server.url} is back after {now - server.lost_since:.1f} s")
             server.status = status
-            self.tell_change()
+            self.notify_listeners()
 
     def problems(self, status: ServerStatus) -> list[str]:
-        """Why it cannot serve this run."""
+        """Return the reasons why a server cannot serve this run, including another run on it."""
         other = self._other_run(status)
         return problems_of(status, self.config, PROTOCOL) if other is None else [serves_another(other)]
 
     def _other_run(self, status: ServerStatus) -> str | None:
-        """That it serves."""
+        """Return the run that the server serves, unless that is this run."""
         return None if status.run == self.run else status.run
 
-    def _still_suits(self, server: Server, status: ServerStatus) -> bool:
-        """It may have been started with another command line."""
+    def _is_compatible(self, server: Server, status: ServerStatus) -> bool:
+        """Check a server that is back: it may have been restarted with other flags. Log new problems."""
         problems = "; ".join(self.problems(status))
-        if problems and problems != server.why_out:
-            server.why_out = problems
-            logger.warning(f"rollout server {server.url} answers again and stays out: {problems}")
+        if problems and problems != server.loss_reason:
+            server.loss_reason = problems
+            logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
         return not problems
 
 
-def _unreachable(url: str, waited: float, why: str) -> str:
-    proxies = {name: os.environ[name] for each in _PROXIES for name in (each, each.upper()) if name in os.environ}
-    said = ", ".join(f"{name}={value}" for name, value in proxies.items())
-    hint = f" ({said} is set, and not used: servers are asked directly)" if proxies else ""
+def _unreachable(url: str, waited: float, reason: str) -> str:
+    names = [name for proxy in _PROXIES for name in (proxy, proxy.upper())]
+    proxies = {name: os.environ[name] for name in names if name in os.environ}
+    settings = ", ".join(f"{name}={value}" for name, value in proxies.items())
+    hint = f" ({settings} is set but not used: servers are contacted directly)" if proxies else ""
     return (
-        f"rollout server {url} did not answer within {waited:.0f} s{hint}: {why}. Start it with `swift rollout --model "
-        "... --port ...` (with --host, if it runs on another machine: it listens on 127.0.0.1 only), see "
+        f"rollout server {url} did not answer within {waited:.0f} s{hint}: {reason}. Start it with `swift rollout "
+        "--model ... --port ...` (with --host, if it runs on another machine: it listens on 127.0.0.1 only), see "
         "--vllm_server_base_url or --vllm_server_host and _port, or wait longer with --vllm_server_timeout"
     )
 
 
 def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> list[str]:
-    """Why this server cannot serve this run."""
+    """Return the reasons why a server with this status cannot serve this run."""
     problems = []
     if status.protocol != protocol:
-        return [f"it runs swift_megatron_grpo {status.plugin}, which speaks another protocol; install the same version"]
+        return [
+            f"it runs swift_megatron_grpo {status.plugin}, which uses another protocol version; "
+            "install the same version"
+        ]
     different = [
-        f"{key} is {theirs!r} there and {config.model[key]!r} here"
-        for key, theirs in status.model.items()
-        if key in config.model and config.model[key] != theirs
+        f"{key} is {value!r} there and {config.model[key]!r} here"
+        for key, value in status.model.items()
+        if key in config.model and config.model[key] != value
     ]
     if different:
         problems.append(f"it runs another model: {', '.join(different)}; start it with the --model of this run")
@@ -263,12 +278,14 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
         )
     if status.max_logprobs == 0:
         problems.append(
-            "it was started with max_logprobs 0 in --vllm_engine_kwargs and cannot tell the log-probs of what it "
-            "samples, which tell how far the policy has moved since; leave that out"
+            "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
+            "tokens, which measure how far the policy has moved since; leave that setting out"
         )
-    problems += disagreements(status.conversations, config.turns)
+    problems += conflicts_with_run(status.conversations, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
-        problems.append("--vllm_enable_lora true needs it there as well; start it with --vllm_enable_lora true")
+        problems.append(
+            "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true"
+        )
     elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:
         problems.append(
             f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {config.lora_rank}; start it with "
@@ -278,15 +295,15 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
 
 
 def refusal(url: str, failure: Refused) -> str:
-    """Of the first look at a server."""
+    """Describe why a server rejected the first status request, and what to do."""
     if failure.status == 404:
         return (
-            f"rollout server {url} has no swift_megatron_grpo, or it is turned off there; pip install "
+            f"rollout server {url} has no swift_megatron_grpo, or it is disabled there; pip install "
             "swift-megatron-grpo in its environment and start `swift rollout` again"
         )
     if failure.status == 401:
         return (
-            f"rollout server {url} wants its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY in this run's "
+            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY in this run's "
             "environment, or --vllm_server_api_key"
         )
-    return f"rollout server {url} refused its status: {failure}"
+    return f"rollout server {url} rejected the status request: {failure}"

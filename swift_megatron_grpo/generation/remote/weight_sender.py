@@ -1,11 +1,11 @@
-"""Trained weights to rollout servers: packed into buckets, and while one travels the next is exported.
+"""Sending of trained weights to rollout servers, in buckets; the next bucket is exported while one is sent.
 
-Each server has a line of its own, a thread that sends, so that a slow or dead one holds up nobody else.
+Each server has its own connection with its own thread, so that a slow or dead server does not delay the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.protocol.buckets import Bucket, buckets
+from swift_megatron_grpo.protocol.buckets import Bucket, NamedWeights, buckets
 from swift_megatron_grpo.protocol.channel import Channel, Rendezvous
 
-_IN_FLIGHT = 1  # buckets that wait for one that travels
+_IN_FLIGHT = 1  # buckets queued behind the one being sent
 
 
 @dataclass(frozen=True)
 class WeightSender:
+    """The sending side of weight transfers: rank 0 of the run."""
+
     device: torch.device
     bucket_bytes: int
 
@@ -29,27 +31,30 @@ class WeightSender:
 
     def send(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        lines: Sequence[WeightConnection],
+        weights: NamedWeights,
+        connections: Sequence[WeightConnection],
         adapter: dict[str, Any] | None = None,
     ) -> list[Exception | None]:
-        """What went wrong on each line. Goes through all weights in any case: other ranks export with this one."""
-        if not lines:
+        """Send weights over all connections. Return the failure of each connection, or None.
+
+        Consumes all weights in any case, because exporting them is collective over ranks.
+        """
+        if not connections:
             for _ in weights:
                 pass
             return []
-        for line in lines:
-            line.begin()
+        for connection in connections:
+            connection.begin()
         for bucket in buckets(weights, self.bucket_bytes, self.device):
             if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # the lines' threads have streams of their own
-            for line in lines:
-                line.put(bucket)
-        return [line.finish({"end": True, "adapter": adapter}) for line in lines]
+                torch.cuda.current_stream(self.device).synchronize()  # the sending threads use their own streams
+            for connection in connections:
+                connection.put(bucket)
+        return [connection.finish({"end": True, "adapter": adapter}) for connection in connections]
 
 
 class WeightConnection:
-    """One server's."""
+    """The channel to one server, with a thread per transfer that sends on it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -72,22 +77,22 @@ class WeightConnection:
         return self._failure
 
     def close(self) -> None:
-        """From any thread. What is being sent fails."""
+        """Close the channel, from any thread. A transfer in progress fails."""
         self._channel.close()
 
     def _send(self) -> None:
-        """After a failure it takes what comes and sends no more."""
+        """Send until the end of the transfer. After a failure, drain the queue without sending."""
         if self._channel.device.type == "cuda":
             torch.cuda.set_device(self._channel.device)
         while True:
-            next_one = self._buckets.get()
+            item = self._buckets.get()
             if self._failure is None:
                 try:
-                    if isinstance(next_one, Bucket):
-                        self._channel.send(next_one.header, next_one.data)
+                    if isinstance(item, Bucket):
+                        self._channel.send(item.header, item.data)
                     else:
-                        self._channel.send(next_one)
+                        self._channel.send(item)
                 except Exception as error:
                     self._failure = error
-            if not isinstance(next_one, Bucket):
+            if not isinstance(item, Bucket):
                 return

@@ -68,7 +68,7 @@ def test_deadline_flags() -> None:
 def test_multi_turn_flags() -> None:
     def check(scheduler: str | None = None, **flags: Any) -> None:
         given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
-        check_multi_turn(scheduler, **given, schedulers=["a", "b"], led_by_run=["b"], environments=["e"])
+        check_multi_turn(scheduler, **given, schedulers=["a", "b"], with_own_run=["b"], environments=["e"])
 
     check()
     check("a", max_turns=3, gym_env="e", use_gym_env=True)
@@ -79,10 +79,10 @@ def test_multi_turn_flags() -> None:
         (
             "c",
             {},
-            "unknown name 'c' in --multi_turn_scheduler; known are a, b, and what a file given to --external_plugins",
+            "unknown name 'c' in --multi_turn_scheduler; known are a, b, and everything that a file given to",
         ),
         ("a", {"gym_env": "f"}, "unknown name 'f' in --gym_env; known are e"),
-        ("b", {}, r"--multi_turn_scheduler b leads the conversation in a run\(\) of its own"),
+        ("b", {}, r"--multi_turn_scheduler b runs the conversation in its own run\(\)"),
         ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),
     ):
         with pytest.raises(ValueError, match=complaint):

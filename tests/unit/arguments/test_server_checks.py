@@ -103,8 +103,8 @@ def test_a_server_that_suits() -> None:
         ({"protocol": PROTOCOL + 1}, "install the same version"),
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
         ({"max_model_len": 256}, "start it with --vllm_max_model_len 300"),
-        ({"max_logprobs": 0}, "cannot tell the log-probs of what it samples"),
-        ({"conversations": GYM}, "it leads conversations of several turns"),
+        ({"max_logprobs": 0}, "cannot return the log-probs of sampled tokens"),
+        ({"conversations": GYM}, "it runs multi-turn conversations"),
     ],
 )
 def test_a_server_that_does_not(said: dict[str, Any], problem: str) -> None:

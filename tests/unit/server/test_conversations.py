@@ -1,4 +1,4 @@
-"""What of ms-swift's schedulers a server checks and cleans up, with ms-swift's own schedulers and no engine."""
+"""Conversations on a server: checks and clean-up around ms-swift's real schedulers, without an engine."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, Roll
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
 
-from swift_megatron_grpo.conversations.scheduling import end_without_room, finish, has_room, no_answer
+from swift_megatron_grpo.conversations.scheduling import empty_response, end_without_room, finish, has_room
 from swift_megatron_grpo.conversations.turns import Turn
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.generation.requests import conversation_in_words
+from swift_megatron_grpo.generation.requests import conversation_payload
 from swift_megatron_grpo.server.conversations import Conversations
 from swift_megatron_grpo.types import Prompt
 
@@ -30,43 +30,45 @@ def request() -> RolloutInferRequest:
 def unanswered() -> RolloutOutput:
     messages = [*REQUEST["messages"], {"role": "assistant", "content": [5]}, {"role": "user", "content": "And?"},
                 {"role": "assistant", "content": ""}]  # fmt: skip
-    return RolloutOutput(response=no_answer(request()), messages=messages, response_token_ids=[[5]])
+    return RolloutOutput(response=empty_response(request()), messages=messages, response_token_ids=[[5]])
 
 
-def test_a_server_is_told_all_columns_and_one_name_for_each_conversation() -> None:
+def test_a_request_contains_all_columns_and_a_unique_name() -> None:
     row = {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "Hi."}], "solution": np.float32(2)}
-    told = [conversation_in_words(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
-    assert [each["uuid"] for each in told] == ["0-7-4", "0-7-5"]
-    assert told[0]["messages"] == REQUEST["messages"] and told[0]["data_dict"] == {"solution": 2.0}
+    payloads = [conversation_payload(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
+    assert [payload["uuid"] for payload in payloads] == ["0-7-4", "0-7-5"]
+    assert payloads[0]["messages"] == REQUEST["messages"] and payloads[0]["data_dict"] == {"solution": 2.0}
     with pytest.raises(ValueError, match=r"the dataset's column when must be .* is of type date"):
-        conversation_in_words(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
+        conversation_payload(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
 
 
-class Says(MultiTurnScheduler):
-    """A scheduler with a `run` of its own."""
+class FixedOutput(MultiTurnScheduler):
+    """A scheduler that overrides `run`."""
 
-    def __init__(self, said: Any) -> None:
+    def __init__(self, output: Any) -> None:
         super().__init__()
-        self._said = said
+        self._output = output
 
     async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
-        return self._said
+        return self._output
 
 
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("output", "complaint"),
     [
         ([unanswered(), unanswered()], "returned 2 outputs for one request"),
         ([], "returned 0 outputs"),
-        (unanswered(), r"without turns, because it has not asked infer_engine\.infer_async"),
+        (unanswered(), r"without turns, because it never called infer_engine\.infer_async"),
     ],
 )
-def test_a_run_that_cannot_be_trained_on(said: Any, complaint: str) -> None:
+def test_an_output_that_cannot_be_trained_on_is_refused(output: Any, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
-        asyncio.run(Conversations(Says(said)).lead(request(), RequestConfig()))
+        asyncio.run(Conversations(FixedOutput(output)).run(request(), RequestConfig()))
 
 
 class Door(Env):
+    """An environment that counts how often it is closed."""
+
     closed = 0
 
     async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
@@ -90,30 +92,30 @@ def doors() -> Iterator[None]:
 def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
     scheduler = GYMScheduler(infer_engine=None, gym_env="door")
 
-    async def lead() -> None:
+    async def run_conversation() -> None:
         with pytest.raises(AttributeError, match="infer_async"):
-            await Conversations(scheduler).lead(request(), RequestConfig())
+            await Conversations(scheduler).run(request(), RequestConfig())
         await asyncio.sleep(0.1)
 
-    asyncio.run(lead())
+    asyncio.run(run_conversation())
     assert Door.closed == 1 and not scheduler._envs
 
 
-def test_without_room_it_ends_whatever_the_scheduler_wants() -> None:
-    scheduler = Says(None)
+def test_a_conversation_without_room_ends_even_if_the_scheduler_continues_it() -> None:
+    scheduler = FixedOutput(None)
 
-    async def goes_on(*_: Any) -> dict[str, Any]:
+    async def continue_always(*_: Any) -> dict[str, Any]:
         return {"done": False}
 
-    scheduler.on_turn_end = goes_on
+    scheduler.on_turn_end = continue_always
     end_without_room(scheduler)
-    [choice] = no_answer(request()).choices
+    [choice] = empty_response(request()).choices
     assert asyncio.run(scheduler.on_turn_end(request(), choice, 2))["done"]
     assert has_room(255, 0, 256) and not has_room(256, 0, 256)
 
 
-def test_the_question_without_an_answer_is_no_part_of_it() -> None:
-    told = finish(unanswered(), [Turn([1, 2], [5], [-0.5])], decode=str)
-    assert [message["content"] for message in told.messages] == ["Hello.", "[5]"]
-    assert told.finish_reason == "length" and told.infos == {"num_turns": 1}
-    assert told.conversation.completion_ids == [5]
+def test_an_unanswered_last_message_is_dropped() -> None:
+    finished = finish(unanswered(), [Turn([1, 2], [5], [-0.5])], decode=str)
+    assert [message["content"] for message in finished.messages] == ["Hello.", "[5]"]
+    assert finished.finish_reason == "length" and finished.infos == {"num_turns": 1}
+    assert finished.conversation.completion_ids == [5]

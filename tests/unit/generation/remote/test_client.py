@@ -1,4 +1,4 @@
-"""The client of a rollout server against a real server that does not answer."""
+"""The client of a rollout server, against a real web server that never responds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import pytest
 from aiohttp import web
 
-from swift_megatron_grpo.generation.remote.client import Client, Slow, Unreachable, make_session
+from swift_megatron_grpo.generation.remote.client import Client, RequestTimeout, Unreachable, make_session
 from swift_megatron_grpo.protocol.messages import Routes
 
 pytestmark = pytest.mark.alone
@@ -29,24 +29,24 @@ async def _silent_server() -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-def test_who_waits_for_a_lost_server_learns_of_it() -> None:
-    async def story() -> None:
+def test_requests_to_a_lost_server_fail_at_once() -> None:
+    async def scenario() -> None:
         runner, url = await _silent_server()
         async with make_session(None, "a run") as session:
             client = Client(url, session)
-            with pytest.raises(Slow):
+            with pytest.raises(RequestTimeout):
                 await client.status(timeout=0.2)
             began = time.monotonic()
-            waiting = [asyncio.create_task(client.status(timeout=60)) for _ in range(3)]
+            requests = [asyncio.create_task(client.status(timeout=60)) for _ in range(3)]
             await asyncio.sleep(0.2)
-            waiting[0].cancel()  # by who asked: that is no news of the server
+            requests[0].cancel()  # by the caller, so it is no failure of the server
             with pytest.raises(asyncio.CancelledError):
-                await waiting[0]
-            client.give_up()
-            for each in waiting[1:]:
+                await requests[0]
+            client.cancel_requests()
+            for request in requests[1:]:
                 with pytest.raises(Unreachable):
-                    await each
-            assert time.monotonic() - began < 10 and not client._asking
+                    await request
+            assert time.monotonic() - began < 10 and not client._in_flight
         await runner.cleanup()
 
-    asyncio.run(story())
+    asyncio.run(scenario())

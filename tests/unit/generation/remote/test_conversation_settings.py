@@ -1,4 +1,4 @@
-"""Conversations behind servers: the server's command line against the trainer's."""
+"""Multi-turn flags of a server against those of the run."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ from dataclasses import replace
 import pytest
 
 from swift_megatron_grpo.config import RemoteTurnsConfig
-from swift_megatron_grpo.generation.remote.conversation_settings import differences, disagreements
+from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers, conflicts_with_run
 from swift_megatron_grpo.protocol.messages import ConversationSettings
 
-THEIRS = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
-OURS = RemoteTurnsConfig("--vllm_server_pass_dataset true")
+SERVER = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
+RUN = RemoteTurnsConfig("--vllm_server_pass_dataset true")
 
 
-def test_what_the_trainer_leaves_out_is_the_servers_to_decide() -> None:
-    assert disagreements(None, None) == []
-    assert disagreements(THEIRS, OURS) == []
-    assert disagreements(THEIRS, replace(OURS, scheduler="gym_scheduler", max_turns=3, gym_env="riddles")) == []
+def test_settings_that_the_run_leaves_out_are_taken_from_the_server() -> None:
+    assert conflicts_with_run(None, None) == []
+    assert conflicts_with_run(SERVER, RUN) == []
+    assert conflicts_with_run(SERVER, replace(RUN, scheduler="gym_scheduler", max_turns=3, gym_env="riddles")) == []
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "said"),
+    ("server", "run", "message"),
     [
         (None, RemoteTurnsConfig("--max_turns 3", max_turns=3),
          "without --multi_turn_scheduler, .* --multi_turn_scheduler NAME --max_turns 3, and --external_plugins"),
         (None, RemoteTurnsConfig("--multi_turn_scheduler a --gym_env e", "a", gym_env="e"),
          "start it with --multi_turn_scheduler a --gym_env e, .* leave --multi_turn_scheduler a --gym_env e out here"),
-        (THEIRS, None, "add --multi_turn_scheduler gym_scheduler here"),
-        (THEIRS, replace(OURS, scheduler="a"), "its --multi_turn_scheduler is gym_scheduler, and this run's is a"),
-        (THEIRS, replace(OURS, gym_env="e"), "its --gym_env is riddles, and this run's is e"),
-        (replace(THEIRS, max_turns=None), replace(OURS, max_turns=3), "its --max_turns is not set, and this"),
-        (replace(THEIRS, scheduler="thinking_tips_scheduler"), OURS, "several samples of one request"),
+        (SERVER, None, "add --multi_turn_scheduler gym_scheduler here"),
+        (SERVER, replace(RUN, scheduler="a"), "its --multi_turn_scheduler is gym_scheduler, and this run's is a"),
+        (SERVER, replace(RUN, gym_env="e"), "its --gym_env is riddles, and this run's is e"),
+        (replace(SERVER, max_turns=None), replace(RUN, max_turns=3), "its --max_turns is not set, and this"),
+        (replace(SERVER, scheduler="thinking_tips_scheduler"), RUN, "several samples of one request"),
     ],
 )  # fmt: skip
-def test_mismatches(theirs: ConversationSettings | None, ours: RemoteTurnsConfig | None, said: str) -> None:
-    [told] = disagreements(theirs, ours)
-    with pytest.raises(ValueError, match=said):
-        raise ValueError(told)
+def test_conflicts_with_the_run(
+    server: ConversationSettings | None, run: RemoteTurnsConfig | None, message: str
+) -> None:
+    [conflict] = conflicts_with_run(server, run)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(conflict)
 
 
-def test_servers_of_one_run_lead_alike() -> None:
-    assert differences({"http://a": THEIRS, "http://b": replace(THEIRS)}) == []
-    [told] = differences({"http://a": THEIRS, "http://b": None})
-    assert "http://a: --multi_turn_scheduler gym_scheduler --max_turns 3" in told and "http://b: not at all" in told
+def test_all_servers_of_a_run_must_have_the_same_settings() -> None:
+    assert conflicts_between_servers({"http://a": SERVER, "http://b": replace(SERVER)}) == []
+    [conflict] = conflicts_between_servers({"http://a": SERVER, "http://b": None})
+    assert "http://a: --multi_turn_scheduler gym_scheduler --max_turns 3" in conflict and "http://b: none" in conflict

@@ -1,5 +1,5 @@
-"""Generations that go on while the trainer does something else: a real event loop, and web servers that answer when
-they are told to."""
+"""Generations that continue while the trainer does something else, with a real event loop and real web servers that
+respond when the test releases a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import Progress, requests_for
+from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import NoServer, Server, Servers
@@ -27,47 +27,48 @@ SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words
 
 
 @dataclass
-class Answers:
-    """Every request waits to be let go."""
+class FakeServer:
+    """A route that holds every request until it is released."""
 
-    asked: list[str] = field(default_factory=list)  # questions, as they came
-    given_up: list[str] = field(default_factory=list)  # whose asker went away
-    refusal: int | None = None  # what it answers instead
+    received: list[str] = field(default_factory=list)  # questions, in order of arrival
+    cancelled: list[str] = field(default_factory=list)  # questions whose client disconnected
+    refusal: int | None = None  # an HTTP status to respond with at once
     most_at_once: int = 0
-    waiting: dict[str, asyncio.Event] = field(default_factory=dict)
+    held: dict[str, asyncio.Event] = field(default_factory=dict)
 
     async def generate(self, request: web.Request) -> web.Response:
-        said = await request.json()
-        question = said["request"]["messages"][0]["content"]
-        self.asked.append(question)
+        payload = await request.json()
+        question = payload["request"]["messages"][0]["content"]
+        self.received.append(question)
         if self.refusal is not None:
             return web.json_response({"detail": "no"}, status=self.refusal)
-        self.waiting[question] = asyncio.Event()
-        self.most_at_once = max(self.most_at_once, len(self.waiting))
+        self.held[question] = asyncio.Event()
+        self.most_at_once = max(self.most_at_once, len(self.held))
         try:
-            await self.waiting[question].wait()
+            await self.held[question].wait()
         except asyncio.CancelledError:
-            self.given_up.append(question)
+            self.cancelled.append(question)
             raise
         finally:
-            del self.waiting[question]
-        return web.json_response(Completion([1], [2], [-1.0], question, "stop", said["weights_version"]).to_json())
+            del self.held[question]
+        completion = Completion([1], [2], [-1.0], question, "stop", payload["weights_version"])
+        return web.json_response(completion.to_json())
 
 
-class Place:
-    """Two servers, in one event loop with those who ask them."""
+class Cluster:
+    """Two fake servers, and the trainer's view of them in the same event loop."""
 
     def __init__(self) -> None:
-        self.background = EventLoopThread("test")
-        self.answers = [Answers(), Answers()]
+        self.events = EventLoopThread("test")
+        self.fakes = [FakeServer(), FakeServer()]
         self.generations: list[RemoteGeneration] = []
-        self.background.run(self._open())
+        self.events.run(self._open())
 
     async def _open(self) -> None:
         self._runners, urls = [], []
-        for answers in self.answers:
+        for fake in self.fakes:
             app = web.Application()
-            app.router.add_post(Routes.GENERATE, answers.generate)
+            app.router.add_post(Routes.GENERATE, fake.generate)
             runner = web.AppRunner(app, handler_cancellation=True)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -79,187 +80,186 @@ class Place:
 
     def close(self) -> None:
         for generation in self.generations:
-            self.background.run(generation.stop())
-        self.background.run(self._close())
-        self.background.stop()
+            self.events.run(generation.stop())
+        self.events.run(self._close())
+        self.events.stop()
 
     async def _close(self) -> None:
         await self.servers.close()
         for runner in self._runners:
             await runner.cleanup()
 
-    def has_weights(self, server: Server, version: int, slots: int = 8) -> None:
+    def receive_weights(self, server: Server, version: int, slots: int = 8) -> None:
         async def receive() -> None:
             server.status = status(max_num_seqs=slots)
             server.received(version, collect_checksums=True)
             await self.servers.mark_verified(version)
 
-        self.background.run(receive())
+        self.events.run(receive())
 
     def lose(self, server: Server) -> None:
         async def lose() -> None:
-            self.servers.lose(server, "it is taken away")
+            self.servers.mark_lost(server, "the test takes it away")
 
-        self.background.run(lose())
+        self.events.run(lose())
 
-    def comes_back(self, server: Server) -> None:
-        async def answers() -> None:
-            self.servers._answered(server, status(instance="another"))
+    def bring_back(self, server: Server) -> None:
+        async def bring_back() -> None:
+            self.servers._handle_status(server, status(instance="another"))
 
-        self.background.run(answers())
+        self.events.run(bring_back())
 
     def generate(self, names: str, version: int, older: list[RemoteGeneration] | None = None) -> RemoteGeneration:
-        """One completion for each letter."""
+        """Start a generation of one completion per letter."""
         prompts = [Prompt(name, {"messages": [{"role": "user", "content": name}]}) for name in names]
         requests = requests_for(prompts, 1, None, version)
-        made = RemoteGeneration(self.background, self.servers, requests, 1, SAMPLING, version, older or [])
-        self.generations.append(made)
-        return made
+        generation = RemoteGeneration(self.events, self.servers, requests, 1, SAMPLING, version, older or [])
+        self.generations.append(generation)
+        return generation
 
-    def let_go(self, *names: str) -> None:
-        async def let_go() -> None:
+    def release(self, *names: str) -> None:
+        async def release() -> None:
             for name in names:
-                for answers in self.answers:
-                    if name in answers.waiting:
-                        answers.waiting[name].set()
+                for fake in self.fakes:
+                    if name in fake.held:
+                        fake.held[name].set()
 
-        self.background.run(let_go())
+        self.events.run(release())
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    found = Place()
-    yield found
-    found.close()
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
 
 
-def until(true: Callable[[], Any]) -> None:
+def wait_until(condition: Callable[[], Any]) -> None:
     end = time.monotonic() + 10
-    while not true():
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
 
 def collect(generation: RemoteGeneration, newest: int, number: int) -> list[Rollout]:
-    found: dict[int, Rollout] = {}
-    while len(found) < number:
+    rollouts: dict[int, Rollout] = {}
+    while len(rollouts) < number:
         progress = generation.next(newest)
         assert not progress.needs_weights
-        found |= progress.finished
-    return [found[index] for index in sorted(found)]
+        rollouts |= progress.finished
+    return [rollouts[index] for index in sorted(rollouts)]
 
 
-def test_the_older_generation_is_served_first_and_both_share_the_slots(place: Place) -> None:
-    [server, _], [answers, _] = place.servers.all, place.answers
-    place.has_weights(server, 0, slots=2)  # and one more waits there
-    older = place.generate("abcde", 0)
-    until(lambda: len(answers.asked) == 3)
-    newer = place.generate("vwx", 0, [older])
+def test_the_older_generation_is_served_first_and_both_share_the_slots(cluster: Cluster) -> None:
+    [server, _], [fake, _] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(server, 0, slots=2)  # and one more is queued there
+    older = cluster.generate("abcde", 0)
+    wait_until(lambda: len(fake.received) == 3)
+    newer = cluster.generate("vwx", 0, [older])
     time.sleep(0.1)
-    assert answers.asked == ["a", "b", "c"]
-    place.let_go("a", "b")
-    until(lambda: len(answers.asked) == 5)
-    assert answers.asked[3:] == ["d", "e"] and not older.waits
-    place.let_go("c", "d")
-    until(lambda: len(answers.asked) == 7)
-    assert answers.asked[5:] == ["v", "w"] and older.is_running and newer.is_running
-    place.let_go("e", "v", "w")
-    until(lambda: len(answers.asked) == 8)
-    place.let_go("x")
+    assert fake.received == ["a", "b", "c"]
+    cluster.release("a", "b")
+    wait_until(lambda: len(fake.received) == 5)
+    assert fake.received[3:] == ["d", "e"] and not older.has_waiting
+    cluster.release("c", "d")
+    wait_until(lambda: len(fake.received) == 7)
+    assert fake.received[5:] == ["v", "w"] and older.is_running and newer.is_running
+    cluster.release("e", "v", "w")
+    wait_until(lambda: len(fake.received) == 8)
+    cluster.release("x")
     assert [rollout.text for rollout in collect(newer, 0, 3)] == ["v", "w", "x"]
     assert [rollout.text for rollout in collect(older, 0, 5)] == ["a", "b", "c", "d", "e"]
-    assert answers.most_at_once == 3 and not older.is_running and not newer.is_running
-    until(lambda: place.servers.all[0].asked == 0)
-    assert place.servers.listeners == []
+    assert fake.most_at_once == 3 and not older.is_running and not newer.is_running
+    wait_until(lambda: cluster.servers.all[0].requests_in_flight == 0)
+    assert cluster.servers.listeners == []
 
 
-def test_servers_finish_with_old_weights_and_one_that_comes_back_waits_for_the_next_sync(place: Place) -> None:
-    (stays, goes), (answers, others) = place.servers.all, place.answers
-    for server in (stays, goes):
-        place.has_weights(server, 0)
-    generation = place.generate("abcd", 0)
-    until(lambda: len(answers.asked) + len(others.asked) == 4)
-    lost = list(others.asked)
-    assert len(lost) == 2
-    place.lose(goes)
-    until(lambda: len(answers.asked) == 4)
-    place.comes_back(goes)
-    assert place.servers.without_weights(0) == [goes]
-    place.let_go("a", "b", "c", "d")
+def test_servers_finish_with_old_weights_and_a_returning_server_waits_for_the_next_sync(cluster: Cluster) -> None:
+    (kept, lost), (fake, other) = cluster.servers.all, cluster.fakes
+    for server in (kept, lost):
+        cluster.receive_weights(server, 0)
+    generation = cluster.generate("abcd", 0)
+    wait_until(lambda: len(fake.received) + len(other.received) == 4)
+    assert len(other.received) == 2
+    cluster.lose(lost)
+    wait_until(lambda: len(fake.received) == 4)
+    cluster.bring_back(lost)
+    assert cluster.servers.without_weights(0) == [lost]
+    cluster.release("a", "b", "c", "d")
     assert {rollout.weights_version for rollout in collect(generation, newest=1, number=4)} == {0}
 
 
-def test_when_no_server_has_the_old_weights_any_more_the_trainers_finish_it(place: Place) -> None:
-    [server, _], [answers, _] = place.servers.all, place.answers
-    place.has_weights(server, 0)
-    generation = place.generate("abc", 0)
-    until(lambda: len(answers.asked) == 3)
-    place.let_go("a")
+def test_the_trainers_weights_finish_a_generation_whose_weights_no_server_has(cluster: Cluster) -> None:
+    [server, _], [fake, _] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(server, 0)
+    generation = cluster.generate("abc", 0)
+    wait_until(lambda: len(fake.received) == 3)
+    cluster.release("a")
     assert generation.next(newest=1).finished[0].weights_version == 0
-    place.lose(server)
-    place.comes_back(server)
-    progress: Progress = generation.next(newest=1)
+    cluster.lose(server)
+    cluster.bring_back(server)
+    progress = generation.next(newest=1)
     assert progress.needs_weights and not progress.finished and generation.is_running
-    place.has_weights(server, 1)  # sent because of the progress
-    until(lambda: len(answers.asked) == 5)
-    place.let_go("b", "c")
+    cluster.receive_weights(server, 1)  # as the trainer does when needs_weights is True
+    wait_until(lambda: len(fake.received) == 5)
+    cluster.release("b", "c")
     assert [rollout.weights_version for rollout in collect(generation, newest=1, number=2)] == [1, 1]
 
 
-def test_as_long_as_the_trainers_weights_are_those_of_the_generation_a_server_gets_them_at_once(place: Place) -> None:
-    stays, comes = place.servers.all
-    place.has_weights(stays, 0)
-    generation = place.generate("ab", 0)
-    place.comes_back(comes)
+def test_a_new_server_gets_the_weights_of_a_generation_at_once_while_they_are_the_newest(cluster: Cluster) -> None:
+    present, new = cluster.servers.all
+    cluster.receive_weights(present, 0)
+    generation = cluster.generate("ab", 0)
+    cluster.bring_back(new)
     assert generation.next(newest=0).needs_weights
-    place.has_weights(comes, 0)
-    until(lambda: sum(len(answers.asked) for answers in place.answers) == 2)
-    place.let_go("a", "b")
+    cluster.receive_weights(new, 0)
+    wait_until(lambda: sum(len(fake.received) for fake in cluster.fakes) == 2)
+    cluster.release("a", "b")
     collect(generation, newest=0, number=2)
 
 
-def test_nobody_is_missed_before_completions_are_wanted(place: Place) -> None:
-    """A server may be away for longer than --vllm_server_timeout while the trainer trains."""
-    [server, _], [answers, _] = place.servers.all, place.answers
-    place.has_weights(server, 0)
-    generation = place.generate("a", 0)
-    until(lambda: answers.asked)
-    place.lose(server)
+def test_the_server_timeout_applies_only_while_the_trainer_waits(cluster: Cluster) -> None:
+    """A server may be lost for longer than --vllm_server_timeout while the trainer trains."""
+    [server, _], [fake, _] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(server, 0)
+    generation = cluster.generate("a", 0)
+    wait_until(lambda: fake.received)
+    cluster.lose(server)
     time.sleep(1.5)  # the timeout is 0.5 s
     assert generation.is_running
-    place.has_weights(server, 1)
-    until(lambda: len(answers.asked) == 2)
-    place.let_go("a")
+    cluster.receive_weights(server, 1)
+    wait_until(lambda: len(fake.received) == 2)
+    cluster.release("a")
     collect(generation, newest=1, number=1)
 
-    generation = place.generate("b", 1)
-    place.lose(server)
+    generation = cluster.generate("b", 1)
+    cluster.lose(server)
     with pytest.raises(NoServer, match="no rollout server has answered"):
         generation.next(newest=1)
 
 
 @pytest.mark.parametrize("refusal", SERVER_UNUSABLE)
-def test_a_server_that_cannot_serve_this_run_is_out(place: Place, refusal: int) -> None:
-    """It is no fault of the prompt, which would end the run the second time."""
-    (fails, well), (refusing, answers) = place.servers.all, place.answers
+def test_a_server_that_cannot_serve_this_run_is_lost(cluster: Cluster, refusal: int) -> None:
+    """It does not count as a failed attempt of the prompt, of which the second would end the run."""
+    (failing, healthy), (refusing, fake) = cluster.servers.all, cluster.fakes
     refusing.refusal = refusal
-    place.has_weights(fails, 0)
-    generation = place.generate("abcd", 0)
-    until(lambda: fails.is_out)
-    assert str(refusal) in fails.why_out and len(refusing.asked) == 4 and generation.is_running
-    place.has_weights(well, 0)
-    until(lambda: len(answers.asked) == 4)
-    place.let_go("a", "b", "c", "d")
+    cluster.receive_weights(failing, 0)
+    generation = cluster.generate("abcd", 0)
+    wait_until(lambda: failing.is_lost)
+    assert str(refusal) in failing.loss_reason and len(refusing.received) == 4 and generation.is_running
+    cluster.receive_weights(healthy, 0)
+    wait_until(lambda: len(fake.received) == 4)
+    cluster.release("a", "b", "c", "d")
     assert [rollout.text for rollout in collect(generation, 0, 4)] == ["a", "b", "c", "d"]
 
 
-def test_what_nobody_waits_for_is_given_up(place: Place) -> None:
-    [server, _], [answers, _] = place.servers.all, place.answers
-    place.has_weights(server, 0)
-    generation = place.generate("ab", 0)
-    until(lambda: len(answers.asked) == 2)
-    place.background.run(generation.stop())
-    until(lambda: sorted(answers.given_up) == ["a", "b"])
+def test_stopping_a_generation_cancels_its_requests(cluster: Cluster) -> None:
+    [server, _], [fake, _] = cluster.servers.all, cluster.fakes
+    cluster.receive_weights(server, 0)
+    generation = cluster.generate("ab", 0)
+    wait_until(lambda: len(fake.received) == 2)
+    cluster.events.run(generation.stop())
+    wait_until(lambda: sorted(fake.cancelled) == ["a", "b"])
     assert not generation.is_running
     with pytest.raises(RuntimeError, match="the run has ended"):
         generation.next(newest=0)
