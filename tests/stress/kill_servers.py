@@ -35,8 +35,8 @@ COLUMNS = ("time (s)", "step", "phase", "killed", "server state", "both down", "
 METRICS = ("loss", "grad_norm", "reward")
 TOLERANCE = 1e-4  # relative: by rounding, completions depend on what else vLLM generates at the same time
 # Log lines of the trainer from which the costs of a kill are read.
-UNFINISHED = r"(\d+) unfinished completions of {url} are asked again"
-RECOVERED = r"every completion that {url} had not finished is there again"
+UNFINISHED = r"(\d+) unfinished completions of {url} will be retried"
+RECOVERED = r"all completions lost with {url} are recovered"
 SERVER_IS_BACK = r"rollout server {url} is back"
 HAS_WEIGHTS = r"may generate with weights"
 
