@@ -1,1 +1,15 @@
-"""What this package adds to `swift rollout`, in that process and its children."""
+"""Rollout server: `swift rollout` with additional routes for this package's trainer.
+
+__main__.py              entry point: `python -m swift_megatron_grpo.server`
+arguments.py             the flags of `swift rollout`, with other defaults
+deploy.py                the web server: routes, weight versions, access
+run_lease.py             the lease that gives one run at a time the server
+cancel_on_disconnect.py  cancels work for clients that have disconnected
+pipe.py                  commands between the web server and the engine process
+worker.py                the engine process: builds vLLM's engine and executes commands
+completions.py           generates one completion
+conversations.py         runs one multi-turn conversation with ms-swift's scheduler
+weight_receiver.py       extension of vLLM's workers: receives and loads weights
+
+Tests: tests/unit/server; with a real server: tests/e2e/test_server.py, tests/e2e/test_server_turns.py.
+"""

@@ -1,6 +1,6 @@
 """`swift rollout` with this package: `python -m swift_megatron_grpo.server ARGUMENTS`.
 
-Nothing is imported at the top: the processes that vLLM starts import this file as well.
+No imports at module level, because the processes that vLLM starts import this file as well.
 """
 
 
@@ -10,7 +10,7 @@ def main() -> None:
     if torch.accelerator.current_accelerator(check_available=True) is None:
         from swift_megatron_grpo.platforms.cpu import prepare_server_environment
 
-        prepare_server_environment()  # before vLLM reads it, and for vLLM's processes to inherit
+        prepare_server_environment()  # before vLLM reads the environment, which its processes inherit
 
     from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
 

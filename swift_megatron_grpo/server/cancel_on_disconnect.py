@@ -1,4 +1,4 @@
-"""Work for a client that may go before it is done: out of time, or killed. Nobody would read the answer."""
+"""Cancellation of work whose client has disconnected (timeout, or killed), so that no process reads the response."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 
 T = TypeVar("T")
-_CLIENT_GONE = 499  # as web servers note it; nobody receives it
+_CLIENT_CLOSED_REQUEST = 499  # the status that web servers log for it; it is never received
 
 
 async def while_connected(client: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Cancels the work when the connection ends. The request's body has been read."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_departure(client))
+    """Await the work, and cancel it if the client disconnects. The request body must have been read."""
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(client))
     try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([working, disconnecting], return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise HTTPException(_CLIENT_GONE, "the client has gone")
+            raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client has disconnected")
         return working.result()
     finally:
         working.cancel()
-        leaving.cancel()
+        disconnecting.cancel()
 
 
-async def _departure(client: Request) -> None:
+async def _disconnect(client: Request) -> None:
     while (await client.receive())["type"] != "http.disconnect":
         pass

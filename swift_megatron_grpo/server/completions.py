@@ -1,4 +1,4 @@
-"""Completions from the server's vLLM engine, one request at a time as they come, asked as vllm_sampling.py has it."""
+"""Completions from the server's vLLM engine, one request at a time, with the sampling of vllm_shared/sampling.py."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from swift_megatron_grpo.vllm_shared.sampling import sampled_logprobs, sampling_
 class Completer:
     def __init__(self, engine: GRPOVllmEngine) -> None:
         self._engine = engine
-        # Completions of one prompt come together, and share its encoding for as long as one of them needs it.
+        # Completions of one prompt arrive together and share its encoding while at least one of them needs it.
         self._encodings: WeakValueDictionary[str, asyncio.Future[dict[str, Any]]] = WeakValueDictionary()
 
     async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
-        """Both in ms-swift's words. When it is cancelled, vLLM gives it up."""
+        """Generate one completion from ms-swift's request and sampling. Cancelling it aborts the request in vLLM."""
         engine = self._engine
         encoding = self._encode(request)
-        inputs = await asyncio.shield(encoding)  # others may wait for the same one
+        inputs = await asyncio.shield(encoding)  # other requests may wait for the same encoding
         params = sampling_params(engine, inputs, RequestConfig(**sampling))
         adapter = await engine._get_grpo_lora_request_async()
-        answers = engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
-        [output] = [answer async for answer in answers]
-        [answer] = output.outputs
-        token_ids = list(answer.token_ids)
+        results = engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
+        [result] = [result async for result in results]
+        [output] = result.outputs
+        token_ids = list(output.token_ids)
         return Completion(
-            prompt_ids=list(output.prompt_token_ids),
+            prompt_ids=list(result.prompt_token_ids),
             completion_ids=token_ids,
-            logprobs=None if answer.logprobs is None else sampled_logprobs(answer),
+            logprobs=None if output.logprobs is None else sampled_logprobs(output),
             text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
-            finish_reason=answer.finish_reason,
-            weights_version=NO_WEIGHTS,  # the web server knows
+            finish_reason=output.finish_reason,
+            weights_version=NO_WEIGHTS,  # the web server sets the version
         )
 
     def _encode(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        # every request has another name, and that is not encoded
+        # the uuid differs between requests and is not part of the prompt
         key = json.dumps({name: value for name, value in request.items() if name != "uuid"}, sort_keys=True)
         encoding = self._encodings.get(key)
         if encoding is None:

@@ -1,8 +1,8 @@
-"""`swift rollout` with routes for this package's trainer. ms-swift's own stay as they are, and so does its guard.
+"""`swift rollout` with additional routes for this package's trainer. ms-swift's routes and API key check are unchanged.
 
-One request is one completion, or with --multi_turn_scheduler one conversation; vLLM batches what is there. Weights have
-a version: from the moment new ones begin to arrive until the last has, nothing is generated, and a transfer that breaks
-off leaves the server without weights.
+One request is one completion, or one conversation with --multi_turn_scheduler; vLLM batches concurrent requests.
+Weights have a version. The server generates nothing while new weights arrive, and a failed transfer leaves it without
+weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from swift_megatron_grpo.protocol.messages import (
     ServerStatus,
     serves_another,
 )
-from swift_megatron_grpo.server import worker
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.server.run_lease import RunLease
+from swift_megatron_grpo.server.worker import run_worker
 
 logger = get_logger()
 _EVERY_INTERFACE = ("", "0.0.0.0", "::")
@@ -52,19 +52,19 @@ Run = Annotated[str | None, Header(alias=RUN_HEADER)]
 class GenerateRequest(BaseModel):
     request: dict[str, Any]  # ms-swift's RolloutInferRequest
     sampling: dict[str, Any]  # ms-swift's RequestConfig
-    weights_version: int  # that the trainer counts on
+    weights_version: int  # that the trainer expects
 
 
 class JoinRequest(BaseModel):
-    host: str  # by which the trainer reaches this machine
-    port: int  # of the rendezvous; 0: any
+    host: str  # address at which the trainer reaches this machine
+    port: int  # of the rendezvous; 0: any free port
     timeout: float
 
 
 class ReceiveRequest(BaseModel):
     version: int
-    lora: bool  # an adapter on the checkpoint, not the model's weights
-    collect_checksums: bool  # the trainer will ask what became of each tensor
+    lora: bool  # an adapter on the checkpoint instead of the model's weights
+    collect_checksums: bool  # the trainer will request a checksum of each tensor
 
 
 class ScoreRequest(BaseModel):
@@ -81,19 +81,19 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.weights_version = NO_WEIGHTS
         self.lease = RunLease()
         self.description: dict[str, Any] = {}
-        self.store: TCPStore | None = None  # of the newest group; it lives as long as this
-        self.joining: asyncio.Task[Any] | None = None
+        self.store: TCPStore | None = None  # of the current group, which exists as long as its store
+        self.join_task: asyncio.Task[Any] | None = None
         super().__init__(args)
 
     # ---- processes
 
     def _start_data_parallel_workers(self) -> None:
-        """One process: vLLM's asynchronous engine spreads over data-parallel ranks by itself."""
-        stock, its_stock = Pipe()
-        ours, its_own = Pipe()
-        process = Process(target=worker.main, args=(self.args, 0, self.master_port, its_stock, its_own))
+        """Start one process: vLLM's asynchronous engine creates its data-parallel ranks itself."""
+        stock, worker_stock = Pipe()
+        ours, worker_ours = Pipe()
+        process = Process(target=run_worker, args=(self.args, 0, self.master_port, worker_stock, worker_ours))
         process.start()
-        for end in (its_stock, its_own):  # only the child holds them, so each side notices the other's death
+        for end in (worker_stock, worker_ours):  # open in the child only, so that each side detects the other's exit
             end.close()
         self.connections.append(stock)
         self.processes.append(process)
@@ -110,8 +110,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 connection.send({"type": "shutdown"})
 
     async def _watch_engine(self) -> None:
-        await self.commands.read_answers()
-        logger.error("the process of the vLLM engine has ended; so does this server")
+        await self.commands.read_results()
+        logger.error("the process of the vLLM engine has exited; this server shuts down")
         os.kill(os.getpid(), signal.SIGTERM)
 
     # ---- routes
@@ -128,10 +128,10 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.LEAVE, dependencies=guard)(self.leave)
 
     async def status(self, run: Run = None) -> dict[str, Any]:
-        """A run that asks while no other is served has the server from now on."""
+        """Return the server's status. A run that requests it acquires the lease if no other run holds it."""
         now = time.monotonic()
         if self.lease.touch(run, now):
-            self.weights_version = NO_WEIGHTS  # they are another run's
+            self.weights_version = NO_WEIGHTS  # they belong to another run
         return asdict(
             ServerStatus(
                 plugin=__version__,
@@ -145,90 +145,91 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
-                conversations=self._leading,
+                conversations=self._conversation_settings,
                 model=self.description["model"],
             )
         )
 
-    async def generate(self, asked: GenerateRequest, request: Request, run: Run = None) -> dict[str, Any]:
-        self._refuse_other_weights(run, asked.weights_version)
-        answering = self._ask_engine("generate", request=asked.request, sampling=asked.sampling)
-        answer = await while_connected(request, answering)
-        return {**answer, "weights_version": asked.weights_version}
+    async def generate(self, body: GenerateRequest, client: Request, run: Run = None) -> dict[str, Any]:
+        """Generate a completion with the weights that the trainer expects."""
+        self._require_weights(run, body.weights_version)
+        generating = self._call_engine("generate", request=body.request, sampling=body.sampling)
+        completion = await while_connected(client, generating)
+        return {**completion, "weights_version": body.weights_version}
 
-    async def score_text(self, asked: ScoreRequest, run: Run = None) -> dict[str, Any]:
-        """Log-probs of every token but the first, by each replica of the model."""
-        self._refuse_other_weights(run, asked.weights_version)
-        return await self._ask_engine("score_text", tokens=asked.tokens)
+    async def score_text(self, body: ScoreRequest, run: Run = None) -> dict[str, Any]:
+        """Return the log-probs of every token but the first, from each replica of the model."""
+        self._require_weights(run, body.weights_version)
+        return await self._call_engine("score_text", tokens=body.tokens)
 
     async def held_weights(self, run: Run = None) -> dict[str, Any]:
-        """What each worker holds of the weights that it was last sent."""
-        if run is not None:  # who has no run may look
-            self._refuse_other_runs(run)
-        return await self._ask_engine("held_weights")
+        """Return what each worker has of the weights that it received last."""
+        if run is not None:  # a client without a run may read them
+            self._require_lease(run)
+        return await self._call_engine("held_weights")
 
     async def leave(self, run: Run = None) -> dict[str, Any]:
-        """The next run need not wait for this one's silence."""
-        self.lease.leave(run)
+        """Release the lease, so that the next run need not wait for it to expire."""
+        self.lease.release(run)
         return {}
 
-    def _refuse_other_weights(self, run: str | None, version: int) -> None:
-        self._refuse_other_runs(run)
+    def _require_weights(self, run: str | None, version: int) -> None:
+        self._require_lease(run)
         if self.weights_version == NO_WEIGHTS or self.weights_version != version:
-            raise HTTPException(CONFLICT, f"this server has weights {self.weights_version} and not {version}")
+            raise HTTPException(CONFLICT, f"this server has weights {self.weights_version}, not {version}")
 
-    def _refuse_other_runs(self, run: str | None) -> None:
-        self._refuse_while_taken(run)
+    def _require_lease(self, run: str | None) -> None:
+        self._refuse_if_taken(run)
         if not self.lease.is_held_by(run):
-            raise HTTPException(CONFLICT, f"it has no weights of this run; POST {Routes.JOIN} first")
+            raise HTTPException(CONFLICT, f"this server has no weights of this run; POST {Routes.JOIN} first")
 
-    def _refuse_while_taken(self, run: str | None) -> None:
-        served = self.lease.holder(time.monotonic())
-        if served not in (None, run):
-            raise HTTPException(TAKEN, serves_another(served))
+    def _refuse_if_taken(self, run: str | None) -> None:
+        holder = self.lease.holder(time.monotonic())
+        if holder not in (None, run):
+            raise HTTPException(TAKEN, serves_another(holder))
 
-    async def join(self, asked: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
-        """Opens a rendezvous, to which the trainer comes next. Who joined before is out."""
-        self._refuse_while_taken(run)
+    async def join(self, body: JoinRequest, run: Annotated[str, Header(alias=RUN_HEADER)]) -> dict[str, Any]:
+        """Open a rendezvous, to which the trainer connects next. It replaces an earlier one."""
+        self._refuse_if_taken(run)
         self.lease.touch(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
-        self.store = listen(self.args.host or "::", asked.port)
+        self.store = listen(self.args.host or "::", body.port)
         rendezvous = Rendezvous(
-            host=asked.host if everywhere else self.args.host,
+            host=body.host if everywhere else self.args.host,
             port=self.store.port,
             size=self._world_size + 1,
             session=uuid.uuid4().hex,
-            timeout=asked.timeout,
+            timeout=body.timeout,
         )
-        self.joining = asyncio.create_task(self.commands.call("join", rendezvous=asdict(rendezvous)))
-        self.joining.add_done_callback(_log_failure)
-        return asdict(rendezvous) | {"host": asked.host}
+        self.join_task = asyncio.create_task(self.commands.call("join", rendezvous=asdict(rendezvous)))
+        self.join_task.add_done_callback(_log_failure)
+        return asdict(rendezvous) | {"host": body.host}
 
-    async def receive(self, asked: ReceiveRequest, run: Run = None) -> dict[str, Any]:
-        """The trainer is sending. Answers when all of it has been loaded."""
-        self._refuse_other_runs(run)
-        assert self.joining is not None  # or no run would be served
+    async def receive(self, body: ReceiveRequest, run: Run = None) -> dict[str, Any]:
+        """Receive the weights that the trainer is sending; respond once all are loaded."""
+        self._require_lease(run)
+        assert self.join_task is not None  # a run that holds the lease has joined
         self.weights_version = NO_WEIGHTS
-        await self.joining
-        report: dict[str, Any] = await self._ask_engine(
-            "receive", lora=asked.lora, collect_checksums=asked.collect_checksums
+        await self.join_task
+        report: dict[str, Any] = await self._call_engine(
+            "receive", lora=body.lora, collect_checksums=body.collect_checksums
         )
         if self.lease.is_held_by(run):
-            self.weights_version = asked.version
+            self.weights_version = body.version
         return report
 
-    async def _ask_engine(self, command: str, **arguments: Any) -> dict[str, Any]:
+    async def _call_engine(self, command: str, **arguments: Any) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = await self.commands.call(command, **arguments)
-            return answer
+            result: dict[str, Any] = await self.commands.call(command, **arguments)
+            return result
         except CommandError as error:
             raise HTTPException(500, str(error)) from error
         except EngineGone as error:
             raise HTTPException(ENGINE_GONE, str(error)) from error
 
     @property
-    def _leading(self) -> ConversationSettings | None:
+    def _conversation_settings(self) -> ConversationSettings | None:
         args = self.args
         if not args.multi_turn_scheduler:
             return None
@@ -238,7 +239,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     def _world_size(self) -> int:
         return self.args.vllm_tensor_parallel_size * self.args.vllm_data_parallel_size
 
-    # ---- what is open to whom
+    # ---- access
 
     def _warn_if_unauthenticated(self) -> None:
         super()._warn_if_unauthenticated()
@@ -250,4 +251,4 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
 def _log_failure(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        logger.error(f"a trainer that wanted to join did not come: {task.exception()}")
+        logger.error(f"a trainer requested a rendezvous but did not connect: {task.exception()}")

@@ -1,8 +1,7 @@
-"""Commands from the web server to the process that holds the engine: many at a time, each with an id, JSON both ways.
-One that the web server no longer waits for is taken back.
+"""Commands from the web server to the engine process: concurrent, each with an id, JSON in both directions.
 
-ms-swift's own pipe carries one command at a time, and its web server waits for the answer without serving anybody
-else. This is a second pipe beside it.
+A command is cancelled when the web server no longer waits for its result. ms-swift's own pipe carries one command at a
+time, and its web server blocks until the result arrives. This is a second pipe next to it.
 """
 
 from __future__ import annotations
@@ -20,94 +19,98 @@ Command = Callable[..., Awaitable[Any]]
 
 
 class CommandError(RuntimeError):
-    """The command failed in the engine's process."""
+    """The command failed in the engine process."""
 
 
 class EngineGone(RuntimeError):
-    """The engine's process is no more."""
+    """The engine process has exited."""
 
 
 class Commands:
-    """The web server's end."""
+    """The web server's end of the pipe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._ids = itertools.count()
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._gone = False
+        self._pending: dict[int, asyncio.Future[Any]] = {}  # by the command's id
+        self._closed = False
 
-    async def read_answers(self) -> None:
-        """Runs until the other end is gone."""
+    async def read_results(self) -> None:
+        """Read results until the engine process exits."""
         try:
-            async for answer in _messages(self._connection):
-                waiting = self._waiting.pop(answer["id"], None)
-                if waiting is None or waiting.done():
+            async for response in _messages(self._connection):
+                pending = self._pending.pop(response["id"], None)
+                if pending is None or pending.done():
                     continue
-                if "error" in answer:
-                    waiting.set_exception(CommandError(answer["error"]))
+                if "error" in response:
+                    pending.set_exception(CommandError(response["error"]))
                 else:
-                    waiting.set_result(answer["result"])
+                    pending.set_result(response["result"])
         finally:
-            self._gone = True
-            for future in self._waiting.values():
+            self._closed = True
+            for future in self._pending.values():
                 if not future.done():
-                    future.set_exception(EngineGone("the process of the vLLM engine has ended"))
-            self._waiting.clear()
+                    future.set_exception(EngineGone("the process of the vLLM engine has exited"))
+            self._pending.clear()
 
     async def call(self, command: str, **arguments: Any) -> Any:
-        if self._gone:
-            raise EngineGone("the process of the vLLM engine has ended")
+        """Run a command in the engine process and return its result. Cancelling the call cancels the command."""
+        if self._closed:
+            raise EngineGone("the process of the vLLM engine has exited")
         number = next(self._ids)
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        result = self._pending[number] = asyncio.get_running_loop().create_future()
         try:
             _send(self._connection, {"id": number, "command": command, "arguments": arguments})
-            return await answer
-        except asyncio.CancelledError:  # nobody waits for it any more
-            if not self._gone:
-                _send(self._connection, {"id": number, "take_back": True})
+            return await result
+        except asyncio.CancelledError:
+            if not self._closed:
+                _send(self._connection, {"id": number, "cancel": True})
             raise
         finally:
-            self._waiting.pop(number, None)
+            self._pending.pop(number, None)
 
 
 async def serve(connection: Connection, commands: Mapping[str, Command]) -> None:
-    """The engine's end: runs each command as a task of its own, until the other end is gone."""
+    """Run each command in its own task until the web server exits: the engine process's end of the pipe."""
     running: dict[int, asyncio.Task[None]] = {}
 
-    async def answer(message: dict[str, Any]) -> None:
+    async def respond(message: dict[str, Any]) -> None:
         try:
-            said = {"id": message["id"], "result": await commands[message["command"]](**message["arguments"])}
+            response = {"id": message["id"], "result": await commands[message["command"]](**message["arguments"])}
         except asyncio.CancelledError:
-            said = {"id": message["id"], "error": "taken back, because new weights arrived"}
+            response = {
+                "id": message["id"],
+                "error": "cancelled, because new weights arrived or it was requested again",
+            }
         except Exception as error:
-            said = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
+            response = {"id": message["id"], "error": f"{type(error).__name__}: {error}"}
         finally:
             running.pop(message["id"], None)
-        _send(connection, said)
+        _send(connection, response)
 
     async for message in _messages(connection):
         number = message["id"]
-        if "take_back" in message:
+        if "cancel" in message:
             if number in running:
                 running.pop(number).cancel()
         else:
-            running[number] = asyncio.create_task(answer(message))
+            running[number] = asyncio.create_task(respond(message))
 
 
 async def _messages(connection: Connection) -> AsyncIterator[dict[str, Any]]:
-    """Until the other end is closed. A daemon thread waits for them, so that this process can end while it does."""
+    """Yield messages until the other end is closed. A daemon thread reads them, so that this process can still exit."""
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
+    received: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     def read() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the event loop is closed
             with suppress(EOFError, OSError):
                 while True:
-                    loop.call_soon_threadsafe(arrived.put_nowait, connection.recv_bytes())
-            loop.call_soon_threadsafe(arrived.put_nowait, None)
+                    loop.call_soon_threadsafe(received.put_nowait, connection.recv_bytes())
+            loop.call_soon_threadsafe(received.put_nowait, None)
 
     Thread(target=read, name="pipe", daemon=True).start()
-    while (text := await arrived.get()) is not None:
+    while (text := await received.get()) is not None:
         yield json.loads(text)
 
 

@@ -1,6 +1,6 @@
-"""What runs in each of vLLM's workers, which may be processes of their own: it receives weights and loads them.
+"""Extension of vLLM's workers, which may run in separate processes: receives weights and loads them.
 
-vLLM imports this file by its path before it loads the model, and mixes the class into its own worker.
+vLLM imports this module by its dotted path before it loads the model, and adds the class to the bases of its worker.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if current_platform.is_cpu():
 
 
 class WeightReceiver(WeightSyncWorkerExtension):
-    """ms-swift's methods for ms-swift's routes, and these for ours. Attributes of the worker are at hand."""
+    """ms-swift's extension, and methods for this package's routes. Attributes of the worker are available on self."""
 
     grpo_channel: Channel | None = None
     grpo_loaded_weights: LoadedWeights | None = None
 
     def grpo_join(self, rendezvous: dict[str, Any]) -> None:
-        """Meet the trainer, which is rank 0. A group of before belongs to a trainer that is gone."""
+        """Join the trainer's group, in which the trainer is rank 0, and close an earlier one: its trainer has left."""
         self.grpo_leave()
         parallel = self.vllm_config.parallel_config
-        before = parallel.data_parallel_index * parallel.tensor_parallel_size
-        rank = 1 + before + get_tensor_model_parallel_rank()
+        offset = parallel.data_parallel_index * parallel.tensor_parallel_size
+        rank = 1 + offset + get_tensor_model_parallel_rank()
         self.grpo_channel = Channel(Rendezvous(**rendezvous), rank, torch.device(self.device))
 
     def grpo_leave(self) -> None:
@@ -47,27 +47,27 @@ class WeightReceiver(WeightSyncWorkerExtension):
             self.grpo_channel = None
 
     def grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
-        """All weights of the model, or with `lora` those of an adapter on the checkpoint that the model is."""
+        """Receive and load all weights of the model, or with `lora` those of an adapter on the loaded checkpoint."""
         try:
             return self._grpo_receive(lora, collect_checksums)
         except BaseException:
-            self.grpo_leave()  # so that the trainer, which is sending, notices
+            self.grpo_leave()  # so that the trainer's send fails as well
             raise
 
     def _grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
         assert self.grpo_channel is not None, "no trainer has joined this server"
         began = time.monotonic()
-        arriving = _Arriving(self.grpo_channel)
+        stream = _WeightStream(self.grpo_channel)
         if lora:
-            tensors = dict(arriving)
-            assert arriving.adapter is not None, "an adapter came without its configuration"
-            load_adapter(self, arriving.adapter, tensors)
+            tensors = dict(stream)
+            assert stream.adapter is not None, "the trainer sent an adapter without its configuration"
+            load_adapter(self, stream.adapter, tensors)
         else:
             runner = self.model_runner
             patch_vllm_moe_model_weight_loader(runner.model)
             finish = partial(finish_vllm_weight_reload, runner.model, runner.model_config, self.device, strict=True)
-            self._grpo_loaded_weights().load(arriving, finish, collect_checksums)
-        return {"tensors": arriving.tensors, "bytes": arriving.bytes, "seconds": time.monotonic() - began}
+            self._grpo_loaded_weights().load(stream, finish, collect_checksums)
+        return {"tensors": stream.tensors, "bytes": stream.bytes, "seconds": time.monotonic() - began}
 
     def grpo_held_weights(self) -> dict[str, Any]:
         return self._grpo_loaded_weights().worker_weights().to_json()
@@ -81,13 +81,13 @@ class WeightReceiver(WeightSyncWorkerExtension):
         return self.grpo_loaded_weights
 
 
-class _Arriving:
-    """Tensors by name, bucket after bucket, as the trainer sends them. To be gone through once."""
+class _WeightStream:
+    """Tensors with their names, bucket by bucket, as the trainer sends them. Can be iterated once."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.tensors = self.bytes = 0
-        self.adapter: dict[str, Any] | None = None  # its configuration, once all have arrived
+        self.adapter: dict[str, Any] | None = None  # its configuration, once all tensors have arrived
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:

@@ -1,4 +1,4 @@
-"""The process that holds the engine. ms-swift's own loop runs in it and serves ms-swift's routes; beside it, ours."""
+"""The engine process: ms-swift's loop serves ms-swift's routes, and a second loop serves this package's commands."""
 
 from __future__ import annotations
 
@@ -18,84 +18,90 @@ from swift_megatron_grpo.protocol.model_identity import model_identity
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
-from swift_megatron_grpo.server.conversations import Conversations, ConversingEngine
+from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
 
 T = TypeVar("T")
-_EVERY = 0.5  # seconds between two looks at vLLM's core
+_POLL_SECONDS = 0.5  # between two checks of vLLM's core
 WORKER_EXTENSION = "swift_megatron_grpo.server.weight_receiver.WeightReceiver"
 
 
-def main(
+def run_worker(
     args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
 ) -> None:
-    asyncio.run(_main(args, data_parallel_rank, master_port, stock, ours))
+    """Run the engine process. `stock` is ms-swift's pipe to the web server, `ours` the pipe of pipe.py."""
+    asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock, ours))
 
 
-async def _main(
+async def _run_worker(
     args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
 ) -> None:
-    """Until one of the two loops ends: the web server is gone or wants us gone, or the engine has failed."""
+    """Run both loops until one ends: the web server has exited or sent a shutdown, or the engine has failed."""
     built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
         commands = EngineCommands(*await built)
         await asyncio.wait(
-            [asyncio.create_task(pipe.serve(ours, commands.commands)), asyncio.create_task(commands.failure())],
+            [
+                asyncio.create_task(pipe.serve(ours, commands.commands)),
+                asyncio.create_task(commands.wait_for_engine_failure()),
+            ],
             return_when=asyncio.FIRST_COMPLETED,
         )
 
-    _on_engine(built.set_result)
+    _patch_engine_construction(built.set_result)
     stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
     loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
     await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
     if built.done():
         built.result()[0].engine.shutdown()
-    os._exit(0)  # a thread still waits for commands, and would be waited for
+    os._exit(0)  # a thread still reads commands, and a normal exit would wait for it
 
 
-def _on_engine(tell: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
-    """ms-swift's loop builds the engine, and its scheduler if there is one; have it build an engine whose workers
-    receive our weights, and tell of both."""
+def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
+    """Replace the engine class that ms-swift's loop instantiates, and pass engine and conversations to `on_built`.
 
-    class Engine(ConversingEngine):
+    The workers of the new class receive this package's weights. ms-swift's loop also builds the scheduler, if any.
+    """
+
+    class Engine(ConversationEngine):
         def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
             engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
             super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
 
-    their_leader = rollout.get_rollout_engine_type
+    get_stock_engine_type = rollout.get_rollout_engine_type
 
-    def leader(args: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
-        """ms-swift's scheduler, or the engine itself."""
-        made = their_leader(args, engine)
-        tell((engine, Conversations(made) if args.multi_turn_scheduler else None))
-        return made
+    def get_rollout_engine_type(args: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
+        """Return what ms-swift returns: its scheduler, or the engine itself."""
+        scheduler_or_engine = get_stock_engine_type(args, engine)
+        on_built((engine, Conversations(scheduler_or_engine) if args.multi_turn_scheduler else None))
+        return scheduler_or_engine
 
-    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = Engine, leader
+    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = Engine, get_rollout_engine_type
 
 
 class EngineCommands:
-    """What the web server may ask of the engine."""
+    """The commands that the web server can send to the engine."""
 
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
         self._engine = engine
-        self._answerer = conversations or Completer(engine)
+        self._completer = conversations or Completer(engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        each = (self.describe, self.generate, self.join, self.receive, self.score_text, self.held_weights)
+        commands = (self.describe, self.generate, self.join, self.receive, self.score_text, self.held_weights)
         self.commands: dict[str, pipe.Command] = {
-            command.__name__: partial(self._unless_engine_failed, command) for command in each
+            command.__name__: partial(self._unless_engine_failed, command) for command in commands
         }
 
-    async def failure(self) -> None:
-        """Returns when vLLM's core has failed or was killed, from which it does not recover."""
+    async def wait_for_engine_failure(self) -> None:
+        """Return once vLLM's core has failed or was killed; it does not recover."""
         while not self._engine.engine.errored:
-            await asyncio.sleep(_EVERY)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _unless_engine_failed(self, command: pipe.Command, **arguments: Any) -> Any:
         try:
             return await command(**arguments)
         except Exception:
-            if self._engine.engine.errored:  # the answer is that this process ends, not that it could not do this
+            if self._engine.engine.errored:  # report the exit of this process instead of a failed command
                 await asyncio.Event().wait()
             raise
 
@@ -109,11 +115,11 @@ class EngineCommands:
         }
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
-        """A completion; or a conversation, where this server leads them."""
-        completion = await self._until_new_weights(self._answerer.complete(request, sampling))
+        """Generate a completion, or a conversation if this server has a scheduler."""
+        completion = await self._cancelled_by_new_weights(self._completer.complete(request, sampling))
         return completion.to_json()
 
-    async def _until_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
         self._generating.add(task)
         try:
@@ -125,33 +131,33 @@ class EngineCommands:
         await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
 
     async def receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
-        """What is still being generated is for a trainer that no longer waits for it."""
-        left_over = list(self._generating)
-        for task in left_over:
+        """Receive and load new weights, after cancelling generation that the trainer no longer waits for."""
+        stale = list(self._generating)
+        for task in stale:
             task.cancel()
-        await asyncio.gather(*left_over, return_exceptions=True)
+        await asyncio.gather(*stale, return_exceptions=True)
         engine = self._engine.engine
         reports = await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
-        # What older weights computed must not answer for newer ones.
+        # Results cached with older weights must not be used with newer ones.
         await engine.reset_prefix_cache()
         await engine.reset_encoder_cache()
         return {"workers": reports}
 
     async def score_text(self, tokens: list[int]) -> dict[str, Any]:
-        """By each data-parallel replica: they hold copies of the weights."""
+        """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
-        told = await asyncio.gather(*(self._score(tokens, replica) for replica in range(replicas)))
-        return {"replicas": [packed_logprobs(values) for values in told]}
+        logprobs = await asyncio.gather(*(self._score(tokens, replica) for replica in range(replicas)))
+        return {"replicas": [packed_logprobs(values) for values in logprobs]}
 
     async def _score(self, tokens: list[int], replica: int) -> list[float]:
-        answers = self._engine.engine.generate(
+        results = self._engine.engine.generate(
             {"prompt_token_ids": tokens},
             scoring_params(),
             f"score-{uuid.uuid4().hex}",
             lora_request=await self._engine._get_grpo_lora_request_async(),
             data_parallel_rank=replica,
         )
-        [*_, last] = [answer async for answer in answers]
+        [*_, last] = [result async for result in results]
         return text_logprobs(last, tokens)
 
     async def held_weights(self) -> dict[str, Any]:

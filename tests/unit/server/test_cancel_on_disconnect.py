@@ -1,4 +1,4 @@
-"""What a client no longer waits for ends where it is made: real connections, real pipes, no engine."""
+"""Work that a client no longer waits for is cancelled, over real connections and pipes, without an engine."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from swift_megatron_grpo.server.pipe import CommandError, Commands, serve
 
 
 class Work:
-    """For ever, unless it is told to finish."""
+    """A command that never ends, unless called with `finishes`."""
 
     def __init__(self) -> None:
-        self.began, self.given_up = asyncio.Event(), asyncio.Event()
+        self.began, self.cancelled = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, finishes: bool = False) -> dict[str, Any]:
         self.began.set()
         try:
             await asyncio.sleep(0 if finishes else 60)
         except asyncio.CancelledError:
-            self.given_up.set()
+            self.cancelled.set()
             raise
         return {"done": True}
 
 
-def test_a_request_whose_client_has_gone_is_given_up() -> None:
-    async def story() -> None:
+def test_a_request_is_cancelled_when_its_client_disconnects() -> None:
+    async def scenario() -> None:
         work, app = Work(), FastAPI()
 
-        async def answer(asked: dict[str, bool], request: Request) -> dict[str, Any]:
-            return await while_connected(request, work(asked["finishes"]))
+        async def respond(body: dict[str, bool], client: Request) -> dict[str, Any]:
+            return await while_connected(client, work(body["finishes"]))
 
-        answer.__annotations__["request"] = Request  # FastAPI looks for names in the module
-        app.post("/")(answer)
+        respond.__annotations__["client"] = Request  # FastAPI resolves annotations in the module's namespace
+        app.post("/")(respond)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
         serving = asyncio.create_task(server.serve())
         while not server.started:
@@ -50,31 +50,31 @@ def test_a_request_whose_client_has_gone_is_given_up() -> None:
                 assert await response.json() == {"done": True}
             with pytest.raises(TimeoutError):
                 await session.post(url, json={"finishes": False}, timeout=aiohttp.ClientTimeout(total=0.5))
-            await asyncio.wait_for(work.given_up.wait(), 5)
+            await asyncio.wait_for(work.cancelled.wait(), 5)
         server.should_exit = True
         await serving
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_a_command_that_is_taken_back_ends_at_the_other_end_of_the_pipe() -> None:
-    async def story() -> None:
-        ours, its = Pipe()
+def test_cancelling_a_call_cancels_the_command_at_the_other_end_of_the_pipe() -> None:
+    async def scenario() -> None:
+        web_server, engine = Pipe()
         work = Work()
-        commands = Commands(ours)
-        serving = asyncio.create_task(serve(its, {"work": work}))
-        reading = asyncio.create_task(commands.read_answers())
+        commands = Commands(web_server)
+        serving = asyncio.create_task(serve(engine, {"work": work}))
+        reading = asyncio.create_task(commands.read_results())
         waiting = asyncio.create_task(commands.call("work"))
         await work.began.wait()
         waiting.cancel()
-        await asyncio.wait_for(work.given_up.wait(), 5)
+        await asyncio.wait_for(work.cancelled.wait(), 5)
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert await commands.call("work", finishes=True) == {"done": True}  # the others go on
+        assert await commands.call("work", finishes=True) == {"done": True}  # later commands still run
         with pytest.raises(CommandError):
             await commands.call("work", finishes="yes", other=1)
         for task in (serving, reading):
             task.cancel()
-        its.close()
+        engine.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Whose weights a rollout server has."""
+"""The lease of a rollout server: one run holds it, until it releases it or is idle for too long."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from swift_megatron_grpo.protocol.messages import RUN_IDLE_SECONDS
 from swift_megatron_grpo.server.run_lease import RunLease
 
 
-def test_a_run_is_served_while_it_is_heard_of() -> None:
+def test_a_run_holds_the_lease_until_it_is_idle_for_too_long() -> None:
     lease = RunLease()
     assert lease.holder(5.0) is None and not lease.is_held_by("a") and not lease.is_held_by(None)
-    assert not lease.touch(None, 100.0)  # a person looks
+    assert not lease.touch(None, 100.0)  # a client without a run, such as a person who reads the status
     assert lease.touch("a", 100.0) and lease.holder(100.0) == "a"
     assert not lease.touch("b", 101.0) and not lease.touch(None, 101.0)
     end = 100.0 + RUN_IDLE_SECONDS
     assert lease.holder(end - 0.1) == "a" and lease.holder(end) is None
-    assert not lease.touch("a", end + 1)  # it was silent, and nobody came: the weights are still its own
+    assert not lease.touch("a", end + 1)  # no other run has acquired the lease: the weights are still its own
     assert lease.holder(end + 1) == "a" and lease.is_held_by("a") and not lease.is_held_by("b")
 
 
-def test_who_asks_after_a_run_has_ended_has_the_server() -> None:
+def test_the_first_request_after_expiry_acquires_the_lease() -> None:
     lease = RunLease()
     assert lease.touch("a", 100.0) and lease.touch("b", 100.0 + RUN_IDLE_SECONDS)
     assert not lease.touch("a", 101.0 + RUN_IDLE_SECONDS)
@@ -26,11 +26,11 @@ def test_who_asks_after_a_run_has_ended_has_the_server() -> None:
     assert lease.touch("a", 100.0 + 2 * RUN_IDLE_SECONDS) and lease.is_held_by("a")
 
 
-def test_who_leaves_is_not_waited_for() -> None:
+def test_a_released_lease_can_be_acquired_at_once() -> None:
     lease = RunLease()
     assert lease.touch("a", 100.0)
-    lease.leave("b")
-    lease.leave(None)
+    lease.release("b")
+    lease.release(None)
     assert lease.holder(101.0) == "a"
-    lease.leave("a")
+    lease.release("a")
     assert lease.holder(101.0) is None and lease.touch("b", 101.0)
