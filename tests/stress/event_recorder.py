@@ -51,7 +51,7 @@ def recorded_train_step(self: MegatronEngine, samples: Sequence[Sample], *args: 
 
 
 def slow_finish(self: WeightConnection, end: dict[str, Any]) -> Exception | None:
-    record(phase="weights on their way")
+    record(phase="weight transfer")
     time.sleep(TRANSFER_SECONDS)
     failure = original_finish(self, end)
     record(phase="weight_sync")

@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.stress.processes import TRANSFER_VARIABLE, Server, Trainer, digest, free_ports, make_inputs, script_parser
 
-PHASES = ("generation", "weights on their way", "weight_sync", "sync_check", "grading", "train", "between phases")
+PHASES = ("generation", "weight transfer", "weight_sync", "sync_check", "grading", "train", "between phases")
 MAX_DELAY = 1.0  # seconds from the start of the phase to the kill
 MAX_DOWNTIME = 8.0  # seconds until a killed server is restarted
 MAX_EXIT_TIME = 60.0  # seconds for the remaining processes of a server to exit
