@@ -138,7 +138,7 @@ def test_an_engine_whose_core_was_killed_says_so() -> None:
 
 
 def test_a_prompt_is_encoded_by_the_template_in_another_thread() -> None:
-    """server/completing.py does as infer_async."""
+    """server/completions.py encodes prompts as infer_async does."""
     source = upstream()["infer_async"]
     assert "self.template.set_mode('vllm')" in source
     assert "run_in_executor(None, self.template.encode, infer_request, True)" in source
@@ -151,7 +151,7 @@ def test_vllm_mixes_our_class_into_its_worker() -> None:
 
 
 def test_what_the_cpu_platform_mends_is_still_there() -> None:
-    """platforms/cpu/fixes.py: rewind_generators."""
+    """platforms/cpu/fixes.py: reset_generators_of_partial_prefills."""
     assert "gen.set_offset(gen.get_offset() - 4)" in upstream()["bookkeeping"]
     assert "self.discard_request_mask.np[:num_reqs]" in upstream()["bookkeeping"]
 

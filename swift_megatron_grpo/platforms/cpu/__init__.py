@@ -1,12 +1,19 @@
-"""The CPU platform: megatron-core, mcore-bridge, ms-swift and vLLM as they are, on a machine without a GPU.
+"""The CPU platform: runs unmodified megatron-core, mcore-bridge, ms-swift and vLLM on a machine without a GPU.
 
-For whoever starts a training process: call `activate()` once, before megatron.core or mcore_bridge execute. Nothing
-else in this package knows that the platform exists, and it serves ms-swift's own trainers too. What runs is the real
-arithmetic, sharding and plumbing; what it cannot say anything about is CUDA kernels, NCCL, streams, CUDA graphs,
-sleeping engines, fp8.
+A training process calls `activate()` once, before megatron.core or mcore_bridge are imported. No other folder of this
+package depends on the platform, and it also works for ms-swift's own trainers. Arithmetic, sharding and communication
+are the real ones. CUDA kernels, NCCL, streams, CUDA graphs, sleeping engines and fp8 are not covered.
 
-One difference remains visible: host and device are the same memory, so `.to("cpu")`, `.cuda()` and `.pin_memory()`
-return the tensor itself. Code that wants a snapshot must clone.
+One difference remains visible: host and device share memory, so `.to("cpu")`, `.cuda()` and `.pin_memory()` return the
+tensor itself. Code that needs a snapshot must clone.
+
+devices.py           redirects every CUDA device in torch's API to the CPU
+cuda.py              the functions of torch.cuda that do not need a GPU
+distributed.py       torch.distributed on gloo in place of NCCL
+transformer_engine/  Transformer Engine's API in plain PyTorch
+fixes.py             fixes of upstream code that fails without a GPU
+
+Tests: tests/unit/platforms/cpu.
 """
 
 from __future__ import annotations
@@ -17,27 +24,27 @@ import sys
 _ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asserts it for sequence parallelism
-    "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than a tiny model trains, and needs a C++ compiler
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's default is half of the memory, for every rank
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: weights are handed over as tensors
-    "VLLM_PLUGINS": "",  # ms-swift's vLLM plugin imports torchvision, which has no CPU build beside this torch
+    "TORCHDYNAMO_DISABLE": "1",  # compilation takes longer than training a tiny model, and needs a C++ compiler
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM's default is half of the memory for every rank
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core in this process: weights are passed as tensors
+    "VLLM_PLUGINS": "",  # ms-swift's vLLM plugin imports torchvision, which has no CPU build for this torch
     "VLLM_TARGET_DEVICE": "cpu",
-    "VLLM_USE_AOT_COMPILE": "0",  # it insists on the dynamo that is disabled above; without it the model runs eagerly
+    "VLLM_USE_AOT_COMPILE": "0",  # needs dynamo, which is disabled above; without it the model runs eagerly
 }
 _active = False
 
 
 def activate() -> None:
-    """Make this process a CPU process for everything imported from here on. Idempotent."""
+    """Make this process a CPU process for everything that is imported afterwards. Idempotent."""
     global _active
     if _active:
         return
     import torch
 
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU platform would hide a usable CUDA device: it is only for machines without one")
+        raise RuntimeError("the CPU platform would hide a usable CUDA device; it is only for machines without one")
     if "megatron.core.extensions.transformer_engine" in sys.modules:
-        raise RuntimeError("megatron.core is already imported: activate the CPU platform before it")
+        raise RuntimeError("megatron.core is already imported; activate the CPU platform before importing it")
 
     prepare_environment()
 
@@ -55,19 +62,19 @@ def activate() -> None:
 
 
 def prepare_environment() -> None:
-    """What libraries read from the environment, for this process and those that it starts."""
+    """Set the environment variables that libraries read, for this process and its children."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def prepare_server_environment() -> None:
-    """For vLLM in processes of its own: it would pin each worker's threads, and wants a NUMA node for each to do so."""
+    """Set the environment of vLLM in separate processes: do not pin threads, which needs a NUMA node per worker."""
     prepare_environment()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def activate_engine() -> None:
-    """For a process that runs vLLM and no Megatron: only what vLLM gets wrong without a GPU."""
+    """Install only the fixes of vLLM, in a process that runs vLLM without Megatron."""
     from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import fixes
 
@@ -77,4 +84,5 @@ def activate_engine() -> None:
 
 
 def is_active() -> bool:
+    """Return True if this process runs on the CPU platform."""
     return _active

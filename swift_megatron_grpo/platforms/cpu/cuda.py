@@ -1,8 +1,8 @@
-"""The part of torch.cuda that does not need a GPU: one device, one stream that is never behind, the CPU's generator.
+"""The part of torch.cuda that does not need a GPU: one device, one synchronous stream, the CPU's random generator.
 
-For `activate()`. torch.cuda.is_available() stays False: vLLM, transformers and ms-swift choose the CPU by it. What
-would describe a GPU (properties, capability, name) raises, as it does in torch's own CPU build, and whatever is not
-listed here keeps raising too.
+Installed by `activate()`. torch.cuda.is_available() stays False, because vLLM, transformers and ms-swift use it to
+select the CPU. Functions that describe a GPU (properties, capability, name) raise, as in torch's own CPU build, and so
+does everything that is not listed here.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from swift_megatron_grpo.platforms.cpu.devices import CPU
 
 
 class Event:
+    """torch.cuda.Event, which measures wall-clock time."""
+
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._recorded_at = 0.0
 
@@ -38,7 +40,7 @@ class Event:
 
 
 class Stream:
-    """Work is done when the call that asked for it returns, so there is nothing to wait for."""
+    """torch.cuda.Stream. All work is synchronous, so that there is nothing to wait for."""
 
     device = CPU
     cuda_stream = 0
@@ -71,8 +73,8 @@ class _Device(nullcontext[None]):
 class _CpuGenerator:
     """torch.cuda.default_generators[0]: torch's CPU generator.
 
-    The graph-safe methods are there for megatron-core's `te_rng_tracker`, which asks for them although no graph is
-    captured; a state is a tensor here and not a generator.
+    The graph-safe methods exist for megatron-core's `te_rng_tracker`, which calls them although no graph is captured.
+    Here a state is a tensor, not a generator.
     """
 
     initial_seed = staticmethod(torch.default_generator.initial_seed)
@@ -125,7 +127,7 @@ _WITHOUT_EFFECT = (
 )  # fmt: skip
 _ABOUT_A_GPU = ("get_device_capability", "get_device_name", "get_device_properties")
 _TRACE_MARKS = ("mark", "range_end", "range_pop", "range_push", "range_start")
-# torch.cuda.random took these out of torch.cuda when it was imported.
+# torch.cuda.random has its own references to these functions.
 _USED_BY_RANDOM = ("_lazy_call", "_lazy_init", "current_device", "device_count")
 
 
@@ -140,11 +142,11 @@ def install() -> None:
         setattr(torch.cuda.nvtx, name, _do_nothing(name))
     for name in _USED_BY_RANDOM:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
-    # Not left to the mode of devices.py: torch's argument parser refuses our streams before a mode is asked.
+    # Cannot be done by the mode of devices.py: torch's argument parser rejects our streams before it calls the mode.
     torch.Tensor.record_stream = _do_nothing("record_stream")  # type: ignore[method-assign]
 
 
-# A function of its own for every name: torch._dynamo tells them apart by identity.
+# A separate function for every name: torch._dynamo distinguishes functions by identity.
 
 
 def _do_nothing(name: str) -> Callable[..., None]:
@@ -156,7 +158,7 @@ def _do_nothing(name: str) -> Callable[..., None]:
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
     def no_gpu(*args: Any, **kwargs: Any) -> NoReturn:
-        # AssertionError is what torch's CPU build raises here, and what callers that can do without a GPU expect.
-        raise AssertionError(f"torch.cuda.{name}: there is no GPU, this process runs on the CPU platform")
+        # torch's CPU build raises AssertionError here, and callers that also work without a GPU expect it.
+        raise AssertionError(f"torch.cuda.{name} needs a GPU, but this process runs on the CPU platform")
 
     return no_gpu

@@ -1,8 +1,8 @@
-"""Wherever torch is asked for a CUDA device, it takes the CPU.
+"""Redirection of CUDA devices: wherever torch receives a CUDA device, it uses the CPU.
 
-For `activate()`. The mechanism is the one of torch.set_default_device: a TorchFunctionMode sees every call of torch's
-API before it runs and rewrites the device in its arguments. torch's own functions stay what they are, so
-torch.jit.script and pickling keep working. Modes belong to a thread, so every thread that starts later enters one too.
+Installed by `activate()`. The mechanism is that of torch.set_default_device: a TorchFunctionMode intercepts every call
+of torch's API and rewrites the device in its arguments. torch's own functions are not replaced, so that
+torch.jit.script and pickling keep working. A mode applies to one thread, so every thread that starts later enters one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def is_cuda(device: object) -> bool:
-    """Whether `device`, as torch's API takes devices, means a CUDA device."""
+    """Return True if `device`, in any form that torch's API accepts, is a CUDA device."""
     if isinstance(device, str):
         return device == "cuda" or device.startswith("cuda:")
     if isinstance(device, torch.device):
@@ -27,13 +27,13 @@ def is_cuda(device: object) -> bool:
 
 
 def _device(*args: Any, **kwargs: Any) -> torch.device:
-    """torch.device("cuda", 0), torch.device(0), torch.device(type="cuda"), torch.device(device="cuda:0")"""
-    named = next(iter(args), kwargs.get("type", kwargs.get("device")))
-    return CPU if is_cuda(named) else torch.device(*args, **kwargs)
+    """Replace torch.device, for example torch.device("cuda", 0), torch.device(0) and torch.device(type="cuda")."""
+    device = next(iter(args), kwargs.get("type", kwargs.get("device")))
+    return CPU if is_cuda(device) else torch.device(*args, **kwargs)
 
 
-def _first_argument(function: Callable[..., Any], skip: int) -> Callable[..., Any]:
-    """`function` with its positional argument number `skip` redirected where it is a device."""
+def _redirect_argument(function: Callable[..., Any], skip: int) -> Callable[..., Any]:
+    """Wrap `function`: redirect the positional argument after the first `skip` if it is a CUDA device."""
 
     def redirected(*args: Any, **kwargs: Any) -> Any:
         if len(args) > skip and is_cuda(args[skip]):
@@ -44,12 +44,12 @@ def _first_argument(function: Callable[..., Any], skip: int) -> Callable[..., An
 
 
 def _same_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Tensor.cuda and Tensor.pin_memory: the tensor is where it should be."""
+    """Replace Tensor.cuda and Tensor.pin_memory: the tensor is already in the right place."""
     return tensor
 
 
 def redirect(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The same keyword arguments with the CPU in place of a CUDA device and without pinned memory."""
+    """Return the keyword arguments with the CPU in place of a CUDA device and without pinned memory."""
     if "device" in kwargs and is_cuda(kwargs["device"]):
         kwargs = {**kwargs, "device": CPU}
     if kwargs.get("pin_memory"):
@@ -57,25 +57,27 @@ def redirect(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-_IN_PLACE_OF: dict[Any, Callable[..., Any]] = {
+_REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     torch.device: _device,
-    torch._C._nn._parse_to: _first_argument(torch._C._nn._parse_to, skip=0),  # Module.to
-    torch.Tensor.to: _first_argument(torch.Tensor.to, skip=1),
+    torch._C._nn._parse_to: _redirect_argument(torch._C._nn._parse_to, skip=0),  # Module.to
+    torch.Tensor.to: _redirect_argument(torch.Tensor.to, skip=1),
     torch.Tensor.cuda: _same_tensor,
     torch.Tensor.pin_memory: _same_tensor,
 }
 
 
 class CudaToCpu(TorchFunctionMode):
+    """A mode in which calls of torch's API use the CPU in place of a CUDA device."""
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        function = _IN_PLACE_OF.get(func, func)
+        function = _REPLACEMENTS.get(func, func)
         return function(*args, **redirect(kwargs)) if kwargs else function(*args)
 
 
 def install() -> None:
-    CudaToCpu().__enter__()  # for the rest of the process
+    CudaToCpu().__enter__()  # never exited
     _redirect_new_threads()
     _redirect_backward()
     # Checkpoints written on a GPU, and torch.load(..., map_location="cuda").
@@ -89,7 +91,7 @@ def _redirect_new_threads() -> None:
         run = thread.run
 
         def run_redirected() -> None:
-            del thread.run  # the thread would hold itself
+            del thread.run  # breaks a reference cycle
             with CudaToCpu():
                 run()
 
@@ -100,7 +102,7 @@ def _redirect_new_threads() -> None:
 
 
 def _redirect_backward() -> None:
-    """A mode is off while it handles a call. A call of .backward() runs anybody's functions: there it is on again."""
+    """Enable the mode during backward(): a mode is disabled while it handles a call, but backward() runs user code."""
     run_backward = torch.autograd._engine_run_backward
 
     def run_backward_redirected(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""torch.distributed on gloo for scripts that were written for NCCL.
+"""torch.distributed on gloo for code that was written for NCCL.
 
-For `activate()`. gloo of torch 2.13 has nearly every collective that Megatron uses, averages and coalesced calls
-included. What it lacks is here: the name "nccl", and all_gather of tensors of unequal size.
+Installed by `activate()`. In torch 2.13 gloo supports nearly every collective that Megatron uses, including averages
+and coalesced calls. This file adds the rest: the name "nccl", and all_gather of tensors of different sizes.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def new_group(
 
 
 def _gloo_for(backend: str | None) -> str | None:
-    """ "nccl" and "cpu:gloo,cuda:nccl" become "gloo"; None in new_group means the default group's backend."""
+    """Replace "nccl" and "cpu:gloo,cuda:nccl" by "gloo". None in new_group means the default group's backend."""
     if backend is None or "nccl" not in backend.lower():
         return backend
-    _say_once(f"the CPU platform uses gloo in place of {backend}")
+    _warn_once(f"the CPU platform uses gloo in place of {backend}")
     return "gloo"
 
 
 @functools.cache
-def _say_once(message: str) -> None:
+def _warn_once(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         logger.warning(message)
 
 
 @functools.wraps(_all_gather)
 def all_gather(tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """NCCL takes tensors of different shapes (Megatron's experts under tensor parallelism); gloo gets them padded."""
+    """Gather tensors; gloo needs padding where shapes differ (Megatron's experts under tensor parallelism)."""
     if len({t.shape for t in tensor_list}) == 1:
         return _all_gather(tensor_list, tensor, group, async_op)
     if async_op:

@@ -1,7 +1,7 @@
-"""What upstream gets wrong without a GPU, put right in the module that has it, right after that module is imported.
+"""Fixes of upstream code that fails without a GPU, applied to a module right after it is imported.
 
-For `activate()`. One function per fault. Nothing here changes what upstream computes; it makes it compute that on a
-CPU.
+Installed by `activate()`. One function per fault. The fixes do not change what upstream computes, only that it can be
+computed on a CPU.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch.distributed as dist
 _MAX_SENDS_IN_FLIGHT = 64
 
 
-def do_not_fuse(jit: Any) -> None:
-    """megatron.core.jit decorates its fused functions with torch.compile: minutes of C++ for milliseconds of work."""
+def disable_jit_fuser(jit: Any) -> None:
+    """Disable torch.compile in megatron.core.jit: it would compile C++ for minutes to save milliseconds."""
     jit.disable_jit_fuser()
 
 
 def accept_cpu_tensor_types(module: ModuleType) -> None:
-    """Megatron's optimizers recognise parameters by `param.type() == "torch.cuda.FloatTensor"`.
+    """Make Megatron's optimizers accept CPU parameters: they check `param.type() == "torch.cuda.FloatTensor"`.
 
-    The literals are replaced where they are compared: making Tensor.type() lie would reach every other library.
+    The literals are replaced in the code of the functions, because changing Tensor.type() would affect all libraries.
     """
     for function in _functions_of(module):
         function.__code__ = _without_cuda_literals(function.__code__)
@@ -43,7 +43,7 @@ def _functions_of(module: ModuleType) -> list[FunctionType]:
 
 
 def _without_cuda_literals(constant: Any) -> Any:
-    """The same constant of a code object, nested functions included, with "torch.cuda." taken out of tensor types."""
+    """Return a constant of a code object, including nested functions, without "torch.cuda." in tensor types."""
     if isinstance(constant, CodeType):
         return constant.replace(co_consts=tuple(map(_without_cuda_literals, constant.co_consts)))
     if isinstance(constant, tuple):
@@ -53,8 +53,11 @@ def _without_cuda_literals(constant: Any) -> Any:
     return constant
 
 
-def make_split_sizes_arrays(token_dispatcher: Any) -> None:
-    """`maybe_move_tensor_to_cpu(sizes, as_numpy=True)` leaves CPU tensors tensors, which all_to_all_single refuses."""
+def convert_split_sizes_to_numpy(token_dispatcher: Any) -> None:
+    """Convert split sizes to numpy: Megatron does so only when it moves them to the CPU.
+
+    `maybe_move_tensor_to_cpu(sizes, as_numpy=True)` returns CPU tensors unchanged, which all_to_all_single rejects.
+    """
     move = token_dispatcher.maybe_move_tensor_to_cpu
 
     @functools.wraps(move)
@@ -66,11 +69,11 @@ def make_split_sizes_arrays(token_dispatcher: Any) -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = move_or_convert
 
 
-def keep_sent_tensors(p2p_communication: Any) -> None:
-    """The interleaved pipeline gives away the storage of a tensor that it has sent, and some of the handles.
+def copy_sent_tensors(p2p_communication: Any) -> None:
+    """Send copies, and keep each copy and its handle until the send has completed.
 
-    With NCCL the stream orders that. gloo reads the memory later, and holds neither: so send copies, and keep each copy
-    and its handle until the send is over.
+    The interleaved pipeline reuses the storage of a tensor that it has sent, and drops some of the handles. With NCCL
+    the stream orders this. gloo reads the memory later and keeps a reference to neither.
     """
     p2p_ops = p2p_communication._p2p_ops
     in_flight: list[_Send] = []
@@ -83,7 +86,7 @@ def keep_sent_tensors(p2p_communication: Any) -> None:
         requests |= {name: _Send(requests[name], copy) for name, copy in copies.items()}
         in_flight[:] = [send for send in in_flight if not send.is_completed()]
         in_flight.extend(requests[name] for name in copies)
-        while len(in_flight) > _MAX_SENDS_IN_FLIGHT:  # of those whose handles were given away
+        while len(in_flight) > _MAX_SENDS_IN_FLIGHT:  # sends whose handles the pipeline has dropped
             in_flight.pop(0).wait()
         return requests
 
@@ -91,7 +94,7 @@ def keep_sent_tensors(p2p_communication: Any) -> None:
 
 
 class _Send:
-    """A handle and what it sends. gloo knows that a send is over only once it was waited for, and waits only once."""
+    """A send and its tensor. gloo detects that a send has completed only in wait(), which can be called only once."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
         self._work, self._tensor = work, tensor
@@ -104,14 +107,14 @@ class _Send:
             self._work.wait()
 
 
-def expect_one_generator(random: ModuleType) -> None:
-    """At every fork of its tracker Megatron warns if the CPU's generator moved: here that is the one it forked."""
+def silence_rng_warning(random: ModuleType) -> None:
+    """Suppress a warning at every fork of Megatron's tracker: here the CPU's generator is the one that is forked."""
     message = "CPU RNG state changed within GPU RNG context"
     logging.getLogger(random.__name__).addFilter(lambda record: record.getMessage() != message)
 
 
-def prefer_sdpa_for_images(model_config: Any) -> None:
-    """mcore-bridge's vision towers take flash_attention_2 unless told otherwise."""
+def use_sdpa_in_vision_towers(model_config: Any) -> None:
+    """Make SDPA the default attention of mcore-bridge's vision towers, in place of flash_attention_2."""
     _before(model_config.ModelConfig, "__post_init__", _set_vision_attention)
 
 
@@ -120,10 +123,10 @@ def _set_vision_attention(config: Any) -> None:
         config.vit_attn_impl = "sdpa"
 
 
-def gather_on_cpu(state: Any) -> None:
-    """accelerate.utils.gather returns its argument, silently, unless the first PartialState was built with cpu=True.
+def force_accelerate_cpu_state(state: Any) -> None:
+    """Build accelerate's PartialState with cpu=True; otherwise accelerate.utils.gather silently returns its argument.
 
-    Built when somebody first asks for it and not now: on several ranks building it is a rendezvous.
+    It is built on first use and not here, because on several ranks building it is a rendezvous.
     """
     partial_state = state.PartialState
     build = partial_state.__init__
@@ -138,20 +141,20 @@ def gather_on_cpu(state: Any) -> None:
         partial_state._reset_state()
 
 
-def leave_destroyed_groups_alone(parallel_state: Any) -> None:
-    """vLLM takes its groups down when the interpreter exits; by then ms-swift has destroyed every process group."""
+def skip_destroyed_groups(parallel_state: Any) -> None:
+    """Skip the destruction of vLLM's groups at exit if ms-swift has already destroyed all process groups."""
     destroy = parallel_state.GroupCoordinator.destroy
 
     @functools.wraps(destroy)
-    def destroy_if_there(self: Any) -> None:
+    def destroy_if_initialized(self: Any) -> None:
         if dist.is_initialized():
             destroy(self)
 
-    parallel_state.GroupCoordinator.destroy = destroy_if_there
+    parallel_state.GroupCoordinator.destroy = destroy_if_initialized
 
 
-def keep_weights_that_can_be_reloaded(utils: Any) -> None:
-    """vLLM packs a linear layer's weight for its CPU kernels and drops the original: new weights have nowhere to go."""
+def keep_unpacked_weights(utils: Any) -> None:
+    """Keep the weight of linear layers: vLLM packs it for its CPU kernels and drops it, so that none can be loaded."""
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
     @functools.wraps(dispatch)
@@ -165,8 +168,11 @@ def keep_weights_that_can_be_reloaded(utils: Any) -> None:
 
 
 def pack_reloaded_experts(method: Any) -> None:
-    """vLLM packs experts for its CPU kernel when it first loads them, and leaves what is loaded later unpacked: the
-    kernel then multiplies with scrambled experts."""
+    """Pack experts again after a reload.
+
+    vLLM packs experts for its CPU kernel on the first load only. After a reload the kernel would multiply with
+    scrambled experts.
+    """
     setup = method.UnquantizedFusedMoEMethod._setup_kernel
 
     @functools.wraps(setup)
@@ -180,8 +186,8 @@ def pack_reloaded_experts(method: Any) -> None:
 
 
 def _pack_experts(experts: Any, layer: Any) -> None:
-    """As in the first load, but in place, where the padding holds packed values and has to be zero again."""
-    if experts._use_zentorch:  # takes them as they are
+    """Pack as on the first load, but in place, after zeroing the padding, which contains packed values."""
+    if experts._use_zentorch:  # uses unpacked experts
         return
     pack = vars(sys.modules[type(experts).__module__])["cpu_prepack_moe_weight"]
     used = experts.moe_config.intermediate_size_per_partition
@@ -193,24 +199,27 @@ def _pack_experts(experts: Any, layer: Any) -> None:
         weight.data.copy_(pack(weight.data, experts.isa))
 
 
-def rewind_generators(gpu_model_runner: Any) -> None:
-    """A request with a seed whose prompt was read in part has drawn a number too many, and vLLM sets the generator back
-    by an offset, which a CPU's has not. It has answered nothing yet: back is where it began."""
+def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
+    """Reset the generator of a seeded request whose prompt has been processed only in part.
+
+    Such a request has drawn one random number too many. vLLM moves its generator back by an offset, which a CPU
+    generator does not support. The request has not generated any token yet, so that its initial state is correct.
+    """
     runner = gpu_model_runner.GPUModelRunner
     bookkeep = runner._bookkeeping_sync
 
     @functools.wraps(bookkeep)
-    def rewind_and_bookkeep(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def reset_and_bookkeep(self: Any, *args: Any, **kwargs: Any) -> Any:
         generators = self.input_batch.generators
-        in_part = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        set_back = {index: generators.pop(index) for index in in_part if index in generators}
-        for generator in set_back.values():
+        partial = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        reset = {index: generators.pop(index) for index in partial if index in generators}
+        for generator in reset.values():
             generator.manual_seed(generator.initial_seed())
-        kept = bookkeep(self, *args, **kwargs)
-        generators.update(set_back)
-        return kept
+        result = bookkeep(self, *args, **kwargs)
+        generators.update(reset)
+        return result
 
-    runner._bookkeeping_sync = rewind_and_bookkeep
+    runner._bookkeeping_sync = reset_and_bookkeep
 
 
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
@@ -225,17 +234,17 @@ def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
 
 
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
-    "accelerate.state": gather_on_cpu,
-    "mcore_bridge.config.model_config": prefer_sdpa_for_images,
-    "megatron.core.jit": do_not_fuse,
+    "accelerate.state": force_accelerate_cpu_state,
+    "mcore_bridge.config.model_config": use_sdpa_in_vision_towers,
+    "megatron.core.jit": disable_jit_fuser,
     "megatron.core.optimizer.clip_grads": accept_cpu_tensor_types,
     "megatron.core.optimizer.distrib_optimizer": accept_cpu_tensor_types,
     "megatron.core.optimizer.optimizer": accept_cpu_tensor_types,
-    "megatron.core.pipeline_parallel.p2p_communication": keep_sent_tensors,
-    "megatron.core.tensor_parallel.random": expect_one_generator,
-    "megatron.core.transformer.moe.token_dispatcher": make_split_sizes_arrays,
-    "vllm.distributed.parallel_state": leave_destroyed_groups_alone,
+    "megatron.core.pipeline_parallel.p2p_communication": copy_sent_tensors,
+    "megatron.core.tensor_parallel.random": silence_rng_warning,
+    "megatron.core.transformer.moe.token_dispatcher": convert_split_sizes_to_numpy,
+    "vllm.distributed.parallel_state": skip_destroyed_groups,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
-    "vllm.model_executor.layers.utils": keep_weights_that_can_be_reloaded,
-    "vllm.v1.worker.gpu_model_runner": rewind_generators,
+    "vllm.model_executor.layers.utils": keep_unpacked_weights,
+    "vllm.v1.worker.gpu_model_runner": reset_generators_of_partial_prefills,
 }

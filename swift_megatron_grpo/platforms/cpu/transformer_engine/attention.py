@@ -1,13 +1,13 @@
-"""DotProductAttention: batches as sbhd, bshd or packed thd, with and without context parallelism. For
-TEDotProductAttention.
+"""DotProductAttention: sbhd, bshd and packed thd batches, with and without context parallelism.
 
-Packed sequences are attended one by one, so time and memory grow with the sequences and not with the square of the
-pack, and a sequence's result does not depend on its neighbours by a bit. Context parallelism gathers keys and values:
-every rank holds chunks r and 2n-1-r of 2n of every sequence, which is Transformer Engine's layout for all of its
-communication types.
+Used by megatron-core's TEDotProductAttention. Packed sequences are processed one by one, so that time and memory grow
+with the sequences and not with the square of the pack, and a sequence's result is bit-identical whatever its
+neighbours. Context parallelism gathers keys and values: rank r of n has chunks r and 2n-1-r of 2n of every sequence,
+which is Transformer Engine's layout for all of its communication types.
 
-Without effect on the numbers and therefore taken: max_seqlen_q and max_seqlen_kv, fast_zero_fill, pad_between_seqs (it
-follows from the padded cu_seqlens), num_splits, layer_number, attention_type, cp_stream, cp_global_ranks.
+These arguments have no effect on the numbers and are accepted: max_seqlen_q and max_seqlen_kv, fast_zero_fill,
+pad_between_seqs (it follows from the padded cu_seqlens), num_splits, layer_number, attention_type, cp_stream,
+cp_global_ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_layout impor
     read_packing,
 )
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import TransformerEngineBaseModule, default_weight_init
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 _MASK_TYPES = (
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",
@@ -59,13 +59,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         return_max_logit: bool = False,
     ) -> None:
         super().__init__()
-        refuse("DotProductAttention", return_max_logit=return_max_logit)
+        reject_unsupported("DotProductAttention", return_max_logit=return_max_logit)
         self._set_tensor_parallelism(tp_group, tp_size)
         self.attn_mask_type = _mask_type(attn_mask_type)
         self.window_size = window_size
         self.qkv_format = qkv_format
         self.attention_dropout = attention_dropout
-        # Under sequence parallelism the ranks' generators already differ where they must.
+        # Under sequence parallelism the generators of the ranks already differ where required.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         self.softmax_scale = (_key_channels(kv_channels) ** -0.5) if softmax_scale is None else softmax_scale
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -87,7 +87,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         cp_stream: Any,
         cp_comm_type: str = "p2p",
     ) -> None:
-        refuse("DotProductAttention", hierarchical_cp_group=isinstance(cp_group, list))
+        reject_unsupported("DotProductAttention", hierarchical_cp_group=isinstance(cp_group, list))
         self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
 
     def forward(
@@ -115,12 +115,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         fp8_output: bool = False,
         num_splits: int | None = 1,
     ) -> torch.Tensor:
-        """thd: [t, h, d], [t, g, d], [t, g, e] -> [t, h * e]; sbhd: [s, b, h, d], ... -> [s, b, h * e]; bshd alike.
+        """Compute attention of a batch in one of three formats.
 
-        Under context parallelism s and t are this rank's tokens and cu_seqlens those of all ranks.
+        thd: [t, h, d], [t, g, d], [t, g, e] -> [t, h * e]; sbhd: [s, b, h, d], ... -> [s, b, h * e]; bshd likewise.
+        Under context parallelism s and t count this rank's tokens, and cu_seqlens those of all ranks.
         """
         owner = "DotProductAttention.forward"
-        refuse(
+        reject_unsupported(
             owner,
             checkpoint_core_attention=checkpoint_core_attention,
             alibi_slopes=alibi_slopes is not None,
@@ -128,7 +129,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             fp8_output=fp8_output,
         )
         if core_attention_bias_type not in ("no_bias", "post_scale_bias"):
-            refuse(owner, core_attention_bias_type=core_attention_bias_type)
+            reject_unsupported(owner, core_attention_bias_type=core_attention_bias_type)
         mask_type = _mask_type(self.attn_mask_type if attn_mask_type is None else attn_mask_type)
         qkv_format = self.qkv_format if qkv_format is None else qkv_format
         rules = Rules(
@@ -143,13 +144,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         with self._fork_rng() if rules.dropout else nullcontext():
             if qkv_format == "thd":
                 if "padding" not in mask_type:
-                    raise ValueError(f"{owner}: thd takes padding masks, not {mask_type}")
-                refuse(owner, core_attention_bias=core_attention_bias is not None)
+                    raise ValueError(f"{owner}: thd needs a padding mask, not {mask_type}")
+                reject_unsupported(owner, core_attention_bias=core_attention_bias is not None)
                 queries = read_packing(cu_seqlens_q, cu_seqlens_q_padded)
                 keys = read_packing(cu_seqlens_kv, cu_seqlens_kv_padded)
                 output = self._attend_packed(query, key, value, queries, keys, rules)
             elif qkv_format in ("sbhd", "bshd"):
-                refuse(owner, cu_seqlens_of_a_batch=cu_seqlens_q is not None or cu_seqlens_kv is not None)
+                reject_unsupported(owner, cu_seqlens_of_a_batch=cu_seqlens_q is not None or cu_seqlens_kv is not None)
                 if qkv_format == "bshd":
                     query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
                 allowed = _allowed(mask_type, attention_mask)
@@ -168,17 +169,18 @@ class DotProductAttention(TransformerEngineBaseModule):
         keys: list[PackedSequence],
         rules: Rules,
     ) -> torch.Tensor:
-        """[t, h, d], [t, g, d], [t, g, e] -> [t, h, e], zeros where there is no token"""
+        """Attend within packed sequences: [t, h, d], [t, g, d], [t, g, e] -> [t, h, e]; padding gets zeros."""
         group = self._context_parallel_group()
         key, value = (gather_sequences(tensor, keys, group) for tensor in (key, value))
-        empty = query.new_zeros(1, query.shape[1], value.shape[2])  # the output of a place without a token
+        empty = query.new_zeros(1, query.shape[1], value.shape[2])  # the output of padding
         outputs, rows = [], 0
-        for own, seen in zip(queries, keys, strict=True):
-            seen_key, seen_value = (_heads_first(t[seen.start : seen.start + seen.length]) for t in (key, value))
+        for own, other in zip(queries, keys, strict=True):
+            end = other.start + other.length
+            own_key, own_value = (_heads_first(tensor[other.start : end]) for tensor in (key, value))
             for chunk in chunks_of(own, group):
                 tokens = min(max(own.length - chunk.position, 0), chunk.count)
                 own_query = _heads_first(query[chunk.row : chunk.row + tokens])
-                output = attend_at(own_query, seen_key, seen_value, rules, chunk.position, own.length)
+                output = attend_at(own_query, own_key, own_value, rules, chunk.position, own.length)
                 outputs += [output[0].transpose(0, 1), empty.expand(chunk.count - tokens, -1, -1)]
                 rows += chunk.count
         outputs.append(empty.expand(query.shape[0] - rows, -1, -1))
@@ -193,13 +195,13 @@ class DotProductAttention(TransformerEngineBaseModule):
         bias: torch.Tensor | None,
         rules: Rules,
     ) -> torch.Tensor:
-        """[s, b, h, d], [s, b, g, d], [s, b, g, e] -> [s, b, h, e]"""
+        """Attend within a batch without padding: [s, b, h, d], [s, b, g, d], [s, b, g, e] -> [s, b, h, e]."""
         group = self._context_parallel_group()
         ranks = 1 if group is None else group.size()
         own, seen = (PackedSequence(0, tensor.shape[0] * ranks, tensor.shape[0] * ranks) for tensor in (query, key))
         key, value = (gather_sequences(tensor, [seen], group).permute(1, 2, 0, 3) for tensor in (key, value))
         if allowed is not None or bias is not None:
-            refuse("DotProductAttention.forward", mask_or_bias_with_context_parallelism=group is not None)
+            reject_unsupported("DotProductAttention.forward", mask_or_bias_with_context_parallelism=group is not None)
             full = visible(own.length, seen.length, 0, own.length, rules)
             allowed = full if allowed is None else allowed if full is None else allowed & full
             return attend(query.permute(1, 2, 0, 3), key, value, rules, allowed, bias=bias).permute(2, 0, 1, 3)
@@ -214,7 +216,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _heads_first(tensor: torch.Tensor) -> torch.Tensor:
-    """[t, h, d] -> [1, h, t, d]"""
+    """Transpose [t, h, d] -> [1, h, t, d]."""
     return tensor.transpose(0, 1)[None]
 
 
@@ -223,7 +225,7 @@ def _key_channels(kv_channels: int | tuple[int, int]) -> int:
 
 
 def _mask_type(name: str) -> str:
-    """ "padding,causal" and "causal,padding" are old names of "padding_causal"."""
+    """Return the canonical name: "padding,causal" and "causal,padding" are old names of "padding_causal"."""
     name = "padding_causal" if name in ("padding,causal", "causal,padding", "causal_padding") else name
     if name not in _MASK_TYPES:
         raise ValueError(f"DotProductAttention(attn_mask_type={name!r})")
@@ -231,26 +233,29 @@ def _mask_type(name: str) -> str:
 
 
 def _window(size: tuple[int, int] | None, causal: bool) -> tuple[int, int]:
-    """A causal mask already hides what is to the right."""
+    """Return the window. Its right side is unlimited under a causal mask, which already hides those keys."""
     left, right = (-1, -1) if size is None else size
     return (left, -1) if causal else (left, right)
 
 
 def _allowed(mask_type: str, mask: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor | None:
-    """Masks say True for what is hidden. As in Transformer Engine, types other than padding and arbitrary have none.
+    """Invert a mask, in which True means hidden; types other than padding and arbitrary ignore it.
 
-    padding: [b, 1, 1, s] for queries and keys, or one for each; arbitrary: broadcastable to [b, h, q, k].
+    This follows Transformer Engine.
+    padding: [b, 1, 1, s], one for both queries and keys, or one for each; arbitrary: broadcastable to [b, h, q, k].
     """
     if mask_type == "arbitrary":
         if not isinstance(mask, torch.Tensor):
-            raise ValueError("DotProductAttention.forward: an arbitrary mask is one tensor")
+            raise ValueError("DotProductAttention.forward: an arbitrary mask must be one tensor")
         return ~mask.bool()
     if "padding" not in mask_type:
         return None
     if mask is None:
         raise ValueError(f"DotProductAttention.forward: {mask_type} needs attention_mask or packed sequences")
-    of_queries, of_keys = mask if isinstance(mask, tuple) else (mask, mask)
-    for one in (of_queries, of_keys):
-        if one.dim() != 4 or one.shape[1:3] != (1, 1):
-            raise ValueError(f"DotProductAttention.forward: a padding mask is [b, 1, 1, s], not {list(one.shape)}")
-    return ~(of_queries.bool().transpose(2, 3) | of_keys.bool())
+    query_mask, key_mask = mask if isinstance(mask, tuple) else (mask, mask)
+    for padding in (query_mask, key_mask):
+        if padding.dim() != 4 or padding.shape[1:3] != (1, 1):
+            raise ValueError(
+                f"DotProductAttention.forward: a padding mask must be [b, 1, 1, s], not {list(padding.shape)}"
+            )
+    return ~(query_mask.bool().transpose(2, 3) | key_mask.bool())

@@ -1,7 +1,7 @@
-"""Exact attention of one block of queries over its keys, in fp32. For DotProductAttention.
+"""Exact attention of one block of queries over its keys, in fp32, for DotProductAttention.
 
-Shapes: b sequences, h query heads, g key heads (h a multiple of g), q queries, k keys, d and e channels of keys and
-values.
+Shapes: b sequences, h query heads, g key heads (h is a multiple of g), q queries, k keys, d channels of queries and
+keys, e channels of values.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Which keys a query may see, whatever the layout of the batch, and what happens to the scores."""
+    """Rules of one attention call: which keys a query may see, independent of the batch format, and the softmax."""
 
     causal: bool
-    bottom_right: bool  # the last query sees the last key, rather than the first the first
-    window: tuple[int, int]  # keys to the left and to the right of a query's own; -1: all
+    bottom_right: bool  # causal masks align the last query with the last key, not the first with the first
+    window: tuple[int, int]  # keys to the left and to the right of the query; -1: all
     scale: float
-    softmax_offset: torch.Tensor | None  # [h] the logit of a key without a value
+    softmax_offset: torch.Tensor | None  # [h] logit of a key without a value
     dropout: float
 
 
 def attend_at(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, first: int, length: int
 ) -> torch.Tensor:
-    """Queries [b, h, q, d] from position `first` on, of sequences of `length` queries; all of their keys [b, g, k, d].
+    """Attend from queries [b, h, q, d] at positions from `first` on, of sequences with `length` queries, to all keys.
 
-    Returns [b, h, q, e]. Under causal masking only the visible keys are touched.
+    Keys [b, g, k, d], values [b, g, k, e]; returns [b, h, q, e]. Causal masking reads the visible keys only.
     """
     last, keys = first + query.shape[2], key.shape[2]
     shift = keys - length if rules.bottom_right else 0
     if rules.causal:
         keys = min(max(last + shift, 0), keys)
     if rules.causal and rules.window == (-1, -1) and first == shift == 0 and keys == last:
-        return attend(query, key[:, :, :keys], value[:, :, :keys], rules, is_causal=True)  # torch's own, and fastest
+        return attend(
+            query, key[:, :, :keys], value[:, :, :keys], rules, is_causal=True
+        )  # torch's own causal kernel is the fastest
     allowed = visible(length, key.shape[2], first, last, rules)
     allowed = None if allowed is None else allowed[:, :keys]
     return attend(query, key[:, :, :keys], value[:, :, :keys], rules, allowed)
 
 
 def visible(queries: int, keys: int, first: int, last: int, rules: Rules) -> torch.Tensor | None:
-    """[last - first, keys], which keys the queries from `first` to `last` see; None is all.
+    """Return the mask [last - first, keys] of the keys visible to the queries from `first` to `last`; None: all.
 
-    The window lies around the diagonal that ends in the bottom right corner, as Transformer Engine's does.
+    The window is centred on the diagonal that ends in the bottom right corner, as in Transformer Engine.
     """
     left, right = rules.window
     query_at = torch.arange(first, last)[:, None]  # [q, 1]
@@ -71,16 +73,16 @@ def attend(
     is_causal: bool = False,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[b, h, q, d], [b, g, k, d], [b, g, k, e] -> [b, h, q, e]; allowed and bias are broadcast to [b, h, q, k].
+    """Compute attention: [b, h, q, d], [b, g, k, d], [b, g, k, e] -> [b, h, q, e].
 
-    A query that may see no key gets zeros.
+    allowed and bias are broadcast to [b, h, q, k]. The output of a query that sees no key is zero.
     """
     if key.shape[2] == 0 or query.shape[2] == 0:
         return query.new_zeros(*query.shape[:3], value.shape[3])
     blind = None
     if allowed is not None:
         blind = ~allowed.any(-1, keepdim=True)
-        allowed = allowed | blind  # a softmax over nothing is NaN, in backward too
+        allowed = allowed | blind  # a softmax over no keys is NaN, also in backward
     if rules.softmax_offset is None:
         mask = allowed if bias is None else _as_scores(bias, allowed, query, key)
         output = F.scaled_dot_product_attention(
@@ -95,7 +97,7 @@ def attend(
 def _as_scores(
     bias: torch.Tensor | None, allowed: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
-    """Bias and mask as one additive term, broadcastable to [b, h, q, k]."""
+    """Combine bias and mask in one additive term, broadcastable to [b, h, q, k]."""
     scores = query.new_zeros(query.shape[2], key.shape[2]) if bias is None else bias.float()
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
@@ -103,7 +105,7 @@ def _as_scores(
 def _attend_with_offset(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rules: Rules, additive: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax over the keys and one more logit per head, which takes weight and gives no value."""
+    """Compute attention with one additional logit per head, which receives weight but has no value."""
     assert rules.softmax_offset is not None
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))

@@ -1,4 +1,4 @@
-"""Where tokens are: sequences in a pack, and their chunks on context-parallel ranks. For DotProductAttention."""
+"""Positions of tokens for DotProductAttention: packed sequences, and their chunks on context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,30 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine.collectives import Gat
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
+    """One sequence of a packed batch."""
+
     start: int  # its first token among the tokens of all context-parallel ranks
-    length: int  # tokens that count
-    room: int  # tokens up to the next sequence
+    length: int  # tokens without padding
+    room: int  # tokens including padding, up to the next sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
+    """Consecutive tokens of one sequence on this rank."""
+
     row: int  # its first token among this rank's tokens
-    position: int  # and within its sequence
+    position: int  # its first token within the sequence
     count: int
 
 
 def read_packing(cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tensor | None) -> list[PackedSequence]:
-    """cu_seqlens [n + 1] counts tokens without padding; the padded one says where each sequence begins."""
+    """Return the sequences: cu_seqlens [n + 1] counts tokens without padding, cu_seqlens_padded includes it."""
     if cu_seqlens is None:
         raise ValueError("DotProductAttention.forward: thd needs cu_seqlens_q and cu_seqlens_kv")
     lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist())]
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).tolist()
     if starts[0] != 0:
-        raise ValueError(f"DotProductAttention.forward: the first sequence begins at {starts[0]}")
+        raise ValueError(f"DotProductAttention.forward: the first sequence begins at {starts[0]}, not at 0")
     return [
         PackedSequence(begin, length, end - begin)
         for (begin, end), length in zip(pairwise(starts), lengths, strict=True)
@@ -40,7 +44,7 @@ def read_packing(cu_seqlens: torch.Tensor | None, cu_seqlens_padded: torch.Tenso
 
 
 def chunks_of(sequence: PackedSequence, group: dist.ProcessGroup | None) -> list[Chunk]:
-    """This rank's part of a sequence, in the order of its tokens."""
+    """Return this rank's chunks of a sequence, in the order of its tokens."""
     if group is None:
         return [Chunk(sequence.start, 0, sequence.room)]
     ranks, rank, size = group.size(), group.rank(), _chunk_size(sequence, group.size())
@@ -51,7 +55,7 @@ def chunks_of(sequence: PackedSequence, group: dist.ProcessGroup | None) -> list
 def gather_sequences(
     tensor: torch.Tensor, sequences: list[PackedSequence], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """[this rank's tokens, ...] -> [all tokens, ...] in the order of the sequences"""
+    """Gather [this rank's tokens, ...] -> [all tokens, ...], in the order of the sequences."""
     if group is None:
         return tensor
     ranks, tokens = group.size(), tensor.shape[0]
@@ -68,6 +72,7 @@ def gather_sequences(
 def _chunk_size(sequence: PackedSequence, ranks: int) -> int:
     if sequence.room % (2 * ranks):
         raise ValueError(
-            f"context parallelism over {ranks} ranks: a sequence of {sequence.room} does not divide by {2 * ranks}"
+            f"context parallelism over {ranks} ranks: a sequence of {sequence.room} tokens is not divisible by "
+            f"{2 * ranks}"
         )
     return sequence.room // (2 * ranks)

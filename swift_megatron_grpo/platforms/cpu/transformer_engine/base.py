@@ -1,7 +1,6 @@
-"""TransformerEngineBaseModule: parameters with deferred initialisation, and the fp8 attributes that Megatron reads (all
-off).
+"""Base class of the stand-in's layers, which megatron-core also uses with isinstance.
 
-For the stand-in's layers, and for `isinstance` in megatron-core.
+It has parameters with deferred initialisation, and the fp8 attributes that Megatron reads (all off).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 Device = torch.device | str | int | None
 Initializer = Callable[[torch.Tensor], Any]
@@ -25,7 +24,7 @@ def constant(value: float) -> Initializer:
 
 
 def default_weight_init(weight: torch.Tensor) -> None:
-    nn.init.normal_(weight, mean=0.0, std=0.023)  # Transformer Engine's own default
+    nn.init.normal_(weight, mean=0.0, std=0.023)  # Transformer Engine's default
 
 
 class TransformerEngineBaseModule(nn.Module):
@@ -45,7 +44,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.tp_group = tp_group
 
     def _set_tensor_parallelism(self, tp_group: dist.ProcessGroup | None, tp_size: int) -> None:
-        """Without a group, `tp_size` says how weights are split, and the group is set before the first forward."""
+        """Set group and size. Without a group yet, `tp_size` splits the weights; it is set before the first forward."""
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else tp_group.size()
 
@@ -58,13 +57,13 @@ class TransformerEngineBaseModule(nn.Module):
         dtype: torch.dtype | None = None,
         tracked: bool = False,
     ) -> None:
-        """`init` runs in reset_parameters(), if `tracked` under the module's RNG tracker."""
+        """Register a parameter. reset_parameters() calls `init`, under the module's RNG tracker if `tracked`."""
         self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
         self._initializers[name] = (init, tracked)
 
     @torch.no_grad()
     def reset_parameters(self, defer_init: bool = False) -> None:
-        """Initialise every parameter; those on the meta device get memory first."""
+        """Initialise every parameter, after allocating those on the meta device."""
         if defer_init:
             return
         for name, (init, tracked) in self._initializers.items():
@@ -82,18 +81,18 @@ class TransformerEngineBaseModule(nn.Module):
         return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
-        """Called by Megatron when it loads any checkpoint; without fp8 there is nothing to prepare."""
+        """Do nothing: Megatron calls this when it loads a checkpoint, but without fp8 there is nothing to prepare."""
 
     def get_extra_state(self) -> torch.Tensor:
-        """What Transformer Engine saves without fp8, so that checkpoints have the same keys on both platforms."""
+        """Return Transformer Engine's state without fp8, so that checkpoints have the same keys on both platforms."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: torch.Tensor | None) -> None:
         if state is not None and state.numel() > 0:
-            refuse(f"{type(self).__name__}.set_extra_state", fp8_state=True)
+            reject_unsupported(f"{type(self).__name__}.set_extra_state", fp8_state=True)
 
     def need_backward_dw(self) -> bool:
         return False
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed (delay_wgrad_compute is refused)."""
+        """Do nothing: weight gradients are never delayed (delay_wgrad_compute is rejected)."""

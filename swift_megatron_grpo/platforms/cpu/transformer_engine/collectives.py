@@ -1,4 +1,4 @@
-"""Collectives with gradients over a tensor- or context-parallel group. For the linear layers and attention."""
+"""Collectives with gradients over a tensor- or context-parallel group, for the linear layers and attention."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def _all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[s, ...] of every rank -> [ranks * s, ...]"""
+    """Gather along the first dimension: [s, ...] of every rank -> [ranks * s, ...]."""
     output = tensor.new_empty(group.size() * tensor.shape[0], *tensor.shape[1:])
     dist.all_gather_single(output, tensor.contiguous(), group=group)
     return output
 
 
 def _reduce_scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[ranks * s, ...] -> [s, ...], summed over the ranks"""
+    """Sum over the ranks and scatter along the first dimension: [ranks * s, ...] -> [s, ...]."""
     output = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
     dist.reduce_scatter_single(output, tensor.contiguous(), group=group)
     return output
 
 
 class CopyToGroup(Function):
-    """Identity; the gradient is summed over the group. In front of a column-parallel weight."""
+    """Identity whose gradient is summed over the group, for the input of a column-parallel weight."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -43,7 +43,7 @@ class CopyToGroup(Function):
 
 
 class ReduceFromGroup(Function):
-    """Sum over the group; the gradient passes. Behind a row-parallel weight."""
+    """Sum over the group whose gradient is the identity, for the output of a row-parallel weight."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -55,7 +55,7 @@ class ReduceFromGroup(Function):
 
 
 class GatherSequence(Function):
-    """[s, ...] of every rank -> [ranks * s, ...]; every rank's gradient reaches the rank whose tensor it was."""
+    """Gather [s, ...] of every rank -> [ranks * s, ...]; the gradient is summed and scattered back."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -68,7 +68,7 @@ class GatherSequence(Function):
 
 
 class ReduceScatterSequence(Function):
-    """[ranks * s, ...] -> [s, ...] of the sum; the gradient is gathered."""
+    """Sum over the ranks and scatter [ranks * s, ...] -> [s, ...]; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

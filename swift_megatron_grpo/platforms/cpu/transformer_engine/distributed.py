@@ -1,6 +1,6 @@
-"""Activation recompute and the tracker of random states. For te_checkpoint and te_rng_tracker of megatron-core.
+"""Activation recompute and the tracker of random states, for te_checkpoint and te_rng_tracker of megatron-core.
 
-On this platform the generator called CUDA's is the CPU's, so one state is all there is to save.
+On this platform the CUDA generator is the CPU generator, so that there is only one state to save.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.utils.checkpoint import detach_variable, noop_context_fn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
-_states_of_the_last_tracker: dict[str, torch.Tensor] = {}
+_latest_tracker_states: dict[str, torch.Tensor] = {}
 
 
 class CudaRNGStatesTracker:
-    """Named random states; fork(name) continues one and puts the current one back."""
+    """Named random states. fork(name) continues one of them and restores the current state afterwards."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -37,14 +37,14 @@ class CudaRNGStatesTracker:
         self.states_ = states
 
     def add(self, name: str, seed: int) -> None:
-        global _states_of_the_last_tracker
+        global _latest_tracker_states
         if seed in self.seeds_:
             raise RuntimeError(f"seed {seed} already exists")
         if name in self.states_:
             raise RuntimeError(f"cuda rng state {name} already exists")
         self.seeds_.add(seed)
         self.states_[name] = torch.Generator().manual_seed(seed).get_state()
-        _states_of_the_last_tracker = self.states_
+        _latest_tracker_states = self.states_
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
@@ -60,11 +60,11 @@ class CudaRNGStatesTracker:
 
 
 def get_all_rng_states() -> dict[str, torch.Tensor]:
-    return _states_of_the_last_tracker
+    return _latest_tracker_states
 
 
 class activation_recompute_forward(AbstractContextManager, ContextDecorator):
-    """Tells fp8 layers that they run twice; there are none."""
+    """A context that does nothing: upstream it notifies fp8 layers of recomputation."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None: ...
 
@@ -87,8 +87,8 @@ def checkpoint(
     debug: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """function(*args, **kwargs), computed again in backward with the random states it had."""
-    refuse(
+    """Call function(*args, **kwargs), and call it again in backward with the same random states."""
+    reject_unsupported(
         "checkpoint",
         distribute_saved_activations=distribute_saved_activations,
         non_reentrant=not use_reentrant,
@@ -99,7 +99,7 @@ def checkpoint(
 
 
 class _RandomStates:
-    """The generator and the tracker, as they are now."""
+    """A snapshot of the generator and the tracker."""
 
     def __init__(self, get_tracker: Callable[[], Any] | None) -> None:
         self._get_tracker = get_tracker
@@ -135,11 +135,11 @@ class _Recompute(Function):
             raise RuntimeError("checkpoint() works with .backward(), not with .grad()")
         saved = zip(ctx.saved_tensors, ctx.others, strict=True)
         inputs = detach_variable(tuple(other if tensor is None else tensor for tensor, other in saved))
-        now = _RandomStates(ctx.get_tracker)
+        current = _RandomStates(ctx.get_tracker)
         ctx.states.restore()
         with torch.enable_grad():
             outputs = ctx.function(*inputs, **ctx.kwargs)
-        now.restore()
+        current.restore()
         outputs = (outputs,) if torch.is_tensor(outputs) else outputs
         pairs = [(y, grad) for y, grad in zip(outputs, grads, strict=True) if torch.is_tensor(y) and y.requires_grad]
         if not pairs:

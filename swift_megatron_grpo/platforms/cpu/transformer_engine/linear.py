@@ -1,6 +1,6 @@
-"""Linear, LayerNormLinear and GroupedLinear, column- or row-parallel. For the TE...Linear classes of megatron-core.
+"""Linear, LayerNormLinear and GroupedLinear, column- or row-parallel, for the TE...Linear classes of megatron-core.
 
-Arguments of Transformer Engine 2.11, in its order. Without effect on the numbers and therefore taken and kept:
+Arguments are those of Transformer Engine 2.11, in its order. These have no effect on the numbers and are accepted:
 `save_original_input` (what to keep for backward), `ub_name` and `name` (labels), `is_first_microbatch` (fp8 weight
 cache).
 """
@@ -18,10 +18,12 @@ from torch import nn
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, Initializer, constant
 from swift_megatron_grpo.platforms.cpu.transformer_engine.norm import normalize
 from swift_megatron_grpo.platforms.cpu.transformer_engine.parallel_linear import ParallelLinear
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 
 class Linear(ParallelLinear):
+    """te.Linear."""
+
     weight: nn.Parameter
     bias: torch.Tensor
 
@@ -54,7 +56,7 @@ class Linear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refuse(
+        reject_unsupported(
             "Linear",
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             parameters_split=parameters_split,
@@ -86,12 +88,14 @@ class Linear(ParallelLinear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        refuse("Linear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        reject_unsupported("Linear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
         y = self._multiply(inp, self.weight, self.bias if self.apply_bias else None)
         return (y, self.bias) if self.return_bias else y
 
 
 class LayerNormLinear(ParallelLinear):
+    """te.LayerNormLinear: a norm followed by a linear layer."""
+
     weight: nn.Parameter
     bias: torch.Tensor
     layer_norm_weight: nn.Parameter
@@ -129,7 +133,7 @@ class LayerNormLinear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refuse(
+        reject_unsupported(
             "LayerNormLinear",
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             return_layernorm_output_gathered=return_layernorm_output_gathered,
@@ -175,8 +179,8 @@ class LayerNormLinear(ParallelLinear):
         fp8_output: bool = False,
         fp8_grad: bool = False,
     ) -> Any:
-        """y, then bias with return_bias, then the normalised input of this rank's tokens if that is asked for."""
-        refuse("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
+        """Return y, then the bias with return_bias, then the normalised input with return_layernorm_output."""
+        reject_unsupported("LayerNormLinear.forward", fp8_output=fp8_output, fp8_grad=fp8_grad)
         rms = self.normalization == "RMSNorm"
         normalized = normalize(
             inp, self.layer_norm_weight, self.layer_norm_bias, self.eps, rms=rms, zero_centered=self.zero_centered_gamma
@@ -188,7 +192,7 @@ class LayerNormLinear(ParallelLinear):
 
 
 class GroupedLinear(ParallelLinear):
-    """One weight per expert. Tensor parallelism shapes the weights; the communication is the token dispatcher's."""
+    """One weight per expert. Tensor parallelism splits the weights; the token dispatcher communicates."""
 
     weight0: nn.Parameter
 
@@ -217,7 +221,7 @@ class GroupedLinear(ParallelLinear):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        refuse(
+        reject_unsupported(
             "GroupedLinear",
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             ub_overlap_rs=ub_overlap_rs,
@@ -244,7 +248,7 @@ class GroupedLinear(ParallelLinear):
     def forward(
         self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """inp [tokens, in], the tokens of expert 0 first; m_splits [num_gemms] says how many tokens each expert has."""
+        """Multiply inp [tokens, in], sorted by expert; m_splits [num_gemms] is the number of tokens of each expert."""
         if len(m_splits) != self.num_gemms:
             raise ValueError(f"GroupedLinear: {len(m_splits)} splits for {self.num_gemms} weights")
         biases = [getattr(self, f"bias{gemm}") for gemm in range(self.num_gemms)]

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, in fp32 inside. For TENorm of megatron-core and for LayerNormLinear."""
+"""RMSNorm and LayerNorm with fp32 arithmetic, used by megatron-core's TENorm and by LayerNormLinear."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, TransformerEngineBaseModule, constant
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 
 def normalize(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, *, rms: bool, zero_centered: bool
 ) -> torch.Tensor:
-    """Over the last weight.dim() dimensions of x; the result has x's dtype."""
+    """Normalise over the last weight.dim() dimensions of x; the result has x's dtype."""
     gamma = weight.float() + 1 if zero_centered else weight.float()
     if rms:
         return F.rms_norm(x.float(), gamma.shape, gamma, eps).to(x.dtype)
@@ -41,14 +41,14 @@ class _Norm(TransformerEngineBaseModule):
     ) -> None:
         super().__init__()
         owner = type(self).__name__
-        refuse(owner, sm_margin=sm_margin)
+        reject_unsupported(owner, sm_margin=sm_margin)
         if (normalized_shape is None) == (hidden_size is None):
             raise TypeError(f"{owner} takes either normalized_shape or hidden_size")
         shape = hidden_size if normalized_shape is None else normalized_shape
         assert shape is not None
         self.normalized_shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
         self.eps = eps
-        self.sequence_parallel = sequence_parallel  # type: ignore[assignment]  # None: parameters get no mark
+        self.sequence_parallel = sequence_parallel  # type: ignore[assignment]  # None: parameters are not marked
         self.zero_centered_gamma = zero_centered_gamma
         dtype = params_dtype if dtype is None else dtype
         gamma = constant(0.0 if zero_centered_gamma else 1.0)

@@ -1,4 +1,4 @@
-"""FusedAdam, FusedSGD and the multi-tensor functions. For megatron-core's optimizers, gradient norm and clipping."""
+"""FusedAdam, FusedSGD and the multi-tensor functions, for megatron-core's optimizers, gradient norm and clipping."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP16_RANGE = torch.finfo(torch.float16).max / 2
@@ -20,10 +20,10 @@ def _unless_float(dtype: torch.dtype) -> torch.dtype | None:
 
 
 class FusedAdam(Optimizer):
-    """Adam and AdamW in fp32 arithmetic; `step` lives in the parameter group, as Megatron's checkpoints expect.
+    """Adam and AdamW in fp32 arithmetic. `step` is stored in the parameter group, as Megatron's checkpoints expect.
 
-    States may be kept in bf16, or in fp16 with a scale per tensor. `master_weights` keeps a wider copy of every 16-bit
-    parameter; with `store_param_remainders` only the 16 bits that a bf16 parameter lacks of its fp32 master.
+    States can be stored in bf16, or in fp16 with a scale per tensor. `master_weights` stores a wider copy of every
+    16-bit parameter; with `store_param_remainders` only the low 16 bits of the fp32 master of a bf16 parameter.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class FusedAdam(Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
     ) -> None:
-        refuse(
+        reject_unsupported(
             "FusedAdam",
             amsgrad=amsgrad,
             capturable=capturable,
@@ -60,7 +60,7 @@ class FusedAdam(Optimizer):
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
-        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # of fp16 states
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # scales of fp16 states
         defaults = {
             "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay,
         }  # fmt: skip
@@ -78,7 +78,7 @@ class FusedAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
-        refuse("FusedAdam.step", grad_scaler=grad_scaler is not None)
+        reject_unsupported("FusedAdam.step", grad_scaler=grad_scaler is not None)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -116,7 +116,7 @@ class FusedAdam(Optimizer):
         self._write(parameter, "exp_avg_sq", square)
         self._set_master(parameter, weight)
 
-    # States: "exp_avg", "exp_avg_sq" and, with master weights, "master_param", in the dtypes asked for.
+    # States: "exp_avg", "exp_avg_sq" and, with master weights, "master_param", in the configured dtypes.
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
@@ -129,7 +129,7 @@ class FusedAdam(Optimizer):
                 self._write(param, "master_param", param.detach().float())
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """In fp32; remainders as they are."""
+        """Return a state in fp32, or a remainder as stored."""
         if state_name == "master_param" and self._has_remainder(param):
             return self.state[param][state_name]
         return self._read(param, state_name)
@@ -143,7 +143,7 @@ class FusedAdam(Optimizer):
             self._write(param, state_name, unscaled_state.float())
 
     def state_dict(self) -> dict[str, Any]:
-        """With every state in fp32, so that a run may go on with other dtypes."""
+        """Return the state with all tensors in fp32, so that a run can resume with other dtypes."""
         state_dict = super().state_dict()
         for parameter, index in self._indices(state_dict):
             if index in state_dict["state"]:
@@ -154,7 +154,7 @@ class FusedAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "state": {}})  # torch would cast the states to the parameter's dtype
         for parameter, index in self._indices(state_dict):
-            if index not in state_dict["state"]:  # an empty entry tells Megatron that there are states to load into
+            if index not in state_dict["state"]:  # an empty entry would make Megatron load states into it
                 continue
             self.state[parameter] = {}
             for name, value in state_dict["state"][index].items():
@@ -181,13 +181,13 @@ class FusedAdam(Optimizer):
             value = torch.where(scale > 0, value / scale, 0.0)
         state.copy_(value)
 
-    # Masters. A bf16 parameter is its fp32 master rounded, and a remainder is the master's lower half.
+    # Masters. A bf16 parameter is its fp32 master, rounded; a remainder is the lower half of the master.
 
     def _has_remainder(self, parameter: torch.Tensor) -> bool:
         return self.store_param_remainders and parameter.dtype == torch.bfloat16
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        """fp32, to be changed in place: the parameter itself if that is fp32 already."""
+        """Return the fp32 master, which the caller updates in place: the parameter itself if it is fp32."""
         if "master_param" not in self.state[parameter]:
             return parameter.detach().float()
         if not self._has_remainder(parameter):
@@ -222,7 +222,7 @@ class FusedSGD(torch.optim.SGD):
         materialize_master_grads: bool = True,
         set_grad_none: bool | None = None,
     ) -> None:
-        refuse("FusedSGD", wd_after_momentum=wd_after_momentum, set_grad_none=set_grad_none is not None)
+        reject_unsupported("FusedSGD", wd_after_momentum=wd_after_momentum, set_grad_none=set_grad_none is not None)
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov)
 
 
@@ -235,7 +235,7 @@ def multi_tensor_applier(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], per_tensor: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm over all tensors, [1], and of each one, [n] (or [0])."""
+    """Return the norm over all tensors, [1], and the norm of each tensor, [n] ([0] unless per_tensor)."""
     norms = torch.zeros(len(tensor_lists[0]))
     for index, tensor in enumerate(tensor_lists[0]):
         norms[index] = torch.linalg.vector_norm(tensor, dtype=torch.float32)
@@ -245,7 +245,7 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], scale: float
 ) -> None:
-    """Sources times scale into targets; the flag is set to 1 if a source is not finite."""
+    """Write sources times scale to targets; set the flag to 1 if a source is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         target.copy_(source * scale)
         if not torch.isfinite(source).all():

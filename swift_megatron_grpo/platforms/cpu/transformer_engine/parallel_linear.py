@@ -1,4 +1,4 @@
-"""What Linear, LayerNormLinear and GroupedLinear share: a rank's part of the weight, its marks, the communication."""
+"""Base class of the linear layers: the rank's weight shard, its marks for Megatron, and the communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine.collectives import (
 
 
 class ParallelLinear(TransformerEngineBaseModule):
-    in_features: int  # of this rank's weight [out_features, in_features]
+    """A linear layer that may be column- or row-parallel."""
+
+    in_features: int  # of this rank's shard [out_features, in_features]
     out_features: int
 
     def _configure(
@@ -49,7 +51,7 @@ class ParallelLinear(TransformerEngineBaseModule):
         self.parallel_mode = parallel_mode
         split = {"column": out_features, "row": in_features}.get(parallel_mode or "", 0)
         if split % self.tp_size:
-            raise ValueError(f"{type(self).__name__}: {split} features do not divide by tp_size {self.tp_size}")
+            raise ValueError(f"{type(self).__name__}: {split} features are not divisible by tp_size {self.tp_size}")
         self.in_features = in_features // self.tp_size if parallel_mode == "row" else in_features
         self.out_features = out_features // self.tp_size if parallel_mode == "column" else out_features
         self.use_bias, self.return_bias, self.apply_bias = bias, return_bias, bias and not return_bias
@@ -64,10 +66,10 @@ class ParallelLinear(TransformerEngineBaseModule):
         if self.use_bias:
             self._new_parameter(f"bias{suffix}", (self.out_features,), constant(0.0), device, dtype)
         else:
-            setattr(self, f"bias{suffix}", torch.empty(0, device=device, dtype=dtype))  # Megatron asks for its numel()
+            setattr(self, f"bias{suffix}", torch.empty(0, device=device, dtype=dtype))  # Megatron reads its numel()
 
     def _mark(self, *suffixes: str) -> None:
-        """Which parameters are shards, for Megatron's gradient norm. Transformer Engine marks every weight, too."""
+        """Mark sharded parameters for Megatron's gradient norm. Like Transformer Engine, mark every weight."""
         for suffix in suffixes:
             weight = getattr(self, f"weight{suffix}")
             _mark_tensor_parallel(weight, dim=1 if self.parallel_mode == "row" else 0)
@@ -77,10 +79,10 @@ class ParallelLinear(TransformerEngineBaseModule):
                 getattr(self, f"bias{suffix}").sequence_parallel = self.sequence_parallel
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [s, b, in], under sequence parallelism [s / tp, b, in] in a column layer and out of a row layer."""
+        """Multiply x [s, b, in]. Sequence parallelism splits s in the input of column and the output of row layers."""
         parallel = self.parallel_mode if self.tp_size > 1 else None
         if parallel is not None and self.tp_group is None:
-            raise RuntimeError(f"{type(self).__name__}: set_tensor_parallel_group() before the first forward")
+            raise RuntimeError(f"{type(self).__name__}: call set_tensor_parallel_group() before the first forward")
         if parallel == "column":
             x = (GatherSequence if self.sequence_parallel else CopyToGroup).apply(x, self.tp_group)
         y = F.linear(x, weight, bias if parallel != "row" else None)

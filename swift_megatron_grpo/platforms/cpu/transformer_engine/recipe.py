@@ -1,4 +1,4 @@
-"""fp8 and fp4 as far as Megatron asks about them: they are off, and turning them on raises. For tree.py."""
+"""The fp8 and fp4 state that Megatron reads: both are off, and turning one on raises an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import refuse
+from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 
 class Format(enum.Enum):
@@ -51,7 +51,7 @@ def fp8_autocast(
     fp8_group: dist.ProcessGroup | None = None,
     _graph: bool = False,
 ) -> Iterator[None]:
-    refuse("fp8_autocast", enabled=enabled, calibrating=calibrating)
+    reject_unsupported("fp8_autocast", enabled=enabled, calibrating=calibrating)
     yield
 
 
@@ -59,5 +59,5 @@ def fp8_autocast(
 def fp8_model_init(
     enabled: bool = True, recipe: Any = None, preserve_high_precision_init_val: bool = False
 ) -> Iterator[None]:
-    refuse("fp8_model_init", enabled=enabled)
+    reject_unsupported("fp8_model_init", enabled=enabled)
     yield

@@ -1,12 +1,12 @@
-"""Refusals: what the stand-in knows of Transformer Engine and does not do. For the other files of this folder."""
+"""Errors for the parts of Transformer Engine that the stand-in does not implement."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
 
-def refuse(owner: str, **arguments: Any) -> None:
-    """Raise for the first argument that asks for something. Not asking is None, False or an empty value."""
+def reject_unsupported(owner: str, **arguments: Any) -> None:
+    """Raise NotImplementedError for the first argument that is set, that is, not None, False or empty."""
     for name, value in arguments.items():
         if value:
             raise NotImplementedError(
@@ -15,10 +15,10 @@ def refuse(owner: str, **arguments: Any) -> None:
 
 
 def unsupported_function(module: str, name: str) -> Any:
-    """A function that exists for `from ... import` and raises when it is called."""
+    """Create a function that can be imported and raises when it is called."""
 
     def function(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(_not_available(module, name))
+        raise NotImplementedError(_unsupported_message(module, name))
 
     function.__name__ = function.__qualname__ = name
     function.__module__ = module
@@ -26,13 +26,13 @@ def unsupported_function(module: str, name: str) -> Any:
 
 
 def unsupported_class(module: str, name: str) -> type:
-    """A class that exists for imports, base classes and isinstance, and raises when it is instantiated."""
+    """Create a class for imports, base classes and isinstance that raises when it is instantiated."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(_not_available(module, name))
+        raise NotImplementedError(_unsupported_message(module, name))
 
     return type(name, (), {"__init__": __init__, "__module__": module})
 
 
-def _not_available(module: str, name: str) -> str:
+def _unsupported_message(module: str, name: str) -> str:
     return f"{module}.{name} is not implemented on the CPU platform (real Transformer Engine needs CUDA)"

@@ -1,8 +1,8 @@
-"""Transformer Engine's module tree, assembled from the files of this folder and put into sys.modules.
+"""Transformer Engine's module tree, built from the files of this folder and installed in sys.modules.
 
-For `activate()`. Where a module is missing here although Transformer Engine has it, megatron-core takes a path of its
-own, and that path is the one to take on a CPU: cpp_extensions (fused GEMM), graph (CUDA graphs), cpu_offload,
-float8_tensor.
+Called by `activate()`. Some modules of Transformer Engine are omitted on purpose: without them megatron-core uses its
+own implementation, which is the right one on a CPU. These are cpp_extensions (fused GEMM), graph (CUDA graphs),
+cpu_offload and float8_tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine import (
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import unsupported_class, unsupported_function
 
 NAME = "transformer_engine"
-# megatron-core and mcore-bridge read transformer_engine.__version__. 2.11 is what the GPU stack runs, so both platforms
-# take the same paths. The highest version they compare with is 2.10; from 2.7 on megatron-core imports the fused router
-# without asking whether it is there, so its names exist below.
+# megatron-core and mcore-bridge read transformer_engine.__version__. The GPU stack runs 2.11, so both platforms use the
+# same code paths. The highest version they compare with is 2.10. From 2.7 on megatron-core imports the fused router
+# unconditionally, so its names exist below.
 VERSION = "2.11.0"
 
 _RECIPES = ("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
@@ -48,7 +48,7 @@ def _functions(module: str, *names: str) -> dict[str, Any]:
 
 
 def _contents() -> dict[str, dict[str, Any]]:
-    """Module path below transformer_engine -> its names."""
+    """Return the names of every module, by its path below transformer_engine."""
     fp8 = {
         "FP8GlobalStateManager": recipe.FP8GlobalStateManager,
         "fp8_autocast": recipe.fp8_autocast,
@@ -103,29 +103,31 @@ def _contents() -> dict[str, dict[str, Any]]:
     }
 
 
-class _StandIn(ModuleType):
+class _StandInModule(ModuleType):
+    """A module whose missing names raise an error that mentions the stand-in."""
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # the import system asks for these
+        if name.startswith("__"):  # the import system reads these
             raise AttributeError(name)
-        raise AttributeError(_missing(f"{self.__name__}.{name}"))
+        raise AttributeError(_missing_message(f"{self.__name__}.{name}"))
 
 
-class _RefuseTheRest:
-    """Behind every other finder: whatever is not in the tree cannot be imported, and says why."""
+class _MissingSubmoduleFinder:
+    """Last finder of sys.meta_path: raises ImportError with the reason for modules that are not in the tree."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name.startswith(f"{NAME}."):
-            raise ImportError(_missing(name), name=name)
+            raise ImportError(_missing_message(name), name=name)
 
 
-def _missing(name: str) -> str:
+def _missing_message(name: str) -> str:
     return f"{name} is not part of the CPU platform's stand-in (real Transformer Engine needs CUDA)"
 
 
 def install() -> None:
-    """Only where there is no transformer_engine yet; one that is installed cannot be imported without CUDA."""
+    """Install the tree. An installed Transformer Engine is hidden: it cannot be imported without CUDA."""
     if NAME in sys.modules:
-        raise RuntimeError(f"{NAME} is already imported: activate the CPU platform before it")
+        raise RuntimeError(f"{NAME} is already imported; activate the CPU platform before importing it")
     root = _module(NAME, {"__version__": VERSION})
     modules = {NAME: root}
     for path, names in _contents().items():
@@ -134,12 +136,12 @@ def install() -> None:
         parent, _, leaf = module.__name__.rpartition(".")
         setattr(modules[parent], leaf, module)
     sys.modules.update(modules)
-    sys.meta_path.append(_RefuseTheRest())
+    sys.meta_path.append(_MissingSubmoduleFinder())
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = _StandIn(name)
-    module.__path__ = []  # a package, so that submodules are looked for
+    module = _StandInModule(name)
+    module.__path__ = []  # marks it as a package, so that submodules can be imported
     module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
     vars(module).update(names)
     return module

@@ -1,4 +1,4 @@
-"""The stand-in's attention against a dense fp64 reference written from the definition, gradients included."""
+"""The stand-in's attention and its gradients, compared with a dense fp64 reference written from the definition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADS, GROUPS, CHANNELS = 4, 2, 8
 
 
 def tensors(*batch: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    """Query, key and value [*batch, heads, channels]"""
+    """Return random query, key and value, [*batch, heads, channels]."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(*batch, heads, CHANNELS) for heads in (HEADS, GROUPS, GROUPS)]
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
@@ -32,7 +32,10 @@ def reference(
     offset: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[q, h, d], [k, g, d], [k, g, d], bool [q, k] or [h, q, k] -> [q, h * d] in fp64; zeros where nothing is seen"""
+    """Compute attention of one sequence in fp64; a query that sees no key gets zeros.
+
+    [q, h, d], [k, g, d], [k, g, d], bool [q, k] or [h, q, k] -> [q, h * d]
+    """
     query, key, value = query.double(), key.double(), value.double()
     outputs = []
     for head in range(HEADS):
@@ -60,7 +63,7 @@ def packing(lengths: list[int], rooms: list[int] | None = None) -> dict[str, tor
 def assert_same(
     inputs: list[torch.Tensor], actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6
 ) -> None:
-    """Values and the gradients of every input that has one."""
+    """Compare the values, and the gradients of all inputs."""
     torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     grads = torch.autograd.grad(actual, inputs, upstream.to(actual.dtype))
@@ -70,15 +73,15 @@ def assert_same(
         torch.testing.assert_close(grad, expected_grad, atol=20 * tolerance, rtol=20 * tolerance)
 
 
-def same_sequence(lengths: list[int], rooms: list[int], total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of `total` packed tokens: [t, t] whether two are of one sequence; [t] the position of each in it, -1: padding."""
+def sequence_masks(lengths: list[int], rooms: list[int], total: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return for packed tokens: [t, t] same sequence; [t, 1] and [1, t] position in its sequence, -1: padding."""
     sequence, position = torch.full((total,), -1), torch.full((total,), -1)
     start = 0
     for index, (length, room) in enumerate(zip(lengths, rooms, strict=True)):
         sequence[start : start + length], position[start : start + length] = index, torch.arange(length)
         start += room
-    together = (sequence[:, None] == sequence[None]) & (sequence[:, None] >= 0)
-    return together, position[:, None], position[None]
+    same = (sequence[:, None] == sequence[None]) & (sequence[:, None] >= 0)
+    return same, position[:, None], position[None]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -88,12 +91,12 @@ def same_sequence(lengths: list[int], rooms: list[int], total: int) -> tuple[tor
     [([5, 9, 1, 4], [5, 9, 1, 4], 19), ([5, 9, 1], [8, 12, 4], 24), ([5, 9], [5, 9], 20)],
     ids=["dense", "padded-between", "padded-at-the-end"],
 )
-def test_packed_sequences(
+def test_packed_sequences_match_the_reference(
     causal: bool, window: tuple[int, int] | None, lengths: list[int], rooms: list[int], total: int
 ) -> None:
     inputs = tensors(total)
-    together, row, column = same_sequence(lengths, rooms, total)
-    allowed = together & (row >= column) if causal else together
+    same, row, column = sequence_masks(lengths, rooms, total)
+    allowed = same & (row >= column) if causal else same
     if window is not None:
         allowed = allowed & (column >= row - window[0]) & (column <= row + window[1])
     mask_type = "padding_causal" if causal else "padding"
@@ -106,7 +109,7 @@ def test_packed_sequences(
 @pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask", "causal_bottom_right"])
 @pytest.mark.parametrize("window", [None, (4, 0), (2, 3)])
-def test_batches(qkv_format: str, mask_type: str, window: tuple[int, int] | None) -> None:
+def test_batches_match_the_reference(qkv_format: str, mask_type: str, window: tuple[int, int] | None) -> None:
     batch, tokens = 2, 11
     inputs = tensors(*((tokens, batch) if qkv_format == "sbhd" else (batch, tokens)))
     row, column = torch.arange(tokens)[:, None], torch.arange(tokens)[None]
@@ -120,7 +123,7 @@ def test_batches(qkv_format: str, mask_type: str, window: tuple[int, int] | None
 
 
 @pytest.mark.parametrize(("mask_type", "shift"), [("causal", 0), ("causal_bottom_right", 5)])
-def test_more_keys_than_queries(mask_type: str, shift: int) -> None:
+def test_more_keys_than_queries_match_the_reference(mask_type: str, shift: int) -> None:
     query, key, value = tensors(4, 1)[0], *tensors(9, 1)[1:]
     allowed = torch.arange(4)[:, None] + shift >= torch.arange(9)[None]
     actual = layer()(query, key, value, attn_mask_type=mask_type)
@@ -128,7 +131,7 @@ def test_more_keys_than_queries(mask_type: str, shift: int) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_padding_masks(causal: bool) -> None:
+def test_padding_masks_match_the_reference(causal: bool) -> None:
     lengths, tokens = [7, 3], 7
     inputs = tensors(tokens, 2)
     hidden = torch.arange(tokens)[None] >= torch.tensor(lengths)[:, None]  # [b, s], True is hidden
@@ -142,16 +145,16 @@ def test_padding_masks(causal: bool) -> None:
             allowed = allowed & (row >= column) if causal else allowed
             expected.append(reference(*(t[:, index] for t in inputs), allowed))
         assert_same(inputs, layer()(*inputs, given, attn_mask_type=mask_type), torch.stack(expected, 1))
-    with pytest.raises(ValueError, match=r"a padding mask is \[b, 1, 1, s\]"):
+    with pytest.raises(ValueError, match=r"a padding mask must be \[b, 1, 1, s\]"):
         layer()(*inputs, mask.expand(2, 1, 7, 7), attn_mask_type=mask_type)
     with pytest.raises(ValueError, match="needs attention_mask"):
         layer()(*inputs, attn_mask_type=mask_type)
 
 
-def test_arbitrary_masks_and_bias() -> None:
+def test_arbitrary_masks_and_bias_match_the_reference() -> None:
     inputs = tensors(6, 1)
     hidden = torch.rand(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.4
-    hidden[:, :, 2] = True  # a query that sees nothing
+    hidden[:, :, 2] = True  # a query that sees no key
     bias = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2)).requires_grad_()
     attention = layer(attn_mask_type="arbitrary")
     arguments = dict(core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
@@ -161,38 +164,38 @@ def test_arbitrary_masks_and_bias() -> None:
 
 
 @pytest.mark.parametrize("softmax_type", ["off-by-one", "learnable"])
-def test_attention_sinks(softmax_type: str) -> None:
+def test_attention_sinks_match_the_reference(softmax_type: str) -> None:
     attention = layer(softmax_type=softmax_type, attn_mask_type="padding_causal")
     inputs, lengths = tensors(12), [7, 5]
-    together, row, column = same_sequence(lengths, lengths, 12)
+    same, row, column = sequence_masks(lengths, lengths, 12)
     offset = attention.softmax_offset
-    learned = [offset] if softmax_type == "learnable" else []
-    assert isinstance(offset, torch.nn.Parameter) == bool(learned)
+    parameters = [offset] if softmax_type == "learnable" else []
+    assert isinstance(offset, torch.nn.Parameter) == bool(parameters)
     actual = attention(*inputs, qkv_format="thd", **packing(lengths))
-    assert_same([*inputs, *learned], actual, reference(*inputs, together & (row >= column), offset))
+    assert_same([*inputs, *parameters], actual, reference(*inputs, same & (row >= column), offset))
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours_by_a_bit() -> None:
+def test_a_sequence_is_bit_identical_whatever_its_neighbours() -> None:
     lengths = [33, 64, 7, 128, 50]
     inputs = tensors(sum(lengths), dtype=torch.bfloat16)
     attention = layer(attn_mask_type="padding_causal")
-    together = attention(*inputs, qkv_format="thd", **packing(lengths))
+    packed = attention(*inputs, qkv_format="thd", **packing(lengths))
     for begin, end in pairwise(torch.tensor([0, *lengths]).cumsum(0).tolist()):
         alone = attention(*(t[begin:end] for t in inputs), qkv_format="thd", **packing([end - begin]))
-        assert torch.equal(together[begin:end], alone)
-    assert together.dtype == torch.bfloat16
+        assert torch.equal(packed[begin:end], alone)
+    assert packed.dtype == torch.bfloat16
 
 
-def test_accumulation_is_fp32() -> None:
+def test_accumulation_is_in_fp32() -> None:
     inputs = tensors(256, dtype=torch.bfloat16)
-    together, row, column = same_sequence([256], [256], 256)
+    same, row, column = sequence_masks([256], [256], 256)
     actual = layer(attn_mask_type="padding_causal")(*inputs, qkv_format="thd", **packing([256]))
-    expected = reference(*inputs, together & (row >= column))
-    half_a_place = 2**-8  # of bf16: one rounding, at the end
-    torch.testing.assert_close(actual.double(), expected, rtol=1.001 * half_a_place, atol=1e-6)
+    expected = reference(*inputs, same & (row >= column))
+    half_ulp = 2**-8  # of bf16: one rounding, at the end
+    torch.testing.assert_close(actual.double(), expected, rtol=1.001 * half_ulp, atol=1e-6)
 
 
-def test_dropout_is_for_training_and_forks_the_tracker() -> None:
+def test_dropout_applies_in_training_only_and_is_reproducible() -> None:
     inputs, state = tensors(6, 1), torch.get_rng_state()
     attention = layer(attention_dropout=0.5)
     plain = layer()(*inputs)
@@ -205,7 +208,7 @@ def test_dropout_is_for_training_and_forks_the_tracker() -> None:
     assert not torch.equal(first, plain)
 
 
-def test_what_attention_refuses() -> None:
+def test_attention_rejects_unsupported_arguments() -> None:
     inputs = tensors(6, 1)
     for kwargs in (
         dict(checkpoint_core_attention=True),
@@ -221,7 +224,7 @@ def test_what_attention_refuses() -> None:
     for kwargs, message in (
         (dict(attn_mask_type="diagonal"), "diagonal"),
         (dict(qkv_format="hdst"), "hdst"),
-        (dict(qkv_format="thd", attn_mask_type="causal"), "thd takes padding masks"),
+        (dict(qkv_format="thd", attn_mask_type="causal"), "thd needs a padding mask"),
         (dict(qkv_format="thd", attn_mask_type="padding"), "thd needs cu_seqlens"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -230,8 +233,8 @@ def test_what_attention_refuses() -> None:
         layer(softmax_type="sharp")
 
 
-def test_packing_many_sequences_costs_what_the_sequences_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 sequences of 32 tokens: a dense [t, t] mask would be 64 times the work and the memory."""
+def test_the_cost_of_a_pack_is_the_sum_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 64 sequences of 32 tokens, a dense [t, t] mask would need 64 times the work and memory."""
     scores = []
     attend = F.scaled_dot_product_attention
 

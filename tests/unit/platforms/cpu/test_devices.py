@@ -1,4 +1,4 @@
-"""torch as code written for CUDA sees it on the CPU platform, and processes that the platform leaves alone."""
+"""torch's API on the CPU platform, for code that was written for CUDA, and processes without the platform."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _platform() -> None:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter."""
+    """Run code in a new interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_MEGATRON_GRPO": "off"}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
@@ -38,7 +38,7 @@ def test_activation_is_idempotent_and_cuda_stays_unavailable() -> None:
     assert not torch.cuda.is_available()
 
 
-def test_a_machine_with_cuda_is_refused() -> None:
+def test_activation_on_a_machine_with_cuda_is_refused() -> None:
     code = (
         "import torch; torch.cuda.is_available = lambda: True\n"
         "from swift_megatron_grpo.platforms.cpu import activate, is_active\n"
@@ -49,7 +49,7 @@ def test_a_machine_with_cuda_is_refused() -> None:
     assert result.stdout.startswith("False the CPU platform would hide a usable CUDA device"), result.stderr
 
 
-def test_a_process_that_never_activates_is_untouched() -> None:
+def test_a_process_that_does_not_activate_is_unchanged() -> None:
     code = (
         "import sys, threading, torch, swift_megatron_grpo.platforms.cpu as cpu\n"
         "assert not cpu.is_active()\n"
@@ -58,13 +58,13 @@ def test_a_process_that_never_activates_is_untouched() -> None:
         "assert 'transformer_engine' not in sys.modules and 'megatron' not in sys.modules\n"
         "assert torch._C._len_torch_function_stack() == 0\n"
         "try: torch.empty(1, device='cuda')\n"
-        "except AssertionError: print('untouched')\n"
+        "except AssertionError: print('unchanged')\n"
     )
     result = python(code)
-    assert result.stdout == "untouched\n", result.stderr
+    assert result.stdout == "unchanged\n", result.stderr
 
 
-def test_too_late_is_said() -> None:
+def test_activation_after_the_import_of_megatron_is_refused() -> None:
     code = (
         "import sys, types, torch; from swift_megatron_grpo.platforms.cpu import activate\n"
         "sys.modules['megatron.core.extensions.transformer_engine'] = types.ModuleType('late')\n"
@@ -75,9 +75,9 @@ def test_too_late_is_said() -> None:
 
 
 @pytest.mark.parametrize("device", CUDA_DEVICES, ids=str)
-def test_factories_and_moves_take_the_cpu(device: torch.device | str | int) -> None:
+def test_factories_and_moves_use_the_cpu(device: torch.device | str | int) -> None:
     tensor = torch.ones(2)
-    made = [
+    tensors = [
         torch.empty(2, device=device),
         torch.tensor([1, 2], device=device),
         torch.zeros_like(tensor, device=device),
@@ -91,8 +91,10 @@ def test_factories_and_moves_take_the_cpu(device: torch.device | str | int) -> N
         torch.nn.Linear(2, 2).to(device).weight,
         torch.nn.Linear(2, 2).to(device=device, dtype=torch.bfloat16).weight,
     ]
-    assert all(made_tensor.device == CPU for made_tensor in made)
-    assert made[7].dtype == torch.float64 and made[8].dtype == torch.float16 and made[11].dtype == torch.bfloat16
+    assert all(result.device == CPU for result in tensors)
+    assert (
+        tensors[7].dtype == torch.float64 and tensors[8].dtype == torch.float16 and tensors[11].dtype == torch.bfloat16
+    )
     assert torch.device(device) == CPU
 
 
@@ -105,7 +107,7 @@ def test_moves_between_host_and_device_return_the_tensor_itself() -> None:
     tensor.record_stream(torch.cuda.current_stream())
 
 
-def test_arguments_that_are_no_cuda_devices_pass_unchanged() -> None:
+def test_arguments_that_are_not_cuda_devices_are_unchanged() -> None:
     assert torch.empty(2, device="meta").is_meta
     assert torch.ones(2).to(torch.float16).dtype == torch.float16
     assert torch.ones(2).to(torch.empty(0, dtype=torch.int64)).dtype == torch.int64
@@ -114,7 +116,7 @@ def test_arguments_that_are_no_cuda_devices_pass_unchanged() -> None:
     assert torch.device("meta", 0).type == "meta"
 
 
-def test_torch_jit_script_still_compiles() -> None:
+def test_torch_jit_script_compiles() -> None:
     def add_mask(x: torch.Tensor) -> torch.Tensor:
         mask = torch.ones(x.shape[0], device=x.device, dtype=x.dtype)
         return x + mask.to(x.device)
@@ -123,19 +125,19 @@ def test_torch_jit_script_still_compiles() -> None:
     assert torch.equal(scripted(torch.zeros(3)), torch.ones(3))
 
 
-def test_threads_are_redirected_too() -> None:
+def test_new_threads_are_redirected() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(lambda: torch.ones(2, device="cuda").to("cuda:0").device).result() == CPU
-    found = []
+    devices = []
 
     class Worker(threading.Thread):
         def run(self) -> None:
-            found.append(torch.zeros(1, device=0).device)
+            devices.append(torch.zeros(1, device=0).device)
 
     worker = Worker()
     worker.start()
     worker.join()
-    assert found == [CPU]
+    assert devices == [CPU]
     assert "run" not in vars(worker)
 
 
@@ -154,7 +156,7 @@ def test_backward_functions_are_redirected() -> None:
     assert x.grad.item() == 2.0
 
 
-def test_checkpoints_from_a_gpu_load() -> None:
+def test_checkpoints_from_a_gpu_can_be_loaded() -> None:
     buffer = io.BytesIO()
     torch.save(torch.arange(3), buffer)
     for location in ("cuda", "cuda:0"):
@@ -178,7 +180,7 @@ def test_the_cuda_generator_is_the_cpu_generator() -> None:
     assert torch.equal(torch.cuda.get_rng_state_all()[0], torch.get_rng_state())
 
 
-def test_streams_events_and_counters_do_nothing() -> None:
+def test_streams_events_and_counters_have_no_effect() -> None:
     stream, event, later = (
         torch.cuda.Stream(),
         torch.cuda.Event(enable_timing=True),
@@ -204,6 +206,6 @@ def test_streams_events_and_counters_do_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["get_device_properties", "get_device_capability", "get_device_name"])
-def test_what_describes_a_gpu_raises(name: str) -> None:
-    with pytest.raises(AssertionError, match=f"torch.cuda.{name}: there is no GPU"):
+def test_functions_that_describe_a_gpu_raise(name: str) -> None:
+    with pytest.raises(AssertionError, match=f"torch.cuda.{name} needs a GPU"):
         getattr(torch.cuda, name)(0)

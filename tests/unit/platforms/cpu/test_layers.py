@@ -1,4 +1,4 @@
-"""The Transformer Engine stand-in: what it refuses, and its norms and linear layers against plain PyTorch."""
+"""The Transformer Engine stand-in: errors for unsupported parts; norms and linear layers match plain PyTorch."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ UNSUPPORTED_SYMBOLS = [
 ]
 
 
-def name_of(case: Any) -> str:
+def case_id(case: Any) -> str:
     return "-".join(case) if isinstance(case, dict) else str(case)
 
 
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_unknown_arguments_are_refused(name: str) -> None:
+def test_unknown_arguments_are_rejected(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name if 'Norm' not in name or 'Linear' in name else '_Norm'}.*'fancy'"):
         CONSTRUCTORS[name](fancy=False)
 
 
-@pytest.mark.parametrize(("name", "kwargs"), UNSUPPORTED, ids=name_of)
-def test_arguments_that_are_not_implemented_are_refused_by_name(name: str, kwargs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "kwargs"), UNSUPPORTED, ids=case_id)
+def test_unsupported_arguments_are_rejected_by_name(name: str, kwargs: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=rf"{name}\({next(iter(kwargs))}="):
         CONSTRUCTORS[name](**kwargs)
 
 
-def test_forward_refuses_unknown_and_unsupported_arguments() -> None:
+def test_forward_rejects_unknown_and_unsupported_arguments() -> None:
     x, layer = torch.ones(2, 8), te.Linear(8, 4)
     with pytest.raises(TypeError, match=r"Linear.forward\(\).*'fancy'"):
         layer(x, fancy=1)
@@ -82,7 +82,7 @@ def test_forward_refuses_unknown_and_unsupported_arguments() -> None:
         te.GroupedLinear(2, 8, 4)(x, [2])
 
 
-def test_no_signature_swallows_arguments() -> None:
+def test_signatures_have_no_variadic_arguments() -> None:
     for name in ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "LayerNorm", "DotProductAttention"):
         for function in (getattr(te, name).__init__, getattr(te, name).forward):
             kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
@@ -90,7 +90,7 @@ def test_no_signature_swallows_arguments() -> None:
 
 
 @pytest.mark.parametrize("symbol", UNSUPPORTED_SYMBOLS)
-def test_symbols_that_upstream_imports_raise_when_used(symbol: str) -> None:
+def test_unsupported_symbols_raise_when_used(symbol: str) -> None:
     module, _, name = symbol.rpartition(".")
     with pytest.raises(
         NotImplementedError, match=f"transformer_engine.{symbol} is not implemented on the CPU platform"
@@ -98,18 +98,18 @@ def test_symbols_that_upstream_imports_raise_when_used(symbol: str) -> None:
         getattr(importlib.import_module(f"transformer_engine.{module}"), name)()
 
 
-def test_unknown_symbols_do_not_exist_and_say_why() -> None:
-    why = r"is not part of the CPU platform's stand-in \(real Transformer Engine needs CUDA\)"
-    with pytest.raises(AttributeError, match=rf"transformer_engine\.pytorch\.Foo {why}"):
+def test_unknown_symbols_raise_with_the_reason() -> None:
+    reason = r"is not part of the CPU platform's stand-in \(real Transformer Engine needs CUDA\)"
+    with pytest.raises(AttributeError, match=rf"transformer_engine\.pytorch\.Foo {reason}"):
         _ = te.Foo
-    with pytest.raises(ImportError, match=rf"transformer_engine\.pytorch\.Foo {why}"):
+    with pytest.raises(ImportError, match=rf"transformer_engine\.pytorch\.Foo {reason}"):
         from transformer_engine.pytorch import Foo  # noqa: F401
-    with pytest.raises(ImportError, match=rf"transformer_engine\.pytorch\.float8_tensor {why}"):
+    with pytest.raises(ImportError, match=rf"transformer_engine\.pytorch\.float8_tensor {reason}"):
         importlib.import_module("transformer_engine.pytorch.float8_tensor")
     assert not hasattr(te, "cpu_offload")
 
 
-def test_fp8_is_off_and_stays_off() -> None:
+def test_fp8_is_off_and_cannot_be_enabled() -> None:
     assert not te.fp8.FP8GlobalStateManager.is_fp8_enabled()
     with te.fp8_autocast(enabled=False), te.fp8_model_init(enabled=False):
         pass
@@ -120,11 +120,11 @@ def test_fp8_is_off_and_stays_off() -> None:
     assert transformer_engine.__version__ == "2.11.0"
 
 
-# -------------------------------------------------------------------------------------------------------- arithmetic
+# ---- arithmetic
 
 
 def reference_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """In fp64, from the definition; RMSNorm without a bias, LayerNorm with one."""
+    """Compute the norm from its definition in fp64: RMSNorm without a bias, LayerNorm with one."""
     x, weight = x.double(), weight.double()
     centered = x if bias is None else x - x.mean(-1, keepdim=True)
     normalized = centered / (centered.square().mean(-1, keepdim=True) + eps).sqrt()
@@ -134,7 +134,7 @@ def reference_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 @pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_norms(kind: str, zero_centered: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_norms_match_the_definition(kind: str, zero_centered: bool, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     norm = getattr(te, kind)(16, eps=1e-6, zero_centered_gamma=zero_centered, params_dtype=dtype)
     torch.nn.init.normal_(norm.weight)
@@ -151,7 +151,7 @@ def test_norms(kind: str, zero_centered: bool, dtype: torch.dtype, tolerance: fl
         torch.testing.assert_close(grad, expected_grad, atol=10 * tolerance, rtol=10 * tolerance)
 
 
-def test_a_norm_is_marked_as_megatron_asks() -> None:
+def test_norm_parameters_are_marked_for_megatron() -> None:
     assert not hasattr(te.RMSNorm(4).weight, "sequence_parallel")
     marked = te.LayerNorm(4, sequence_parallel=True)
     assert marked.weight.sequence_parallel is True and marked.bias.sequence_parallel is True
@@ -160,29 +160,29 @@ def test_a_norm_is_marked_as_megatron_asks() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("return_bias", [False, True])
-def test_linear(bias: bool, return_bias: bool) -> None:
+def test_linear_matches_pytorch(bias: bool, return_bias: bool) -> None:
     layer = te.Linear(8, 4, bias=bias, return_bias=return_bias)
     x = torch.randn(3, 2, 8)
     if bias:
         torch.nn.init.normal_(layer.bias)
     output = layer(x)
     if return_bias:
-        output, returned = output
-        assert returned is layer.bias
+        output, returned_bias = output
+        assert returned_bias is layer.bias
         assert torch.equal(output, F.linear(x, layer.weight))
     else:
         assert torch.equal(output, F.linear(x, layer.weight, layer.bias if bias else None))
     assert bias or layer.bias.numel() == 0
 
 
-def test_layer_norm_linear_returns_what_lora_asks_for() -> None:
+def test_layer_norm_linear_returns_the_normalised_input_on_request() -> None:
     layer = te.LayerNormLinear(8, 4, bias=False, normalization="RMSNorm", eps=1e-6)
     x = torch.randn(3, 2, 8)
     normalized = F.rms_norm(x, (8,), layer.layer_norm_weight, 1e-6)
     assert torch.equal(layer(x), F.linear(normalized, layer.weight))
     layer.return_layernorm_output = True
-    y, returned = layer(x)
-    assert torch.equal(y, F.linear(normalized, layer.weight)) and torch.equal(returned, normalized)
+    y, norm_output = layer(x)
+    assert torch.equal(y, F.linear(normalized, layer.weight)) and torch.equal(norm_output, normalized)
     assert layer.layer_norm_bias is None
 
 
@@ -199,7 +199,7 @@ def test_grouped_linear_multiplies_each_experts_tokens() -> None:
 
 
 @pytest.mark.parametrize(("mode", "dim"), [(None, 0), ("column", 0), ("row", 1)])
-def test_weights_are_marked_tensor_parallel_as_transformer_engine_marks_them(mode: str | None, dim: int) -> None:
+def test_weights_are_marked_tensor_parallel_as_in_transformer_engine(mode: str | None, dim: int) -> None:
     layer = te.Linear(8, 4, parallel_mode=mode, tp_size=1, bias=True)
     assert layer.weight.tensor_model_parallel is True
     assert (layer.weight.partition_dim, layer.weight.partition_stride) == (dim, 1)
@@ -207,16 +207,16 @@ def test_weights_are_marked_tensor_parallel_as_transformer_engine_marks_them(mod
     assert te.GroupedLinear(2, 8, 4, parallel_mode=mode).weight1.partition_dim == dim
 
 
-def test_tensor_parallel_shapes_before_the_group_is_known() -> None:
+def test_tensor_parallel_shapes_do_not_need_the_group() -> None:
     column, row = (te.Linear(8, 4, parallel_mode=mode, tp_size=2) for mode in ("column", "row"))
     assert column.weight.shape == (2, 8) and row.weight.shape == (4, 4)
     with pytest.raises(RuntimeError, match="set_tensor_parallel_group"):
         column(torch.ones(1, 8))
-    with pytest.raises(ValueError, match="5 features do not divide by tp_size 2"):
+    with pytest.raises(ValueError, match="5 features are not divisible by tp_size 2"):
         te.Linear(8, 5, parallel_mode="column", tp_size=2)
 
 
-def test_initialisation_uses_the_tracker_and_can_wait() -> None:
+def test_initialisation_uses_the_tracker_and_can_be_deferred() -> None:
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 3)
     before = torch.get_rng_state()
@@ -224,14 +224,14 @@ def test_initialisation_uses_the_tracker_and_can_wait() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     expected = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
     assert torch.equal(tracked.weight, expected)
-    waiting = te.LayerNormLinear(8, 4, device="meta", normalization="RMSNorm")
-    assert waiting.weight.is_meta and not hasattr(waiting.weight, "tensor_model_parallel")
-    waiting.reset_parameters()
-    assert waiting.weight.device.type == "cpu" and waiting.weight.tensor_model_parallel
-    assert torch.equal(waiting.layer_norm_weight, torch.ones(8))
+    deferred = te.LayerNormLinear(8, 4, device="meta", normalization="RMSNorm")
+    assert deferred.weight.is_meta and not hasattr(deferred.weight, "tensor_model_parallel")
+    deferred.reset_parameters()
+    assert deferred.weight.device.type == "cpu" and deferred.weight.tensor_model_parallel
+    assert torch.equal(deferred.layer_norm_weight, torch.ones(8))
 
 
-def test_checkpoints_have_transformer_engines_keys() -> None:
+def test_checkpoints_have_the_keys_of_transformer_engine() -> None:
     layer = te.LayerNormLinear(8, 4, normalization="LayerNorm")
     keys = {"layer_norm_weight", "layer_norm_bias", "weight", "bias", "_extra_state"}
     assert set(layer.state_dict()) == keys
@@ -240,7 +240,7 @@ def test_checkpoints_have_transformer_engines_keys() -> None:
         layer.set_extra_state(torch.ones(3, dtype=torch.uint8))
 
 
-def test_recompute_repeats_dropout_and_leaves_the_generators_alone() -> None:
+def test_recompute_repeats_dropout_and_restores_the_generators() -> None:
     tracker = te.CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 5)
 

@@ -1,7 +1,7 @@
-"""The faults of upstream that the CPU platform puts right, in the real packages, one test per fault.
+"""The faults of upstream that the CPU platform fixes, in the real packages, one test per fault.
 
-Everything runs in one other process: it imports megatron-core, mcore-bridge and vLLM, changes their global state and
-reports which checks failed and why. This file is also the script of that process.
+All checks run in one separate process, because it imports megatron-core, mcore-bridge and vLLM and changes their global
+state. It reports which checks failed and why. This file is also the script of that process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from tests.paths import REPOSITORY
 
 
-def check_activation_serves_megatron_and_the_bridge() -> None:
+def check_megatron_and_the_bridge_use_the_stand_in() -> None:
     import mcore_bridge  # noqa: F401
     from megatron.core import utils
     from megatron.core.extensions import transformer_engine as extensions
@@ -27,7 +27,7 @@ def check_activation_serves_megatron_and_the_bridge() -> None:
     from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER
 
     assert utils.is_te_min_version("2.10.0") and gpt_layer_specs.HAVE_TE and not USING_PYTORCH_OPTIMIZER
-    # Paths that megatron-core must take by itself, because the stand-in does not have the fused ones.
+    # megatron-core must use its own implementations, because the stand-in has no fused ones.
     assert extensions.te_general_gemm is None and extensions.get_cpu_offload_context is None
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
@@ -42,7 +42,7 @@ def check_fused_functions_are_not_compiled() -> None:
         assert type(function) is FunctionType and not hasattr(function, "_torchdynamo_orig_callable")
 
 
-def check_every_optimizer_takes_cpu_parameters() -> None:
+def check_every_optimizer_accepts_cpu_parameters() -> None:
     """Megatron compares types with "torch.cuda.FloatTensor" in its fp32, 16-bit and distributed optimizers."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -115,8 +115,8 @@ def check_forking_the_tracker_does_not_warn() -> None:
     assert [record.getMessage() for record in records] == ["another message"]
 
 
-def check_split_sizes_are_numbers() -> None:
-    """all_to_all_single refuses tensors as split sizes; on a GPU Megatron makes arrays of them while it moves them."""
+def check_split_sizes_are_numpy_arrays() -> None:
+    """all_to_all_single rejects tensors as split sizes; on a GPU Megatron converts them while it moves them."""
     import numpy
     import torch
     from megatron.core.transformer.moe import token_dispatcher
@@ -127,7 +127,7 @@ def check_split_sizes_are_numbers() -> None:
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def check_images_are_attended_by_sdpa() -> None:
+def check_vision_towers_use_sdpa() -> None:
     from mcore_bridge import ModelConfig, hf_to_mcore_config
     from transformers import Qwen3Config
 
@@ -138,8 +138,8 @@ def check_images_are_attended_by_sdpa() -> None:
     assert ModelConfig(**arguments, vit_attn_impl="eager").vit_attn_impl == "eager"
 
 
-def check_te_rng_tracker_recomputes() -> None:
-    """`--te_rng_tracker`: Megatron asks the generator for graph-safe states, which a CPU generator does not have."""
+def check_recompute_works_with_the_te_rng_tracker() -> None:
+    """With `--te_rng_tracker` Megatron reads graph-safe states, which a CPU generator does not have."""
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
@@ -159,8 +159,8 @@ def check_te_rng_tracker_recomputes() -> None:
     random.initialize_rng_tracker(force_reset=True)
 
 
-def check_vllm_takes_new_weights() -> None:
-    """vLLM's CPU kernels multiply by a packed copy of the weight and drop the weight itself."""
+def check_vllm_uses_reloaded_weights() -> None:
+    """vLLM's CPU kernels use a packed copy of the weight and drop the weight itself."""
     import torch
     from vllm.model_executor.layers import utils
 
@@ -171,8 +171,8 @@ def check_vllm_takes_new_weights() -> None:
     assert torch.equal(layer.cpu_linear(x, layer.weight, None), x)
 
 
-def check_vllm_exits_after_the_groups_are_gone() -> None:
-    """Last: it takes every process group down, as ms-swift does when training is over. Then vLLM cleans up at exit."""
+def check_vllm_exits_after_the_groups_are_destroyed() -> None:
+    """The last check: destroys all process groups, as ms-swift does after training; vLLM then cleans up at exit."""
     import torch.distributed as dist
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -197,7 +197,7 @@ def failures() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_upstream_fault_is_put_right(failures: dict[str, str], check: str) -> None:
+def test_upstream_fault_is_fixed(failures: dict[str, str], check: str) -> None:
     assert check not in failures, failures[check]
 
 
