@@ -1,0 +1,17 @@
+"""The training loop: one optimizer step, from prompts to the update. The only folder that imports all stages.
+
+step.py             one step, top to bottom: start reading here
+rollouts.py         its first half, from prompts to graded completions, also ahead of training
+run_ahead.py        which rollouts may start ahead of training, and how stale they would be
+weight_sync.py      sends weights to the engine and verifies that it runs them
+canary.py           the fixed text whose log-probs the verification compares
+logprob_check.py    compares the engine's log-probs of the first rollout with the trainer's
+kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions
+token_selection.py  selects the tokens of highest entropy for the policy loss
+stages.py           the stages of a run as one dataclass
+assemble.py         builds the stages from the configuration and the loaded models
+phase_timer.py      the time of each phase of a step
+completion_log.py   writes completions to completions.jsonl, wandb and swanlab
+
+Tests: tests/unit/loop; tests/e2e/test_sync_check.py for the weight sync.
+"""

@@ -1,4 +1,4 @@
-"""Build the stages of one run from its configuration and the models that the trainer has loaded."""
+"""Assembly of the stages of one run from its configuration and the models that the trainer has loaded."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from swift_megatron_grpo.training.reference import (
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.weights.export import WeightExport
 
-_SPARE_SEED = 1_000_000  # far from the seeds of the epochs to come
+_SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 
 
 @dataclass(frozen=True)
 class FrozenReference:
-    """The frozen copy of a fully tuned run, and the layout that exists for it alone (None: as in training)."""
+    """The frozen copy of a run with full tuning, and its own parallel layout (None: the layout of training)."""
 
     copy: FrozenCopy
     layout: ReferenceLayout | None
@@ -51,7 +51,7 @@ class FrozenReference:
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """What ms-swift and Megatron have built on this rank."""
+    """The models of this rank, as ms-swift and Megatron have built them."""
 
     wrapped: list[Any]  # for training (DDP), one per virtual pipeline stage
     unwrapped: list[Any]
@@ -64,7 +64,7 @@ class LoadedModels:
 
 @dataclass(frozen=True)
 class RunInputs:
-    """What the stages work on and report to."""
+    """The inputs of the stages, and where they report."""
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
@@ -75,7 +75,7 @@ class RunInputs:
     recording: RecordingSettings
     write_completions: Callable[[list[dict[str, Any]]], None]
     is_master: bool
-    is_last_rank: bool  # the rank that reports to trackers
+    is_last_rank: bool  # True on the rank that reports to trackers
     logger: logging.Logger
 
 
@@ -130,7 +130,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
 
 
 def reference_engine_settings(config: GRPOConfig) -> EngineSettings:
-    """Settings of the frozen copy; in its own layout a rank need not hold the samples that it trains."""
+    """Return the settings of the frozen copy. In its own layout, a rank may get other samples than it trains."""
     settings = engine_settings(config)
     if config.reference.layout is None:
         return settings
@@ -177,8 +177,8 @@ def _start_vllm(config: GRPOConfig, template: Any, residency: Residency) -> Gene
 def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
     text: list[int] = run.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
     server = config.server
-    room = config.vllm.max_model_len if server is None else server.needed_length  # every server has at least that
-    longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM adds one
+    room = config.vllm.max_model_len if server is None else server.needed_length  # the least that any server has
+    longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM samples one more token
     passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
     return Canary(text[:longest], passes, run.coordinator)
 

@@ -8,7 +8,7 @@ from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.types import Sample
 
-# Prose, numbers and code: what most models have seen. Its length is what an engine's answer costs.
+# Prose, numbers and code, as most models have seen them. The cost of an engine's response grows with the length.
 CANARY_TEXT = (
     "The quick brown fox jumps over the lazy dog. In 1969 two people walked on the Moon; 12 have been there since. "
     "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
@@ -18,7 +18,7 @@ CANARY_TOKENS = 128
 
 
 class Canary:
-    """What the trainer says of a fixed text. All ranks together."""
+    """The trainer's log-probs of the fixed text. Every rank calls `logprobs`."""
 
     def __init__(self, tokens: Sequence[int], passes: Passes, coordinator: Coordinator) -> None:
         self.tokens = list(tokens)
@@ -26,9 +26,9 @@ class Canary:
         self._coordinator = coordinator
 
     def logprobs(self) -> list[list[float]]:
-        """On every rank, from every data-parallel rank: copies of the weights must not have parted either."""
+        """Return the log-probs of every data-parallel rank, whose copies of the weights must not diverge either."""
         mask = [False] + [True] * (len(self.tokens) - 1)
         sample = Sample(tokens=self.tokens, completion_mask=mask, advantage=0.0)
         values = self.passes.infer([sample] * self.passes.fewest_samples)
-        told = self._coordinator.gather_samples(values, self.passes.parallel)
-        return [each.logprobs for each in told.values()]
+        gathered = self._coordinator.gather_samples(values, self.passes.parallel)
+        return [copy.logprobs for copy in gathered.values()]

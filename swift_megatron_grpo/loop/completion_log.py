@@ -1,4 +1,4 @@
-"""Completions a person can read: completions.jsonl in the run's folder, and tables in wandb and swanlab."""
+"""A readable log of completions: completions.jsonl in the run's folder, and tables in wandb and swanlab."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from swift_megatron_grpo.types import Graded
 
 
 class CompletionLog:
+    """Writes the completions of each rollout."""
+
     def __init__(
         self,
         config: CompletionLogConfig,
         reward_names: Sequence[str],
         decode: Callable[[list[int]], str],
         write: Callable[[list[dict[str, Any]]], None],
-        writes_here: bool,  # one rank talks to the trackers
+        writes_here: bool,  # True on the one rank that reports to trackers
     ) -> None:
         self._config = config
         self._reward_names = list(reward_names)
@@ -27,7 +29,7 @@ class CompletionLog:
     def append(self, graded: Sequence[Graded]) -> None:
         if not self._active:
             return
-        rows = [self._row(each) for each in graded]
+        rows = [self._row(completion) for completion in graded]
         self._write(rows)
         if "wandb" in self._config.report_to:
             self._to_wandb(rows)

@@ -1,4 +1,4 @@
-"""How strongly the policy is held to the reference: beta, fixed or adaptive; and the KL of whole completions."""
+"""The KL coefficient beta, fixed or adaptive, and the KL of whole completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class KlController:
 
         beta <- beta (1 + clip(KL / target - 1, -0.2, 0.2) * completions / horizon)
 
-    with KL per token, as in verl and ROLL. Without a target beta stays what it is.
+    with KL per token, as in verl and ROLL. Without a target, beta is constant.
     """
 
     def __init__(self, value: float, config: KlConfig) -> None:
@@ -37,7 +37,7 @@ class KlController:
         Path(folder, _FILE).write_text(json.dumps({"beta": self.value}), encoding="utf-8")
 
     def restore(self, folders: Iterable[str | None]) -> None:
-        """From the first checkpoint that knows it, so that a resumed run goes on with what it had reached."""
+        """Restore beta from the first folder that has it, so that a resumed run continues with the adapted value."""
         for folder in folders:
             if folder is not None and Path(folder, _FILE).is_file():
                 self.value = float(json.loads(Path(folder, _FILE).read_text(encoding="utf-8"))["beta"])
@@ -52,7 +52,7 @@ class KlController:
 def divergences(
     policy: Mapping[int, TokenValues], reference: Mapping[int, TokenValues], estimator: KlEstimator
 ) -> dict[int, float]:
-    """Sum over the tokens of each completion, of those that this rank has seen."""
+    """Return the KL of each completion that this rank has, summed over its tokens."""
     return {
         index: _divergence(values.logprobs, reference[index].logprobs, estimator) for index, values in policy.items()
     }

@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""The time that each phase of a step takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class PhaseTimer:
-    """`with timer("generation"): ...` adds up; a phase may come several times."""
+    """Sums the seconds of every `with timer("generation"): ...`; a phase may be entered several times."""
 
     def __init__(self, around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-        self._around = around  # each phase: what watches over it
+        self._around = around  # entered with each phase: the watchdog
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager

@@ -1,9 +1,9 @@
-"""From prompts to graded completions: those of the rollout that is trained next, and what is begun ahead of it.
+"""From prompts to graded completions: the rollout that is trained next, and those started ahead of it.
 
-prompts -> generation -> grading -> (other prompts for groups that teach nothing)
+prompts -> generation -> grading -> (other prompts for groups of equal rewards)
 
-With --max_staleness 0 a rollout begins when it is wanted. Above it, later ones begin as soon as the engine has answered
-all of this one, and are generated while this one is graded and trained; generation/queue.py has the rule.
+With --max_staleness 0 a rollout starts when it is needed. Above 0, later rollouts start as soon as the engine has
+finished this one, and are generated while this one is graded and trained; run_ahead.py has the rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The optimizer step that asks."""
+    """The optimizer step in progress, with its timer and metrics."""
 
     version: int  # of the trainer's weights
     timer: PhaseTimer
@@ -39,80 +39,83 @@ class Step:
 
 
 @dataclass(slots=True)
-class _Begun:
-    """Completions on their way."""
+class _PendingRollout:
+    """A rollout whose generation has started."""
 
     generation: Generation
-    group: int  # completions of one prompt
-    missing: int  # completions that have not been told yet
-    versions: set[int]  # of weights that may answer
-    kept: dict[int, Rollout] = field(default_factory=dict)  # told before they were wanted
+    group_size: int  # completions of one prompt
+    missing: int  # completions not received yet
+    versions: set[int]  # of weights that may generate it
+    kept: dict[int, Rollout] = field(default_factory=dict)  # received before they were needed
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
 class Rollouts:
-    """All ranks together."""
+    """The rollouts of a run, in order. Every rank calls every method."""
 
     def __init__(self, config: GRPOConfig, stages: Stages, trainer_state: Any, ahead: RunAhead) -> None:
         self._config, self._stages = config, stages
         self._trainer_state = trainer_state  # reward functions may read it
         self._ahead = ahead
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
-        self._begun: deque[_Begun] = deque()  # that one, if it is begun, and those after it
-        self._engine_version = NO_WEIGHTS  # of the weights that were sent last
+        self._pending: deque[_PendingRollout] = deque()  # that rollout, if it has started, and those after it
+        self._engine_version = NO_WEIGHTS  # of the last weights sent
 
     def take(self, step: Step) -> list[Graded]:
-        """The next rollout, with its total rewards."""
+        """Return the next rollout with its total rewards."""
         number, resamples = self._next, self._config.grading.max_resample_times > 0
         self._next += 1
-        begin_ahead = partial(self._begin_ahead, number, step)
-        graded = self._draw(number, 0, self._prompts(number), step, _nothing if resamples else begin_ahead)
-        if resamples:  # which asks the engine for more
+        start_ahead = partial(self._start_ahead, number, step)
+        graded = self._draw(number, 0, self._prompts(number), step, _do_nothing if resamples else start_ahead)
+        if resamples:  # this generates more, so later rollouts start only afterwards
             graded = self._replace_uniform_groups(number, graded, step)
-            begin_ahead()
+            start_ahead()
         if self._ahead.max_staleness:
-            stale = [self._ahead.staleness(number, each.rollout.weights_version) for each in graded]
+            stale = [self._ahead.staleness(number, completion.rollout.weights_version) for completion in graded]
             step.metrics["rollout/staleness"] = sum(stale) / len(stale)
             step.metrics["rollout/staleness_max"] = max(stale)
         return graded
 
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> list[Graded]:
-        """By the weights as they are: what was begun ahead is waited for, and kept."""
-        for begun in self._begun:
-            for groups in self._collect(begun, step):
-                begun.kept |= groups
-        return self._grade(self._begin(prompts, num_generations, step), step)
+        """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
+        for pending in self._pending:
+            for groups in self._collect(pending, step):
+                pending.kept |= groups
+        return self._grade(self._start(prompts, num_generations, step), step)
 
     # ---- the rollouts of the run, by their numbers
 
     def _prompts(self, rollout: int) -> list[Prompt]:
-        """Its number alone says which, so what was begun ahead of a checkpoint is begun again when a run is resumed."""
+        """Return the prompts of a rollout.
+
+        They depend on its number alone, so a resumed run starts the rollouts again that were pending at the checkpoint.
+        """
         source, size = self._stages.prompts, self._config.batch.rollout_prompts
         source.taken = rollout * size
         return source.take(size)
 
-    def _begin_ahead(self, training: int, step: Step) -> None:
-        """What may be generated while rollout `training` is trained."""
-        while self._ahead.wants(rollout := training + 1 + len(self._begun), training):
-            if not self._ahead.may_begin(rollout, self._engine_version, step.version, self._engine_is_idle()):
+    def _start_ahead(self, training: int, step: Step) -> None:
+        """Start the rollouts that may be generated while rollout `training` is trained."""
+        while self._ahead.in_window(rollout := training + 1 + len(self._pending), training):
+            if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
                 return
-            self._begun.append(self._begin(self._prompts(rollout), self._config.grading.num_generations, step))
+            self._pending.append(self._start(self._prompts(rollout), self._config.grading.num_generations, step))
 
     def _draw(
-        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step, answered: Callable[[], None]
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step, on_generated: Callable[[], None]
     ) -> list[Graded]:
-        """Generated and graded, and dumped if asked for; or as another run has dumped them."""
+        """Generate and grade, and dump with --rollout_dump; or read the dump of another run."""
         stages, num_generations = self._stages, self._config.grading.num_generations
         if stages.replay is not None:
             with step.timer("replay"):
                 return total_rewards(*stages.replay.take(rollout, draw, prompts, num_generations), self._config.grading)
-        if draw == 0 and self._begun:
-            begun = self._begun.popleft()
+        if draw == 0 and self._pending:
+            pending = self._pending.popleft()
         else:
-            begun = self._begin(prompts, num_generations, step)
-        graded = self._grade(begun, step, answered)
+            pending = self._start(prompts, num_generations, step)
+        graded = self._grade(pending, step, on_generated)
         if stages.dump is not None:
             write = partial(stages.dump.write, rollout, draw, graded)
             with step.timer("dump"):
@@ -120,28 +123,29 @@ class Rollouts:
         return graded
 
     def _replace_uniform_groups(self, rollout: int, graded: list[Graded], step: Step) -> list[Graded]:
+        """Replace groups of equal rewards by groups of spare prompts."""
         grading, per_rollout = self._config.grading, self._config.batch.rollout_prompts
-        # Where the spare prompts go on depends on the rollout's number only, so a resumed run draws the same ones.
+        # The position in the spare prompts depends on the rollout's number only, so a resumed run draws the same ones.
         self._stages.spare_prompts.taken = (rollout + 1) * grading.max_resample_times * per_rollout
 
         draws = count(1)  # the first one is in `graded`
 
         def draw(groups: int) -> list[Graded]:
-            return self._draw(rollout, next(draws), self._stages.spare_prompts.take(groups), step, _nothing)
+            return self._draw(rollout, next(draws), self._stages.spare_prompts.take(groups), step, _do_nothing)
 
-        found = resample(graded, grading.num_generations, grading.max_resample_times, draw)
-        if found.uniform:
+        resampled = resample(graded, grading.num_generations, grading.max_resample_times, draw)
+        if resampled.uniform:
             logger.warning(
-                f"{found.uniform} of {per_rollout} groups have equal rewards after --max_resample_times "
+                f"{resampled.uniform} of {per_rollout} groups have equal rewards after --max_resample_times "
                 f"{grading.max_resample_times} rounds; they stay in the batch, with advantages of 0"
             )
-        step.metrics.update(found.metrics())
-        return found.graded
+        step.metrics.update(resampled.metrics())
+        return resampled.graded
 
     # ---- generation
 
-    def _begin(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> _Begun:
-        """With the newest weights; or, beside what the engine is answering, with those that it has."""
+    def _start(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> _PendingRollout:
+        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has."""
         engine, sync = self._stages.generation, self._stages.sync
         assert engine is not None and sync is not None
         if self._engine_is_idle():
@@ -149,75 +153,80 @@ class Rollouts:
             self._engine_version = step.version
         requests = requests_for(prompts, num_generations, self._config.sampling.seed, self._engine_version)
         generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
-        return _Begun(generation, num_generations, len(requests), {self._engine_version})
+        return _PendingRollout(generation, num_generations, len(requests), {self._engine_version})
 
     def _engine_is_idle(self) -> bool:
-        """Only the rank that speaks to servers knows when they have answered all."""
-        runs = any(begun.generation.is_running for begun in self._begun)
-        return not (self._begun and any(self._stages.coordinator.all_gather(runs)))
+        """Return True if no generation is running. With servers, only rank 0 has this information."""
+        running = any(pending.generation.is_running for pending in self._pending)
+        return not (self._pending and any(self._stages.coordinator.all_gather(running)))
 
-    def _collect(self, begun: _Begun, step: Step) -> Iterator[dict[int, Rollout]]:
-        """One completion for each request, on every rank: whole groups, as they are complete."""
-        if begun.kept:
-            with step.timer("generation"):  # which nobody waits for: 0 in the log, not nothing
-                kept, begun.kept = begun.kept, {}
+    def _collect(self, pending: _PendingRollout, step: Step) -> Iterator[dict[int, Rollout]]:
+        """Yield whole groups of completions as they finish, on every rank, until the rollout is complete."""
+        if pending.kept:
+            with step.timer("generation"):  # takes no time, but the log then has a 0 for the phase
+                kept, pending.kept = pending.kept, {}
             yield kept
-        while begun.missing:
-            news = partial(begun.generation.next, step.version)
+        while pending.missing:
+            wait = partial(pending.generation.next, step.version)
             with step.timer("generation"):
-                told = self._stages.coordinator.all_gather_or_raise(news, "generating completions")
-            if any(each.needs_weights for each in told):
-                self._resend(begun, step)
-            finished = {index: rollout for each in told for index, rollout in each.finished.items()}
-            _check_versions(finished.values(), begun.versions)
-            begun.missing -= len(finished)
+                gathered = self._stages.coordinator.all_gather_or_raise(wait, "generating completions")
+            if any(progress.needs_weights for progress in gathered):
+                self._resend(pending, step)
+            finished = {index: rollout for progress in gathered for index, rollout in progress.finished.items()}
+            _check_versions(finished.values(), pending.versions)
+            pending.missing -= len(finished)
             if finished:
                 yield finished
 
-    def _resend(self, begun: _Begun, step: Step) -> None:
-        """To a server that was started anew. Weights that are no longer the trainer's are gone if no server has them:
-        then what they have left unanswered is answered by the trainer's."""
+    def _resend(self, pending: _PendingRollout, step: Step) -> None:
+        """Resend weights to a restarted server.
+
+        If no server still has the version this rollout started with, its remaining requests are answered with the
+        trainer's current weights.
+        """
         assert self._stages.sync is not None
         self._stages.sync.resend(step.version, step.timer)
         self._engine_version = step.version
-        for each in (begun, *self._begun):
-            if each.missing:
-                each.versions.add(step.version)
+        for rollout in (pending, *self._pending):
+            if rollout.missing:
+                rollout.versions.add(step.version)
 
     # ---- grading
 
-    def _grade(self, begun: _Begun, step: Step, answered: Callable[[], None] = _nothing) -> list[Graded]:
-        """Group by group, as they come. `answered` is called when the engine has done its part."""
+    def _grade(
+        self, pending: _PendingRollout, step: Step, on_generated: Callable[[], None] = _do_nothing
+    ) -> list[Graded]:
+        """Grade groups as they finish. Calls `on_generated` when the engine has finished the whole rollout."""
         rollouts: dict[int, Rollout] = {}
         rewards: dict[int, list[float | None]] = {}
-        for groups in self._collect(begun, step):
-            if not begun.missing:
+        for groups in self._collect(pending, step):
+            if not pending.missing:
                 self._release_engine(step)
-                answered()
+                on_generated()
             with step.timer("grading"):
-                rewards |= zip(groups, self._score(list(groups.values()), begun.group), strict=True)
+                rewards |= zip(groups, self._call_rewards(list(groups.values()), pending.group_size), strict=True)
             rollouts |= groups
         order = range(len(rollouts))
         return total_rewards([rollouts[i] for i in order], [rewards[i] for i in order], self._config.grading)
 
     def _release_engine(self, step: Step) -> None:
-        """Where it shares GPUs with the policy, which comes back while rewards are computed."""
+        """Put an engine that shares GPUs to sleep, and start to reload the policy while rewards are computed."""
         assert self._stages.generation is not None
         with step.timer("phase_switch"):
             self._stages.generation.sleep()
             self._stages.residency.for_inference()
 
-    def _score(self, rollouts: list[Rollout], group: int) -> list[list[float | None]]:
-        """Every rank grades some groups, whole ones, and tells the others."""
-        groups = [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
+    def _call_rewards(self, rollouts: list[Rollout], group_size: int) -> list[list[float | None]]:
+        """Compute rewards: every rank grades some whole groups and sends the results to the others."""
+        groups = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
         coordinator, functions = self._stages.coordinator, self._stages.rewards
         share = Share(coordinator.rank, coordinator.world_size, reports=True)
-        mine = [rollout for each in share.pick(groups) for rollout in each]
-        parts = coordinator.all_gather_or_raise(
-            lambda: call_reward_functions(mine, functions, self._trainer_state, self._reward_limit) if mine else [],
+        local = [rollout for group in share.pick(groups) for rollout in group]
+        gathered = coordinator.all_gather_or_raise(
+            lambda: call_reward_functions(local, functions, self._trainer_state, self._reward_limit) if local else [],
             "grading",
         )
-        return [row for part in parts for row in part]
+        return [row for rows in gathered for row in rows]
 
     @contextmanager
     def _reward_limit(self, what: str) -> Iterator[float | None]:
@@ -229,10 +238,10 @@ class Rollouts:
                 yield seconds
 
 
-def _check_versions(rollouts: Iterable[Rollout], asked: set[int]) -> None:
-    others = {rollout.weights_version for rollout in rollouts} - asked
-    if others:
+def _check_versions(rollouts: Iterable[Rollout], allowed: set[int]) -> None:
+    unexpected = {rollout.weights_version for rollout in rollouts} - allowed
+    if unexpected:
         raise RuntimeError(
-            f"completions of weights {sorted(others)} came back where those of {' or '.join(map(str, sorted(asked)))} "
-            "were asked for: the engine has not generated with the weights of the last sync"
+            f"completions of weights {sorted(unexpected)} were returned instead of "
+            f"{' or '.join(map(str, sorted(allowed)))}: the engine did not generate with the weights of the last sync"
         )

@@ -1,8 +1,8 @@
-"""Which rollout may begin, and how stale it would be: the decisions alone.
+"""Which rollouts may start ahead of training, and how stale they would be: the decisions alone.
 
-Rollouts are numbered, and each is trained for the same number of optimizer steps. Weights have a version: the steps
-they have behind them. A rollout is as stale as the number of rollouts that are trained between the weights that
-generate it and itself; those of a synchronous run have a staleness of 0.
+Rollouts are numbered, and each is trained for the same number of optimizer steps. The version of weights is the number
+of optimizer steps behind them. The staleness of a rollout is the number of rollouts trained between the weights that
+generate it and itself; in a synchronous run it is 0.
 """
 
 from __future__ import annotations
@@ -12,25 +12,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
+    """The rule for one run."""
+
     max_staleness: int
     steps_per_rollout: int
-    first_rollout: int  # of this run, which may go on where another one was interrupted
-    first_version: int  # the steps behind the weights before that rollout
-    steps_in_all: int  # nothing is generated that is not trained
+    first_rollout: int  # of this run, which may resume an interrupted one
+    first_version: int  # of the weights before that rollout
+    total_steps: int  # rollouts that would not be trained are not generated
 
     def staleness(self, rollout: int, version: int) -> int:
-        """Of completions by weights of this version. A resumed run may begin in the middle of a rollout; weights that
-        have seen a part of it count as those from before it."""
+        """Return the staleness of completions by weights of this version.
+
+        A resumed run may start in the middle of a rollout; weights that were trained on a part of it count as those
+        before it.
+        """
         trained = (version - self.first_version) // self.steps_per_rollout
         return rollout - self.first_rollout - trained
 
-    def wants(self, rollout: int, training: int) -> bool:
-        """Whether it is one of those that may be begun while rollout `training` is trained."""
+    def in_window(self, rollout: int, training: int) -> bool:
+        """Return True if this rollout may be generated while rollout `training` is trained."""
         first_step = self.first_version + (rollout - self.first_rollout) * self.steps_per_rollout
-        return first_step < self.steps_in_all and rollout - training <= self.max_staleness
+        return first_step < self.total_steps and rollout - training <= self.max_staleness
 
-    def may_begin(self, rollout: int, engine_version: int, newest: int, idle: bool) -> bool:
-        """One that is wanted. An engine that answers nothing is sent the newest weights first; one that is busy goes
-        on with those it has, and where they are too old for this rollout it waits until the engine is idle."""
+    def may_start(self, rollout: int, engine_version: int, newest: int, idle: bool) -> bool:
+        """Return True if the weights that would generate a rollout in the window are new enough.
+
+        An idle engine is sent the newest weights first. A busy engine keeps its weights; if they are too old for this
+        rollout, it waits until the engine is idle.
+        """
         version = newest if idle else engine_version
         return self.staleness(rollout, version) <= self.max_staleness

@@ -1,4 +1,4 @@
-"""The stages of one run, built. trainer.py fills this; loop.py and rollouts.py work with it."""
+"""The stages of one run. assemble.py creates them; step.py and rollouts.py use them."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from swift_megatron_grpo.training.reference import Reference
 
 @dataclass(frozen=True)
 class Stages:
+    """The stages of one run on this rank."""
+
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
     generation: GenerationEngine | None  # None: completions are replayed
@@ -33,5 +35,5 @@ class Stages:
     coordinator: Coordinator
     log: CompletionLog
     dump: RolloutDump | None
-    replay: RolloutReplay | None  # in place of generation and rewards
+    replay: RolloutReplay | None  # replaces generation and rewards
     watchdog: Watchdog

@@ -1,7 +1,27 @@
-"""One step of GRPO, as prose:
+"""One step of GRPO.
 
-graded completions (rollouts.py) -> advantages -> samples -> (old and reference log-probs, where they are needed) ->
-Megatron forward, backward and update. The new weights travel to the engine when it generates next.
+GRPOLoop.step
+ |- queue of batches empty? _roll_out:
+ |   |- Rollouts.take                        rollouts.py
+ |   |   |- PromptSource.take                prompts of this rollout, unless it was started ahead
+ |   |   |- WeightSync.to_engine             newest weights to an idle engine, then the check that it runs them
+ |   |   |- GenerationEngine.generate        starts the generation; Generation.next returns groups as they finish
+ |   |   |- engine sleeps, policy reloads    when the last group has arrived
+ |   |   |- later rollouts start             with --max_staleness > 0
+ |   |   |- call_reward_functions            group by group, then total_rewards
+ |   |   '- resample                         --dynamic_sample: other prompts for groups of equal rewards
+ |   |- subtract_kl                          with --kl_in_reward: policy and reference log-probs first
+ |   |- add_advantages, CompletionLog.append
+ |   |- LogprobCheck.check                   first rollout only
+ |   |- old log-probs                        of later steps: MegatronEngine.infer; of older weights: the engine's
+ |   |- reference log-probs                  Reference.infer, if beta > 0 and KL is in the loss
+ |   '- queue one batch per optimizer step
+ |- pop one batch
+ |- entropies, select_tokens                 with --top_entropy_quantile < 1
+ |- MegatronEngine.train_step                forward, backward, update
+ '- KlController.observe                     adaptive beta
+
+The new weights are sent to the engine when the next rollout starts.
 """
 
 from __future__ import annotations
@@ -32,13 +52,15 @@ logger = logging.getLogger(__name__)
 
 _NOTHING_TO_TRAIN = (
     "no completion of this step is trained, so its loss and gradient are 0: --overlong_filter (use a larger "
-    "--max_completion_length) or --bad_reward drop has left out all of them"
+    "--max_completion_length) or --bad_reward drop has excluded all of them"
 )
 
 
 class GRPOLoop:
+    """The steps of one run. Every rank calls every method."""
+
     def __init__(
-        self, config: GRPOConfig, stages: Stages, trainer_state: Any, steps_done: int, steps_in_all: int
+        self, config: GRPOConfig, stages: Stages, trainer_state: Any, steps_done: int, total_steps: int
     ) -> None:
         self.config = config
         self.stages = stages
@@ -48,13 +70,13 @@ class GRPOLoop:
         per_rollout = config.batch.steps_per_generation * config.num_iterations
         self._steps_to_skip = steps_done % per_rollout
         first = stages.prompts.taken // config.batch.rollout_prompts
-        ahead = RunAhead(config.max_staleness, per_rollout, first, steps_done - self._steps_to_skip, steps_in_all)
+        ahead = RunAhead(config.max_staleness, per_rollout, first, steps_done - self._steps_to_skip, total_steps)
         self._rollouts = Rollouts(config, stages, trainer_state, ahead)
         self._compared_with_engine = False
-        self._batches: deque[list[Sample]] = deque()  # one for each optimizer step that the last rollout still feeds
+        self._batches: deque[list[Sample]] = deque()  # one per optimizer step left of the last rollout
 
     def step(self) -> dict[str, float]:
-        """One optimizer step; a rollout first, when the last one is used up."""
+        """Run one optimizer step, after a rollout if the last one is used up. Return the metrics for the log."""
         step = self._begin_step()
         metrics, timer = step.metrics, step.timer
         if not self._batches:
@@ -76,7 +98,7 @@ class GRPOLoop:
         return metrics | timer.seconds()
 
     def roll_out(self) -> dict[str, float]:
-        """A rollout, graded and dumped; nothing is trained."""
+        """Generate, grade and dump one rollout without training. Return the metrics for the log."""
         step = self._begin_step()
         graded = self._rollouts.take(step)
         graded = add_advantages(graded, self.config.grading.num_generations, self.config.grading)
@@ -84,7 +106,10 @@ class GRPOLoop:
         return self._summary(step, graded, self.config.grading.num_generations)
 
     def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
-        """Rewards of fresh completions of these prompts; nothing is trained. Leaves the GPU as generation needed it."""
+        """Generate and grade completions of these prompts without training. Return the metrics.
+
+        GPU memory stays as generation needed it.
+        """
         step = self._begin_step()
         graded = self._rollouts.evaluate(prompts, num_generations, step)
         graded = add_advantages(graded, num_generations, self.config.grading)
@@ -103,10 +128,10 @@ class GRPOLoop:
         samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
         batches = [samples[i : i + size] for i in range(0, len(samples), size)]
         self._compare_with_engine(batches[0], step.timer)
-        engine_is_old = old_policy_is_engines([g.rollout for g in graded], step.version, self.config.loss.correction)
-        self._add_old_policy(batches, engine_is_old, step.timer)
+        from_engine = old_logprobs_from_engine([g.rollout for g in graded], step.version, self.config.loss.correction)
+        self._add_old_policy(batches, from_engine, step.timer)
         self._add_reference(batches, step.timer)
-        self._queue(batches, engine_is_old)
+        self._queue(batches, from_engine)
 
     def _graded_rollout(self, step: Step) -> list[Graded]:
         """Take the next rollout and compute its rewards, KL penalty and advantages."""
@@ -119,8 +144,8 @@ class GRPOLoop:
         step.metrics.update(self._reward_metrics(graded, grading.num_generations))
         return graded
 
-    def _add_old_policy(self, batches: Sequence[list[Sample]], engine_is_old: bool, timer: PhaseTimer) -> None:
-        if engine_is_old:
+    def _add_old_policy(self, batches: Sequence[list[Sample]], from_engine: bool, timer: PhaseTimer) -> None:
+        if from_engine:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
         else:
@@ -135,16 +160,16 @@ class GRPOLoop:
                 for index, values in self.stages.reference.infer(samples).items():
                     samples[index].ref_logprobs = values.logprobs
 
-    def _queue(self, batches: list[list[Sample]], engine_is_old: bool) -> None:
+    def _queue(self, batches: list[list[Sample]], from_engine: bool) -> None:
         """Queue one batch for each optimizer step that this rollout feeds.
 
-        The first step trains the old policy itself, unless that is an older one, so the old log-probs are its own. In
-        every later step the policy has moved.
+        The first step trains the old policy itself, unless older weights generated, so it computes the old log-probs
+        itself. In every later step the policy has moved.
         """
-        first = batches[0] if engine_is_old else [replace(sample, old_logprobs=None) for sample in batches[0]]
+        first = batches[0] if from_engine else [replace(sample, old_logprobs=None) for sample in batches[0]]
         steps = [first, *batches[1:], *batches * (self.config.num_iterations - 1)]
         self._batches.extend(steps[self._steps_to_skip :])
-        self._steps_to_skip = 0  # a resumed run has done these already
+        self._steps_to_skip = 0  # the steps of this rollout that a resumed run had done
 
     def _add_old_logprobs(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
         for samples in batches:
@@ -153,15 +178,18 @@ class GRPOLoop:
                     samples[index].old_logprobs = values.logprobs
 
     def _subtract_kl(self, graded: list[Graded], step: Step) -> list[Graded]:
-        """reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere: sums go over gloo."""
+        """Return completions with reward - beta KL.
+
+        Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
+        """
         assert self.stages.reference is not None
-        samples = [_to_sample(each, group=0, overlong_filter=False) for each in graded]
+        samples = [_to_sample(completion, group=0, overlong_filter=False) for completion in graded]
         with step.timer("kl_in_reward"):
             policy = self.stages.training.infer(samples)
             self.stages.residency.for_reference()
             reference = self.stages.reference.infer(samples)
-            told = self._of_all_ranks(divergences(policy, reference, self.config.kl.reward_estimator))
-        penalties = [told[i] for i in range(len(samples))]
+            gathered = self._gather(divergences(policy, reference, self.config.kl.reward_estimator))
+        penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         step.metrics.update(kl=sum(penalties) / len(penalties), kl_per_token=per_token)
@@ -173,17 +201,17 @@ class GRPOLoop:
 
     def _select_tokens(self, samples: list[Sample]) -> dict[str, float]:
         values = self.stages.training.infer(samples, ("logprob", "entropy"))
-        told = self._of_all_ranks({i: np.asarray(each.entropies, np.float32) for i, each in values.items()})
-        threshold = entropy_threshold(told.values(), self.config.top_entropy_quantile)
-        for index, entropies in told.items():
+        gathered = self._gather({i: np.asarray(sample.entropies, np.float32) for i, sample in values.items()})
+        threshold = entropy_threshold(gathered.values(), self.config.top_entropy_quantile)
+        for index, entropies in gathered.items():
             select_tokens(samples[index], entropies, threshold)
         return {"entropy/entropy_threshold": threshold}
 
-    def _of_all_ranks(self, values: dict[int, T]) -> dict[int, T]:
+    def _gather(self, values: dict[int, T]) -> dict[int, T]:
         return self.stages.coordinator.gather_samples(values, self.stages.training.parallel)
 
     def _compare_with_engine(self, samples: Sequence[Sample], timer: PhaseTimer) -> None:
-        """Once in a run."""
+        """Compare the engine's log-probs with the trainer's, once in a run."""
         rounding = None if self.stages.sync is None else self.stages.sync.rounding
         if rounding is not None and not self._compared_with_engine:
             with timer("sync_check"):
@@ -195,16 +223,19 @@ class GRPOLoop:
         return reward_metrics(graded, self.stages.rewards.names, num_generations, grading.scale_rewards)
 
 
-def old_policy_is_engines(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:
-    """Whether old log-probs are those that the engine told, not the trainer's own. Where older weights generated, and
-    a rollout correction does not weigh completions by how far the policy has moved since, ratio and clipping do."""
+def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:
+    """Return True if the engine's log-probs are the old log-probs, instead of the trainer's own.
+
+    This is the case for completions of older weights, unless a rollout correction weights them by how far the policy
+    has moved since: otherwise the ratio and its clipping account for that.
+    """
     if all(rollout.weights_version == version for rollout in rollouts):
         return False
     if any(rollout.logprobs is None for rollout in rollouts):
         raise RuntimeError(
-            f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, and "
-            "nothing else tells how far the policy has moved since; use --async_generate false, or where they are "
-            "replayed (--rollout_replay) a folder with logprobs"
+            f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, which "
+            "alone measure how far the policy has moved since; use --async_generate false or, with --rollout_replay, "
+            "a folder with logprobs"
         )
     return correction.mode is None
 
@@ -216,7 +247,7 @@ def _to_sample(graded: Graded, group: int, overlong_filter: bool) -> Sample:
     trained = valid and not too_long
     return Sample(
         tokens=rollout.prompt_ids + rollout.completion_ids,
-        completion_mask=[False] * len(rollout.prompt_ids) + [trained and mine for mine in rollout.sampled_mask],
+        completion_mask=[False] * len(rollout.prompt_ids) + [trained and sampled for sampled in rollout.sampled_mask],
         advantage=graded.advantage,
         group=group,
         truncated=rollout.truncated,

@@ -1,7 +1,7 @@
-"""Which tokens of a step the policy loss reads: those of the highest entropy.
+"""Selection of the tokens that the policy loss reads: those of the highest entropy.
 
 Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939. One threshold for the whole step, so that the selection
-does not depend on how completions were packed or dealt. ms-swift takes one per micro batch and rank.
+does not depend on how completions were packed or distributed. ms-swift computes one per micro batch and rank.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from swift_megatron_grpo.types import Sample
 
 
 def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float:
-    """Above it lies the share `quantile` of all tokens; interpolated, as torch and numpy do. No tokens: 0."""
-    values = [each for each in entropies if each.size]
+    """Return the threshold above which the share `quantile` of all tokens lies, or 0 without tokens.
+
+    It is interpolated, as in torch and numpy.
+    """
+    values = [array for array in entropies if array.size]
     return float(np.quantile(np.concatenate(values), 1 - quantile)) if values else 0.0
 
 

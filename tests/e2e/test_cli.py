@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import swift_megatron_grpo
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_command
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
@@ -31,7 +31,7 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
         assert step["rollout/k3_kl"] < k3_bound  # the engine generates with the trainer's weights
         if "time/generation" in step:
             assert 0 <= step["sync_check/mean_diff"] <= step["sync_check/max_diff"] < max_diff
-    assert "bit by bit as they were sent" in run.output
+    assert "bit for bit as they were sent" in run.output
     assert run.log[0]["actor/approxkl"] == 0 and run.log[0]["actor/clipfrac"] == 0  # the first step is on-policy
 
 
@@ -39,7 +39,7 @@ def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dat
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
              "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip
-    run = megatron_rlhf(dense, dataset, folder / "full", ranks=2, flags=flags)
+    run = megatron_command(dense, dataset, folder / "full", ranks=2, flags=flags)
     check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout trains on an older policy's
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
     assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0
@@ -53,7 +53,7 @@ def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dat
 
 def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
-    run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
+    run = megatron_command(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
     assert not (run.folder / "runs").exists() and not (run.folder / "images").exists()  # --report_to none
     checkpoint = run.last_checkpoint
@@ -68,7 +68,7 @@ def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, 
              "--fp16", "false", "--beta", "0.04", "--virtual_pipeline_model_parallel_size", "2",
              "--max_tokens_per_micro_batch", "96", "--num_iterations", "2", "--infer_batch_size", "8",
              "--sync_check", "full", *PROBED, *SMALL_GPU]  # fmt: skip
-    run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
+    run = megatron_command(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
     check_run(run, steps=2, layout="PP 2 with VPP 2", k3_bound=5e-2, max_diff=1e-5)
     assert "the trainer offloads gradients and reference policy and weights" in run.output
     assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[1]["kl"] > 0
@@ -87,7 +87,7 @@ def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
              "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE),
              "--moe_aux_loss_coeff", "0.001"]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, {"SWIFT_MEGATRON_GRPO": "platform"})
+    run = megatron_command(model, dataset, folder / "experts", 2, flags, {"SWIFT_MEGATRON_GRPO": "platform"})
     check_run(run, steps=2, layout="EP 2", k3_bound=1e-7, max_diff=1e-5)
     assert all(0.9 < step["load_balancing_loss"] < 4 for step in run.log)  # 1: all experts get as many tokens
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4

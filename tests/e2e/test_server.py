@@ -27,7 +27,8 @@ from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, RUN_IDLE_SEC
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
-from tests.e2e.servers import HOST, KEY, RolloutServer, free_port
+from tests.e2e.servers import HOST, KEY, RolloutServer
+from tests.forking.client import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
@@ -37,7 +38,8 @@ NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
 
 @pytest.fixture(scope="module")
 def servers(folder: Path, dense: Path) -> Iterator[list[RolloutServer]]:
-    started = [RolloutServer(dense, folder / f"server{i}.txt").start() for i in range(2)]
+    real = RolloutServer(dense, folder / "server0.txt", command=True)  # `swift rollout`, as a user starts it
+    started = [real.start(), RolloutServer(dense, folder / "server1.txt").start()]
     for server in started:
         server.wait()
     yield started
@@ -91,7 +93,9 @@ def test_numbers_of_two_servers_are_those_of_colocate(
     assert len({step["reward"] for step in remote.log}) == 3
     assert "weights 2 sent to 2 servers" in remote.output
     for run in (remote, local):
-        assert " tensors bit by bit as they were sent; its log-probs of a fixed text of 128 tokens are" in run.output
+        assert (
+            " tensors bit for bit as they were sent; its log-probs of a fixed text of 128 tokens differ" in run.output
+        )
         assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert "--sleep_level: without effect with --vllm_mode server" in remote.output
     assert [server.ask("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
@@ -227,32 +231,6 @@ def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path
     assert run.code != 0
     assert "modules of the adapter are none of vLLM's, which would leave them out: " in run.output
     assert "feed_forward" in run.output and "Use --vllm_enable_lora false" in run.output
-
-
-@pytest.mark.slow
-def test_the_only_server_is_started_again(
-    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
-) -> None:
-    server = servers[0]
-    flags = ["--train_iters", "5", "--global_batch_size", "32", "--max_completion_length", "100"]
-    restarted: list[str] = []
-
-    def kill(line: str) -> None:
-        if "may generate with weights 2" in line and not restarted:
-            restarted.append(line)
-            server.kill()
-            server.start()
-
-    disturbed = train(dense, dataset, folder / "restarted", [*flags, *server_flags(server)], on_line=kill)
-    assert "weights 2 were resent to servers that needed them, checked: {'sync_check/mean_diff': " in disturbed.output
-    [held] = server.ask("GET", Routes.HELD_WEIGHTS)[
-        "workers"
-    ]  # in full: none that had not collect_checksums for a load could tell
-    assert held["held"] and not held["ignored"] and not held["unwritten"]
-    undisturbed = train(dense, dataset, folder / "not restarted", [*flags, *server_flags(server)])
-    assert restarted and "0 of 1 remain" in disturbed.output and "is back after" in disturbed.output
-    for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
-        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
 
 
 def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]) -> None:

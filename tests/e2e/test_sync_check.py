@@ -50,7 +50,7 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: 
         environment = {"FAULTS": "experts", API_KEY_VARIABLE: KEY}
         run = megatron_rlhf(model, dataset, folder / f"experts {where}", 2, [*flags, *more], environment)
     up = "model.layers.1.mlp.experts.2.up_proj.weight"
-    assert "first weight sync: vLLM holds all 87 tensors bit by bit" in run.output
+    assert "first weight sync: vLLM holds all 87 tensors bit for bit" in run.output
     found = told(run)
     first = found["tensor_lost_on_the_way, step 0"]  # vLLM has it from the checkpoint, the same one
     assert first.startswith(STOPPED) and "w13_weight" in first and "weights that nothing sent is for" in first
@@ -65,11 +65,11 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: 
     assert swapped.startswith(STOPPED)
     assert all(f"experts.{i}.{name}_proj" in swapped for i in (0, 1) for name in ("down", "gate", "up"))
     assert found["logprobs_shifted, step 2"].startswith("ShiftedLogprobs, generated 1 times")
-    assert "completions of weights [1] came back where those of 2" in found["older_weights_answer, step 2"]
+    assert "completions of weights [1] were returned instead of 2" in found["older_weights_answer, step 2"]
     assert found["tensor_lost_once, step 3"] == "nothing was said"
-    assert "weight sync 3 failed its check, was repeated, and is good now" in run.output
+    assert "weight sync 3 failed its check, was repeated, and then passed" in run.output
     assert found["temperature_not_heeded, step 5"] == "nothing was said"
-    assert "vLLM does not heed --temperature 0.7" in run.output
+    assert "vLLM does not apply --temperature 0.7" in run.output
     assert run.code != 0  # the last fault is of one engine
     assert "weight sync 7 failed its check twice" in run.output
     assert f"{engines.split(', ')[-1]}: the engine holds other" in run.output
@@ -94,5 +94,5 @@ def test_twenty_syncs_of_an_adapter(folder: Path, dense: Path, dataset: Path, wh
     assert nothing.startswith(STOPPED) and "bound to no module (--target_modules)" in nothing
     assert found["adapter_merged_as_zeros, step 19"].startswith(STOPPED)
     fewer = found["one_adapter_of_a_layer_left_out, step 19"]
-    assert fewer.startswith(STOPPED) and "4 of 16 adapters were not merged into what was sent" in fewer
+    assert fewer.startswith(STOPPED) and "4 of 16 adapters were not merged into the weights sent" in fewer
     assert "--top_p 0.8" in run.output and "use --top_p 1 to sample from the policy" in run.output

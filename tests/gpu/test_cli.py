@@ -43,7 +43,7 @@ def test_one_gpu_with_sleep_and_offload(tmp_path: Path, level: int) -> None:
     flags = ["--sleep_level", str(level), "--offload_model", "true", "--offload_optimizer", "true",
              "--max_tokens_per_micro_batch", "1024", "--sync_check", "full"]  # fmt: skip
     finished = run_and_check(tmp_path, 1, 20, flags)
-    assert " tensors bit by bit as they were sent" in finished.output and "failed its check" not in finished.output
+    assert " tensors bit for bit as they were sent" in finished.output and "failed its check" not in finished.output
     memory = allocated(finished)
     assert len(memory) == 20 and max(memory[3:]) - memory[3] < 2**20  # it does not grow
     assert finished.log[0]["rollout/k3_kl"] < 1e-4

@@ -52,7 +52,7 @@ def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus:
         finished = train(server, tmp_path, trainer_gpus, 6, *layout)
     finally:
         server.stop()
-    assert " tensors bit by bit as they were sent" in finished.output
+    assert " tensors bit for bit as they were sent" in finished.output
     assert "failed its check" not in finished.output
 
 

@@ -1,4 +1,4 @@
-"""What is computed once per step: the KL of completions, beta, the entropy threshold."""
+"""Values computed once per step: the KL of completions, beta, the entropy threshold."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ REFERENCE = {0: TokenValues([-1.5, -1.0], None), 3: TokenValues([-0.5], None), 5
     ],
 )
 def test_the_kl_of_a_completion_is_the_sum_over_its_tokens(estimator: str, expected: float) -> None:
-    found = divergences(POLICY, REFERENCE, estimator)  # type: ignore[arg-type]
-    assert found == {0: pytest.approx(expected), 3: 0.0, 5: 0.0}
+    computed = divergences(POLICY, REFERENCE, estimator)  # type: ignore[arg-type]
+    assert computed == {0: pytest.approx(expected), 3: 0.0, 5: 0.0}
 
 
 def test_k1_and_k3_are_unbiased_and_k2_has_the_kls_gradient() -> None:
-    """On a distribution of three tokens, where expectations can be written down."""
+    """Checked on a distribution of three tokens, where expectations have closed forms."""
     scores = torch.tensor([0.3, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
     policy = scores.log_softmax(0)
@@ -45,41 +45,37 @@ def test_k1_and_k3_are_unbiased_and_k2_has_the_kls_gradient() -> None:
     for name in ("k1", "k3"):
         estimate = (policy.exp() * ESTIMATORS[name](policy, reference)).sum()
         assert estimate.item() == pytest.approx(exact.item(), rel=1e-9)
-    (wanted,) = torch.autograd.grad(exact, scores, retain_graph=True)
-    (found,) = torch.autograd.grad((policy.detach().exp() * ESTIMATORS["k2"](policy, reference)).sum(), scores)
-    assert found.tolist() == pytest.approx(wanted.tolist(), rel=1e-9)
+    (expected,) = torch.autograd.grad(exact, scores, retain_graph=True)
+    (actual,) = torch.autograd.grad((policy.detach().exp() * ESTIMATORS["k2"](policy, reference)).sum(), scores)
+    assert actual.tolist() == pytest.approx(expected.tolist(), rel=1e-9)
 
 
-def test_kl_in_the_reward_is_ms_swifts() -> None:
+def test_kl_in_the_reward_equals_ms_swifts() -> None:
     from swift.rl_core.advantage import compute_advantages
 
     rewards, kls, beta = [1.0, 0.0, 2.0, 2.0], [0.5, -0.25, 3.0, 0.0], 0.1
     rollouts = [Rollout(Prompt(f"{i // 2}", {}), [1], [2], None, "", "stop", 0) for i in range(4)]
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         settings = GradingConfig(2, ("f",), (1.0,), "batch", "stop", estimator)  # type: ignore[arg-type]
-        ours = add_advantages(
+        graded = add_advantages(
             subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), 2, settings
         )
-        theirs, penalised = compute_advantages(
+        reference, penalised = compute_advantages(
             torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 2, estimator,
             "batch", True, beta, torch.tensor(kls, dtype=torch.float64))  # fmt: skip
-        assert [each.reward for each in ours] == pytest.approx(penalised.tolist())
-        assert [each.advantage for each in ours] == pytest.approx(theirs.tolist(), rel=1e-6)
+        assert [completion.reward for completion in graded] == pytest.approx(penalised.tolist())
+        assert [completion.advantage for completion in graded] == pytest.approx(reference.tolist(), rel=1e-6)
 
 
 def test_a_dropped_completion_has_no_penalty() -> None:
     settings = GradingConfig(2, ("f",), (1.0,), "none", "drop")
     rollouts = [Rollout(Prompt("0", {}), [1], [2], None, "", "stop", 0)] * 2
-    assert [
-        each.reward for each in subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)
-    ] == [
-        0.0,
-        None,
-    ]
+    graded = subtract_kl(total_rewards(rollouts, [[1.0], [None]], settings), [2.0, 2.0], 0.5)
+    assert [completion.reward for completion in graded] == [0.0, None]
 
 
-def test_beta_follows_the_kl() -> None:
-    """verl's and ROLL's numbers: beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon."""
+def test_beta_adapts_to_the_kl() -> None:
+    """The formula of verl and ROLL: beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon."""
     beta = KlController(0.1, KlConfig(target=0.02, horizon=1000))
     beta.observe(0.021, 100)
     assert beta.value == pytest.approx(0.1 * (1 + 0.05 * 0.1))
@@ -89,15 +85,15 @@ def test_beta_follows_the_kl() -> None:
     assert beta.value == pytest.approx(0.1 * 1.005 * 1.02 * 0.98)
 
 
-def test_without_a_target_beta_stays() -> None:
+def test_without_a_target_beta_is_constant() -> None:
     beta = KlController(0.1, KlConfig())
     beta.observe(10.0, 100)
     assert beta.value == 0.1 and not beta.adapts
 
 
-def test_a_resumed_run_goes_on_with_its_beta(tmp_path: Path) -> None:
-    reached, fresh = KlController(0.123, KlConfig(target=0.1)), KlController(0.04, KlConfig(target=0.1))
-    reached.save(str(tmp_path))
+def test_a_resumed_run_continues_with_its_beta(tmp_path: Path) -> None:
+    saved, fresh = KlController(0.123, KlConfig(target=0.1)), KlController(0.04, KlConfig(target=0.1))
+    saved.save(str(tmp_path))
     fresh.restore((None, str(tmp_path / "elsewhere")))
     assert fresh.value == 0.04
     fresh.restore((None, str(tmp_path)))
@@ -110,19 +106,19 @@ rows = st.lists(st.lists(st.floats(0, 10, width=32), max_size=9), min_size=1, ma
 
 
 @given(rows, st.floats(0.05, 1.0), st.randoms(use_true_random=False))
-def test_the_threshold_is_that_of_all_tokens_however_they_are_dealt(
+def test_the_threshold_is_of_all_tokens_independent_of_their_distribution(
     entropies: list[list[float]], quantile: float, rng: object
 ) -> None:
-    """ms-swift's is that of a micro batch on a rank: the selection depends on the layout."""
+    """ms-swift computes it per micro batch and rank, so its selection depends on the layout."""
     flat = [e for row in entropies for e in row]
-    found = entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile)
+    threshold = entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile)
     rng.shuffle(entropies)  # type: ignore[attr-defined]
-    assert entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile) == found
+    assert entropy_threshold([np.asarray(row, np.float32) for row in entropies], quantile) == threshold
     if not flat:
-        assert found == 0.0
+        assert threshold == 0.0
         return
     values = torch.tensor(flat, dtype=torch.float32)
-    assert found == pytest.approx(torch.nanquantile(values, 1 - quantile).item(), rel=1e-5, abs=1e-5)
+    assert threshold == pytest.approx(torch.nanquantile(values, 1 - quantile).item(), rel=1e-5, abs=1e-5)
 
 
 def test_tokens_at_or_above_the_threshold_are_selected() -> None:

@@ -1,5 +1,5 @@
-"""Which prompts are begun when, by which weights, and what is trained of them; on one rank, with an engine that makes
-completions when it is asked for progress, and is busy until then."""
+"""Which rollouts start when, with which weights, and in which order they are trained; on one rank, with a fake engine
+that generates one group per call of `next` and is busy until all are generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.step import old_policy_is_engines
+from swift_megatron_grpo.loop.step import old_logprobs_from_engine
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ GROUP, PROMPTS, STEPS = 2, 3, 2  # completions of a prompt, prompts and optimize
 
 
 class OneRank:
-    """A Coordinator that has nobody to coordinate with."""
+    """The Coordinator of a single rank."""
 
     rank, world_size = 0, 1
 
@@ -38,11 +38,11 @@ class OneRank:
 
 @dataclass
 class Engine:
-    """In place of servers."""
+    """Stands in for servers and for WeightSync."""
 
     share = Share(0, 1, True)
     version: int = -1
-    lost: bool = False  # nobody has its weights any more
+    lost: bool = False  # no server has its weights any more
     synced: list[int] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
 
@@ -51,7 +51,6 @@ class Engine:
         return self.generations[-1]
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
-        """As WeightSync."""
         assert not any(generation.is_running for generation in self.generations), "new weights while it generates"
         self.version = version
         self.synced.append(version)
@@ -75,11 +74,11 @@ class Generation:
         return bool(self.requests)
 
     def next(self, newest: int) -> Progress:
-        """One group."""
+        """Generate one group."""
         if self.engine.lost:
             return Progress({}, needs_weights=True)
         group, self.requests = self.requests[: self.group_size], self.requests[self.group_size :]
-        return Progress({each.index: self._complete(each.prompt) for each in group}, needs_weights=False)
+        return Progress({request.index: self._complete(request.prompt) for request in group}, needs_weights=False)
 
     def _complete(self, prompt: Prompt) -> Rollout:
         return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)
@@ -87,20 +86,20 @@ class Generation:
 
 def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0) -> tuple[Rollouts, Engine]:
     rows = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(8)]
-    reward = RewardFunctions(["length"], [lambda completions, **_: [float(len(each)) for each in completions]], [1.0])
+    reward = RewardFunctions(["length"], [lambda completions, **_: [float(len(text)) for text in completions]], [1.0])
     engine = Engine()
     grading = GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample)
     config = SimpleNamespace(
         batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward=None),
         sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()),
     )  # fmt: skip
-    parts = SimpleNamespace(
+    stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
         generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None, watchdog=None,
         residency=SimpleNamespace(for_inference=lambda: None),
     )  # fmt: skip
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
-    return Rollouts(config, parts, None, ahead), engine  # type: ignore[arg-type]
+    return Rollouts(config, stages, None, ahead), engine  # type: ignore[arg-type]
 
 
 def step(rollout: int) -> Step:
@@ -108,7 +107,11 @@ def step(rollout: int) -> Step:
 
 
 def ids(graded: Sequence[Any]) -> list[str]:
-    return [each.rollout.prompt.prompt_id for each in graded]
+    return [completion.rollout.prompt.prompt_id for completion in graded]
+
+
+def versions(graded: Sequence[Any]) -> set[int]:
+    return {completion.rollout.weights_version for completion in graded}
 
 
 def expected(first: int, last: int) -> list[list[str]]:
@@ -118,79 +121,78 @@ def expected(first: int, last: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
-def test_every_prompt_is_trained_once_and_nothing_is_begun_for_nobody(max_staleness: int) -> None:
+def test_every_prompt_is_trained_once_and_nothing_else_is_generated(max_staleness: int) -> None:
     rollouts, engine = make(max_staleness, rollouts=5)
-    trained, begun = [], []
+    trained, started = [], []
     for number in range(5):
         now = step(number)
         graded = rollouts.take(now)
         trained.append(ids(graded))
-        begun.append(len(engine.generations))
+        started.append(len(engine.generations))
         if max_staleness:
             assert now.metrics["rollout/staleness_max"] <= max_staleness
     assert trained == expected(0, 5)
-    assert begun == {0: [1, 2, 3, 4, 5], 1: [2, 3, 4, 5, 5], 2: [3, 3, 5, 5, 5]}[max_staleness]
+    assert started == {0: [1, 2, 3, 4, 5], 1: [2, 3, 4, 5, 5], 2: [3, 3, 5, 5, 5]}[max_staleness]
     assert not any(generation.is_running for generation in engine.generations)
     assert set(engine.synced) == set({0: [0, 2, 4, 6, 8], 1: [0, 2, 4, 6], 2: [0, 4]}[max_staleness])
 
 
-def test_a_resumed_run_begins_again_what_was_begun_ahead() -> None:
+def test_a_resumed_run_starts_rollouts_again_that_were_started_ahead() -> None:
     before, _ = make(1, rollouts=6)
-    trained = [ids(before.take(step(number))) for number in range(3)]  # rollout 3 is on its way; a checkpoint; killed
+    trained = [ids(before.take(step(number))) for number in range(3)]  # rollout 3 is pending; a checkpoint; killed
     resumed, engine = make(1, rollouts=6, first=3)
     trained += [ids(resumed.take(step(number))) for number in range(3, 6)]
     assert trained == expected(0, 6)
     assert engine.synced[0] == 6
 
 
-def test_an_evaluation_is_by_the_newest_weights_and_keeps_what_was_begun() -> None:
+def test_an_evaluation_uses_the_newest_weights_and_keeps_pending_rollouts() -> None:
     rollouts, engine = make(1, rollouts=3)
     rollouts.take(step(0))
     assert engine.generations[-1].is_running
     prompts = [Prompt("validation", {"messages": [{"role": "user", "content": "?"}]})]
     graded = rollouts.evaluate(prompts, 4, Step(1, PhaseTimer()))  # in the middle of the first rollout's steps
-    assert ids(graded) == ["validation"] * 4 and {each.rollout.weights_version for each in graded} == {1}
+    assert ids(graded) == ["validation"] * 4 and versions(graded) == {1}
     kept = rollouts.take(step(1))
-    assert ids(kept) == expected(1, 2)[0] and {each.rollout.weights_version for each in kept} == {0}
+    assert ids(kept) == expected(1, 2)[0] and versions(kept) == {0}
 
 
-def test_prompts_in_place_of_uniform_groups_are_drawn_before_the_next_rollout_begins() -> None:
-    """Every group is uniform here: the engine answers the same."""
+def test_uniform_groups_are_replaced_before_the_next_rollout_starts() -> None:
+    """Every group is uniform here, because all completions are equal."""
     rollouts, engine = make(1, rollouts=3, max_resample=1)
     rollouts.take(step(0))
     graded = rollouts.take(step(1))
     assert len(graded) == PROMPTS * GROUP
-    drawn = [generation.group_size for generation in engine.generations]
-    assert len(drawn) == 5  # 0, its draw, 1, its draw, 2
+    assert len(engine.generations) == 5  # 0, its draw, 1, its draw, 2
     assert engine.synced[-1] == 2 and engine.generations[-1].is_running
 
 
-def test_weights_that_nobody_has_any_more_are_replaced_by_the_trainers() -> None:
+def test_weights_that_no_server_has_any_more_are_replaced_by_the_trainers() -> None:
     rollouts, engine = make(1, rollouts=3)
     rollouts.take(step(0))
     engine.lost = True
     now = step(1)
     graded = rollouts.take(now)
-    assert {each.rollout.weights_version for each in graded} == {2} and now.metrics["rollout/staleness_max"] == 0
+    assert versions(graded) == {2} and now.metrics["rollout/staleness_max"] == 0
 
 
-def test_completions_of_weights_that_were_not_asked_stop_the_run() -> None:
+def test_completions_of_unexpected_weights_stop_the_run() -> None:
     rollouts, engine = make(1, rollouts=3)
     rollouts.take(step(0))
     engine.version = 1
-    with pytest.raises(RuntimeError, match=r"completions of weights \[1\] came back where those of 0 were asked for"):
+    with pytest.raises(RuntimeError, match=r"completions of weights \[1\] were returned instead of 0"):
         rollouts.take(step(1))
 
 
-def test_old_log_probs_are_the_engines_where_older_weights_generated_and_nothing_corrects() -> None:
+def test_old_log_probs_are_the_engines_for_older_weights_without_a_correction() -> None:
     def rollout(version: int, logprobs: list[float] | None) -> Rollout:
         return Rollout(Prompt("p", {}), [1], [2], logprobs, "", "stop", version)
 
-    new, old, silent = rollout(4, None), rollout(2, [-1.0]), rollout(2, None)
+    new, old, without_logprobs = rollout(4, None), rollout(2, [-1.0]), rollout(2, None)
     plain, corrected = CorrectionConfig(), CorrectionConfig(mode="token_truncate")
-    assert not old_policy_is_engines([new, new], 4, plain)
-    assert old_policy_is_engines([rollout(4, [-1.0]), old], 4, plain)
-    assert not old_policy_is_engines([old], 4, corrected)
+    assert not old_logprobs_from_engine([new, new], 4, plain)
+    assert old_logprobs_from_engine([rollout(4, [-1.0]), old], 4, plain)
+    assert not old_logprobs_from_engine([old], 4, corrected)
     for correction in (plain, corrected):
         with pytest.raises(RuntimeError, match="came without the engine's log-probs"):
-            old_policy_is_engines([silent], 4, correction)
+            old_logprobs_from_engine([without_logprobs], 4, correction)

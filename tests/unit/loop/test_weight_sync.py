@@ -1,4 +1,4 @@
-"""What an engine holds, against what it was sent; bounds; and what the first rollout tells."""
+"""Verification of weights: checksums of what an engine holds, bounds of log-probs, the check of the first rollout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion
+from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion_warning
 from swift_megatron_grpo.protocol import held_weights as held_weights
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
 from swift_megatron_grpo.protocol.held_weights import TensorSlice, WorkerWeights, checksum, to_integers
@@ -41,21 +41,22 @@ def number(tensor: torch.Tensor, dtype: torch.dtype = BF16, piece: TensorSlice |
 
 
 @pytest.mark.parametrize("chunk", [7, 64, 2**22])
-def test_pieces_add_up_however_a_tensor_is_cut(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_of_slices_add_up_for_any_slicing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_weights, "_CHUNK", chunk)
     whole = torch.randn(6, 10, 4).to(BF16)
     for dimension, at in ((0, 2), (1, 7), (2, 1)):
         cut = [whole.narrow(dimension, 0, at), whole.narrow(dimension, at, whole.shape[dimension] - at)]
-        parts = [number(p, BF16, TensorSlice(int(p.storage_offset()), tuple(p.shape), p.stride())) for p in cut]
-        assert sum(parts) % 2**64 == number(whole)
-    turned = whole.transpose(0, 2)
-    assert number(turned.contiguous(), BF16, TensorSlice(0, tuple(turned.shape), turned.stride())) == number(whole)
+        slices = [number(p, BF16, TensorSlice(int(p.storage_offset()), tuple(p.shape), p.stride())) for p in cut]
+        assert sum(slices) % 2**64 == number(whole)
+    transposed = whole.transpose(0, 2)
+    piece = TensorSlice(0, tuple(transposed.shape), transposed.stride())
+    assert number(transposed.contiguous(), BF16, piece) == number(whole)
 
 
-def test_every_change_shows() -> None:
+def test_every_change_of_a_bit_or_a_place_changes_the_checksum() -> None:
     whole = torch.randn(64, 32).to(BF16)
     before = number(whole)
-    assert number(whole[torch.arange(63, -1, -1)]) != before  # the same values elsewhere
+    assert number(whole[torch.arange(63, -1, -1)]) != before  # the same values at other places
     assert number(-whole) != before
     bits = whole.view(torch.int16)
     for _ in range(200):
@@ -66,7 +67,7 @@ def test_every_change_shows() -> None:
     assert number(whole) == before
 
 
-def test_what_is_wider_is_compared_as_the_engine_holds_it() -> None:
+def test_wider_types_are_compared_in_the_engines_type() -> None:
     sent = torch.randn(5, 3)
     assert number(sent) == number(sent.to(BF16)) == number(sent.to(BF16).float())
     assert number(sent, torch.float32) != number(sent.to(BF16).float(), torch.float32)
@@ -74,12 +75,12 @@ def test_what_is_wider_is_compared_as_the_engine_holds_it() -> None:
     assert number(torch.empty(0, 4)) == 0 and to_integers([]) == []
 
 
-# ---- what an engine holds. The model loads as vLLM's do: fused, cut, stacked and padded, by copies
+# ---- what an engine holds. The model loads like vLLM's models: fused, sharded, stacked and padded, by copies
 
 
 class Model(torch.nn.Module):
-    """One of two tensor-parallel workers: q and k fused and cut by rows, o cut by columns, experts stacked and padded,
-    the vocabulary padded."""
+    """One of two tensor-parallel workers: q and k fused and sharded by rows, o sharded by columns, experts stacked and
+    padded, the vocabulary padded."""
 
     def __init__(self, worker: int) -> None:
         super().__init__()
@@ -119,105 +120,105 @@ class Engine:
     def __init__(self, finish: Any = lambda model: None) -> None:
         self.models = [Model(0), Model(1)]
         self.finish = finish
-        self.inventories = [LoadedWeights(model, torch.float32, "engine 0") for model in self.models]
+        self.loaded = [LoadedWeights(model, torch.float32, "engine 0") for model in self.models]
 
     def load(self, weights: dict[str, torch.Tensor], collect_checksums: bool = True) -> None:
-        for model, inventory in zip(self.models, self.inventories, strict=True):
-            inventory.load(iter(weights.items()), lambda model=model: self.finish(model), collect_checksums)
+        for model, loaded in zip(self.models, self.loaded, strict=True):
+            loaded.load(iter(weights.items()), lambda model=model: self.finish(model), collect_checksums)
 
-    def load_arriving(self, weights: dict[str, torch.Tensor], nbytes: int) -> None:
-        for model, inventory in zip(self.models, self.inventories, strict=True):
-            arriving = chain.from_iterable(unpack(each.header, each.data) for each in buckets(weights.items(), nbytes))
-            inventory.load(arriving, lambda model=model: self.finish(model), collect_checksums=True)
+    def load_in_buckets(self, weights: dict[str, torch.Tensor], nbytes: int) -> None:
+        for model, loaded in zip(self.models, self.loaded, strict=True):
+            received = chain.from_iterable(unpack(b.header, b.data) for b in buckets(weights.items(), nbytes))
+            loaded.load(received, lambda model=model: self.finish(model), collect_checksums=True)
 
-    def faults(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
+    def problems(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
         manifest = Manifest(torch.float32)
         assert dict(manifest.watch(sent.items())).keys() == sent.keys()
-        told = [json.loads(json.dumps(inventory.worker_weights().to_json())) for inventory in self.inventories]
+        workers = [json.loads(json.dumps(loaded.worker_weights().to_json())) for loaded in self.loaded]
         problems, unreadable = compare_with_sent(
-            manifest.specs, manifest.checksums(), map(WorkerWeights.from_json, told)
+            manifest.specs, manifest.checksums(), map(WorkerWeights.from_json, workers)
         )
         assert all(problem.where == "engine 0" for problem in problems)
         return {(problem.tensor, problem.what) for problem in problems}, unreadable
 
 
-def test_an_engine_that_holds_what_was_sent_has_no_fault() -> None:
+def test_an_engine_that_holds_what_was_sent_has_no_problems() -> None:
     engine, weights = Engine(), tensors()
     engine.load(weights)
-    assert engine.faults(weights) == (set(), set())
+    assert engine.problems(weights) == (set(), set())
     weights = tensors()
-    engine.load(weights, collect_checksums=False)  # the way is known by now
-    assert engine.faults(weights) == (set(), set())
+    engine.load(weights, collect_checksums=False)  # the places are known by now
+    assert engine.problems(weights) == (set(), set())
 
 
 @pytest.mark.parametrize("nbytes", [1, 500, 10_000])
-def test_tensors_that_arrive_in_buckets_are_traced(nbytes: int) -> None:
-    """Those of a bucket share a storage, whatever their types are."""
+def test_tensors_received_in_buckets_are_traced(nbytes: int) -> None:
+    """The tensors of a bucket share a storage, although their types may differ."""
     engine = Engine()
     for _ in range(2):
-        weights = {name: each.double() if name in ("k", "expert.1") else each for name, each in tensors().items()}
-        engine.load_arriving(weights, nbytes)
-        assert engine.faults(weights) == (set(), set())
-    engine.load_arriving(weights | {"k": weights["k"] + 1}, nbytes)
-    assert {name for name, _ in engine.faults(weights)[0]} == {"k"}
+        weights = {name: tensor.double() if name in ("k", "expert.1") else tensor for name, tensor in tensors().items()}
+        engine.load_in_buckets(weights, nbytes)
+        assert engine.problems(weights) == (set(), set())
+    engine.load_in_buckets(weights | {"k": weights["k"] + 1}, nbytes)
+    assert {name for name, _ in engine.problems(weights)[0]} == {"k"}
 
 
-def test_faults_of_a_later_sync_are_named() -> None:
+def test_problems_of_a_later_sync_name_the_tensors() -> None:
     engine, weights = Engine(), tensors()
     engine.load(weights)
     newer = tensors()
-    engine.load({name: each for name, each in newer.items() if name != "k"})
-    assert engine.faults(newer)[0] == {("k", "the engine holds other values than were sent")}
-    assert engine.faults({name: each for name, each in newer.items() if name != "k"})[0] == {("k", "not sent")}
+    engine.load({name: tensor for name, tensor in newer.items() if name != "k"})
+    assert engine.problems(newer)[0] == {("k", "the engine holds other values than were sent")}
+    assert engine.problems({name: tensor for name, tensor in newer.items() if name != "k"})[0] == {("k", "not sent")}
     engine.load(newer | {"expert.0": newer["expert.1"], "expert.1": newer["expert.0"]})
-    assert {name for name, _ in engine.faults(newer)[0]} == {"expert.0", "expert.1"}
+    assert {name for name, _ in engine.problems(newer)[0]} == {"expert.0", "expert.1"}
     engine.load(newer)
     engine.models[1].norm.data[3] += 1
-    assert engine.faults(newer)[0] == {("norm", "two copies in the engine differ")}
+    assert engine.problems(newer)[0] == {("norm", "two copies in the engine differ")}
 
 
 @pytest.mark.parametrize("missing, parameter", [("k", "qk"), ("expert.1", "experts"), ("norm", "norm"), ("o", "o")])
-def test_the_first_sync_must_write_all_that_the_engine_has(missing: str, parameter: str) -> None:
+def test_the_first_sync_must_write_every_parameter_of_the_engine(missing: str, parameter: str) -> None:
     engine, weights = Engine(), tensors()
-    engine.load({name: each for name, each in weights.items() if name != missing})
-    faults = engine.faults({name: each for name, each in weights.items() if name != missing})[0]
-    assert faults == {(parameter, "weights that nothing sent is for")}
-    engine.load(weights)  # watched once more
-    assert engine.faults(weights) == (set(), set())
+    engine.load({name: tensor for name, tensor in weights.items() if name != missing})
+    problems = engine.problems({name: tensor for name, tensor in weights.items() if name != missing})[0]
+    assert problems == {(parameter, "weights that nothing sent is for")}
+    engine.load(weights)  # traced once more
+    assert engine.problems(weights) == (set(), set())
 
 
-def test_what_is_sent_must_have_a_place() -> None:
+def test_a_sent_tensor_without_a_parameter_is_a_problem() -> None:
     engine, weights = Engine(), tensors() | {"q_bias": torch.zeros(8)}
     engine.load(weights)
-    assert engine.faults(weights)[0] == {("q_bias", "sent, and the engine has no place for it")}
+    assert engine.problems(weights)[0] == {("q_bias", "sent, and the engine has no place for it")}
 
 
-def test_a_piece_that_no_worker_has_is_missed() -> None:
+def test_a_shard_that_no_worker_holds_is_a_problem() -> None:
     engine, weights = Engine(), tensors()
-    engine.inventories = engine.inventories[:1]
+    engine.loaded = engine.loaded[:1]
     engine.models = engine.models[:1]
     engine.load(weights)
     part = "the engine holds only a part of it"
-    assert engine.faults(weights)[0] == {(name, part) for name in weights if name not in ("norm", "embedding")}
+    assert engine.problems(weights)[0] == {(name, part) for name in weights if name not in ("norm", "embedding")}
 
 
-def test_what_is_repacked_for_a_kernel_is_read_before() -> None:
+def test_weights_repacked_for_a_kernel_are_read_before_repacking() -> None:
     def pack(model: Model) -> None:
         model.experts.data.copy_(model.experts.data.flip(1))
 
     engine, weights = Engine(pack), tensors()
     engine.load(weights)
-    assert engine.faults(weights) == (set(), set())
+    assert engine.problems(weights) == (set(), set())
     weights = tensors()
     engine.load(weights)
-    assert engine.faults(weights) == (set(), set())
+    assert engine.problems(weights) == (set(), set())
     engine.load(weights | {"expert.0": weights["expert.1"]})
-    assert {name for name, _ in engine.faults(weights)[0]} == {"expert.0"}
+    assert {name for name, _ in engine.problems(weights)[0]} == {"expert.0"}
     engine.load(weights, collect_checksums=False)
-    assert engine.faults(weights) == (set(), {"expert.0", "expert.1", "expert.2"})
+    assert engine.problems(weights) == (set(), {"expert.0", "expert.1", "expert.2"})
 
 
-def test_what_is_computed_from_a_tensor_cannot_be_read_back() -> None:
+def test_weights_computed_from_a_tensor_cannot_be_read_back() -> None:
     class Negated(Model):
         def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
             super().load_weights(weights)
@@ -227,26 +228,26 @@ def test_what_is_computed_from_a_tensor_cannot_be_read_back() -> None:
 
     engine, weights = Engine(), tensors()
     engine.models = [Negated(0), Negated(1)]
-    engine.inventories = [LoadedWeights(model, torch.float32, "engine 0") for model in engine.models]
+    engine.loaded = [LoadedWeights(model, torch.float32, "engine 0") for model in engine.models]
     engine.load(weights)
-    assert engine.faults(weights) == (set(), {"norm", "o"})
+    assert engine.problems(weights) == (set(), {"norm", "o"})
 
 
 # ---- names, bounds
 
 
-def test_every_export_sends_the_same_tensors() -> None:
+def test_an_export_with_other_tensors_than_before_is_a_problem() -> None:
     one, other = TensorSpec((2, 2), BF16), TensorSpec((4,), BF16)
     assert changed_specs({"a": one, "b": one}, {"a": one, "b": one}) == []
-    found = changed_specs({"a": one, "b": one, "c": one}, {"b": other, "c": one, "d": one})
-    assert [(each.tensor, each.what.split(",")[0]) for each in found] == [
+    problems = changed_specs({"a": one, "b": one, "c": one}, {"b": other, "c": one, "d": one})
+    assert [(problem.tensor, problem.what.split(",")[0]) for problem in problems] == [
         ("a", "not sent"),
         ("d", "sent"),
         ("b", "sent in another shape or type than before"),
     ]
 
 
-def test_a_message_names_some_of_many() -> None:
+def test_a_message_names_only_some_of_many_tensors() -> None:
     problems = [Problem(f"engine {i}", "is off", f"layer.{j}") for i in range(5) for j in range(9)]
     assert describe([*problems, Problem("trainer", "is odd")]) == (
         "trainer: is odd\n"
@@ -255,12 +256,12 @@ def test_a_message_names_some_of_many() -> None:
     )
 
 
-def test_bounds() -> None:
+def test_bounds_apply_to_mean_maximum_and_jumps() -> None:
     bound = Bound(mean=0.1, max=1.0, jump=8.0, floor=0.01)
     assert bound.exceeded(Difference(0.09, 0.9), None) is None
     assert bound.exceeded(Difference(0.11, 0.9), None) and bound.exceeded(Difference(0.01, 1.1), None)
-    assert bound.exceeded(Difference(0.05, 0.9), 0.002)  # 25 times as far as usual
-    assert bound.exceeded(Difference(0.009, 0.9), 0.0001) is None  # but little
+    assert bound.exceeded(Difference(0.05, 0.9), 0.002)  # 25 times the usual difference
+    assert bound.exceeded(Difference(0.009, 0.9), 0.0001) is None  # a larger jump, but below the floor
     assert bound.exceeded(Difference.of([0.0, math.nan], [0.0, 0.0]), None)
     assert bound.exceeded(Difference.of([], []), None) and bound.exceeded(Difference.of([1.0], [1.0, 2.0]), None)
     assert set(BOUNDS) == {torch.float32, torch.bfloat16, torch.float16}
@@ -275,54 +276,54 @@ SAMPLING = SamplingConfig(
 
 def completions(change: Any = lambda values: values) -> LogprobGap:
     source = random.Random(0)
-    parts = []
+    gaps = []
     for _ in range(8):
         trainer = [-source.expovariate(1.0) for _ in range(20)]
         engine = change([value + source.gauss(0, 0.01) for value in trainer])
-        parts.append(LogprobGap.of(engine, trainer))
-    return LogprobGap.sum([LogprobGap.sum(parts[:3]), LogprobGap(), LogprobGap.sum(parts[3:])])
+        gaps.append(LogprobGap.of(engine, trainer))
+    return LogprobGap.sum([LogprobGap.sum(gaps[:3]), LogprobGap(), LogprobGap.sum(gaps[3:])])
 
 
-def shift_of_temperature() -> LogprobGap:
-    raise AssertionError("not asked")
+def not_measured() -> LogprobGap:
+    raise AssertionError("the gap at temperature 1 is not needed")
 
 
-def test_log_probs_that_agree_are_no_news() -> None:
-    found = completions()
-    assert found.tokens == 160 and found.means[0] < 0.02 < found.means[1]
-    check_alignment(found, rounding=0.01)
-    assert distortion(found, shift_of_temperature, SAMPLING, rounding=0.01) is None
-    assert distortion(LogprobGap(), shift_of_temperature, SAMPLING, rounding=0.01) is None
+def test_equal_log_probs_pass_without_a_warning() -> None:
+    gap = completions()
+    assert gap.tokens == 160 and gap.means[0] < 0.02 < gap.means[1]
+    check_alignment(gap, rounding=0.01)
+    assert distortion_warning(gap, not_measured, SAMPLING, rounding=0.01) is None
+    assert distortion_warning(LogprobGap(), not_measured, SAMPLING, rounding=0.01) is None
 
 
 @pytest.mark.parametrize("shift, side", [(1, "after"), (-1, "before")])
 def test_log_probs_shifted_by_one_stop_the_run(shift: int, side: str) -> None:
-    found = completions(lambda values: values[shift:] + values[:shift])
+    gap = completions(lambda values: values[shift:] + values[:shift])
     with pytest.raises(ShiftedLogprobs, match=f"shifted by one.*of the token {side}"):
-        check_alignment(found, rounding=0.01)
+        check_alignment(gap, rounding=0.01)
 
 
-def test_log_probs_of_something_else_are_not_called_shifted() -> None:
+def test_unrelated_log_probs_are_not_reported_as_shifted() -> None:
     source = random.Random(1)
     check_alignment(completions(lambda values: [-source.expovariate(1.0) for _ in values]), rounding=0.01)
 
 
-def test_sampling_that_distorts_is_said_by_its_flags() -> None:
+def test_sampling_flags_that_distort_are_named() -> None:
     from dataclasses import replace
 
-    found = completions(lambda values: [value + 0.1 for value in values])
+    gap = completions(lambda values: [value + 0.1 for value in values])
     sampling = replace(SAMPLING, top_p=0.9, top_k=50, repetition_penalty=1.1)
-    check_alignment(found, rounding=0.01)
-    told = distortion(found, shift_of_temperature, sampling, rounding=0.01) or ""
-    assert "0.1 per token" in told and "(+0.1 with their sign)" in told
-    assert "--top_p 0.9 and --top_k 50 and --repetition_penalty 1.1" in told
-    assert "use --top_p 1 --top_k -1 --repetition_penalty 1" in told
-    assert distortion(completions(), shift_of_temperature, sampling, rounding=0.01) is None
+    check_alignment(gap, rounding=0.01)
+    warning = distortion_warning(gap, not_measured, sampling, rounding=0.01) or ""
+    assert "0.1 per token" in warning and "(+0.1 with their sign)" in warning
+    assert "--top_p 0.9 and --top_k 50 and --repetition_penalty 1.1" in warning
+    assert "use --top_p 1 --top_k -1 --repetition_penalty 1" in warning
+    assert distortion_warning(completions(), not_measured, sampling, rounding=0.01) is None
 
 
-def test_a_temperature_that_the_engine_does_not_heed_is_recognised() -> None:
-    found = completions(lambda values: [0.7 * value for value in values])
-    told = distortion(found, completions, SAMPLING, rounding=0.01) or ""
-    assert "vLLM does not heed --temperature 0.7" in told
-    other = distortion(found, lambda: found, SAMPLING, rounding=0.01) or ""
-    assert "No flag of sampling explains it" in other
+def test_an_ignored_temperature_is_detected() -> None:
+    gap = completions(lambda values: [0.7 * value for value in values])
+    warning = distortion_warning(gap, completions, SAMPLING, rounding=0.01) or ""
+    assert "vLLM does not apply --temperature 0.7" in warning
+    other = distortion_warning(gap, lambda: gap, SAMPLING, rounding=0.01) or ""
+    assert "No sampling flag explains it" in other
