@@ -43,7 +43,7 @@ class Conversation:
 def turn_seed(seed: int | None, number: int) -> int | None:
     """Derive the seed of turn `number`, from 1.
 
-    The hash keeps it apart from the seeds of neighbouring conversations, which are consecutive.
+    The hash avoids the seeds of neighbouring conversations, which are consecutive.
     """
     if seed is None:
         return None

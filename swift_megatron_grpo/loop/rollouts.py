@@ -1,4 +1,4 @@
-"""From prompts to graded completions: the rollout that is trained next, and those started ahead of it.
+"""Rollouts, from prompts to graded completions: the one that is trained next, and those started ahead of it.
 
 prompts -> generation -> grading -> (other prompts for groups of equal rewards)
 

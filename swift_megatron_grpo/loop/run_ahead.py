@@ -1,4 +1,4 @@
-"""Which rollouts may start ahead of training, and how stale they would be: the decisions alone.
+"""The rule that decides which rollouts may start ahead of training, and how stale they are. Decisions only.
 
 Rollouts are numbered, and each is trained for the same number of optimizer steps. The version of weights is the number
 of optimizer steps behind them. The staleness of a rollout is the number of rollouts trained between the weights that

@@ -226,8 +226,8 @@ class GRPOLoop:
 def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:
     """Return True if the engine's log-probs are the old log-probs, instead of the trainer's own.
 
-    This is the case for completions of older weights, unless a rollout correction weights them by how far the policy
-    has moved since: otherwise the ratio and its clipping account for that.
+    True for completions of older weights without a rollout correction: the ratio and its clipping then account for how
+    far the policy has moved since. A rollout correction would weight the completions by that.
     """
     if all(rollout.weights_version == version for rollout in rollouts):
         return False

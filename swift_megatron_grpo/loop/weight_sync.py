@@ -171,7 +171,7 @@ class WeightSync:
         return _Attempt(manifest, problems + logprob_problems, unreadable, difference)
 
     def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
-        # Held weights of the failed sync; the manifest of the second transfer says what they should have been.
+        # Held weights of the failed sync; the second manifest shows what they should have been.
         held = self._held_weights() if self._reads_back else []
         self._engine.invalidate_weights()
         if asleep:

@@ -1,5 +1,7 @@
-"""Which rollouts start when, with which weights, and in which order they are trained; on one rank, with a fake engine
-that generates one group per call of `next` and is busy until all are generated."""
+"""The order in which rollouts start and are trained, and the weights that generate them.
+
+One rank, with a fake engine that generates one group per call of `next` and is busy until all are generated.
+"""
 
 from __future__ import annotations
 

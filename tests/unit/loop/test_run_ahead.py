@@ -1,4 +1,4 @@
-"""Which rollouts may start ahead of the one that is trained, and how stale they are."""
+"""The rule for rollouts ahead of the one that is trained: which may start, and how stale they are."""
 
 from __future__ import annotations
 

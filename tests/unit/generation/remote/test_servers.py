@@ -1,4 +1,4 @@
-"""Which servers may generate: those whose newest weights have passed their check."""
+"""The servers that may generate are those whose newest weights have passed their check."""
 
 from __future__ import annotations
 
