@@ -19,7 +19,7 @@ REQUESTS = ("Write a word.", "Spell something.", "Say a few letters.", "Type in 
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """Rows that differ from each other, in length too: batches of equal lengths would hide padding and packing."""
+    """Return rows with different texts and lengths; equal lengths would hide errors in padding and packing."""
     rng = random.Random(seed)
     rows = []
     for number in range(count):
@@ -34,8 +34,8 @@ def make_rows(count: int, seed: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="jsonl file to write")
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=64, help="number of prompts")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed writes the same file")
     args = parser.parse_args()
 
     args.out.parent.mkdir(parents=True, exist_ok=True)

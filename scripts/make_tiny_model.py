@@ -1,9 +1,9 @@
-"""Make a tiny random Qwen3 or Qwen3-MoE with a byte-level tokenizer, for runs that prove a script and not a model.
+"""Make a tiny random Qwen3 or Qwen3-MoE with a byte-level tokenizer, for runs that test a script and not a model.
 
     python scripts/make_tiny_model.py --out DIR [--kind dense|moe]
 
-It is saved as Hugging Face safetensors in bf16 and loads wherever a real one does: ms-swift, mcore-bridge, vLLM.
-The same seed writes the same files.
+The model is saved as Hugging Face safetensors in bf16. ms-swift, mcore-bridge and vLLM load it like a real one. The
+same seed writes the same files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
-VOCABULARY = 264  # 256 bytes, the special tokens, and as with real models some rows that no token has
+VOCABULARY = 264  # 256 bytes, the special tokens and, as in real models, a few unused rows
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -34,7 +34,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, ChatML around the turns."""
+    """Return a tokenizer with one token per byte and a ChatML template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,16 +83,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--kind", choices=["dense", "moe"], default="dense")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, help="width of the dense MLP; twice the hidden size by default")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=32, help="32 is the least that vLLM's CPU attention takes")
-    parser.add_argument("--experts", type=int, default=4, help="with --kind moe")
-    parser.add_argument("--tie", action="store_true", help="tie the embedding and the output layer")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=["dense", "moe"], default="dense", help="Qwen3 or Qwen3-MoE")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers")
+    parser.add_argument("--hidden", type=int, default=64, help="hidden size")
+    parser.add_argument("--intermediate", type=int, help="width of the dense MLP; default: twice the hidden size")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads")
+    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads")
+    parser.add_argument(
+        "--head-dim", type=int, default=32, help="size of a head; vLLM's CPU attention needs at least 32"
+    )
+    parser.add_argument("--experts", type=int, default=4, help="experts per layer, with --kind moe")
+    parser.add_argument("--tie", action="store_true", help="share the weights of embedding and output layer")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     args = parser.parse_args()
 
     logging.disable_progress_bar()

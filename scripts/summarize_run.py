@@ -1,10 +1,10 @@
-"""Say in one line whether a run has learned, and fail if it has not.
+"""Print the reward before and after a run, and fail if it has not increased enough.
 
     python scripts/summarize_run.py DIR [--min-gain 2]
 
-DIR is the --output_dir of `megatron rlhf --rlhf_type grpo`: its logging.jsonl has the reward of every logged step, its
-args.json the number of ranks. Exit code 0 only if the mean reward of the last five steps is at least `--min-gain` times
-that of the first five, over at least ten steps, all of them finite.
+DIR is the --output_dir of `megatron rlhf --rlhf_type grpo`: logging.jsonl contains the reward of every logged step,
+args.json the number of ranks. The exit code is 0 only if at least ten steps are logged, all rewards are finite, and the
+mean reward of the last five steps is at least `--min-gain` times that of the first five.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ MIN_STEPS = 10
 
 
 def read_steps(log: Path) -> list[dict[str, Any]]:
-    """The logged training steps of the last run: ms-swift appends, and a new run in the folder starts at step 1."""
+    """Return the training steps of the last run in a log; ms-swift appends, and every run starts at step 1."""
     steps: list[dict[str, Any]] = []
     for line in log.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if "reward" not in row:
-            continue  # evaluations, the summary at the end
-        if steps and _number(row) <= _number(steps[-1]):
+            continue  # an evaluation or the final summary
+        if steps and _step_number(row) <= _step_number(steps[-1]):
             steps = []
         steps.append(row)
     return steps
 
 
-def _number(row: dict[str, Any]) -> int:
+def _step_number(row: dict[str, Any]) -> int:
     return int(str(row["iteration"]).split("/")[0])  # "7/30"
 
 
 def gain(rewards: list[float]) -> tuple[float, float]:
-    """Mean reward at the start and at the end; ValueError says why there is none."""
+    """Return the mean reward at the start and at the end; raise ValueError if it cannot be computed."""
     if len(rewards) < MIN_STEPS:
-        raise ValueError(f"{len(rewards)} steps are logged, and it takes {MIN_STEPS} to see a trend")
+        raise ValueError(f"{len(rewards)} steps are logged, but a comparison needs at least {MIN_STEPS}")
     if not all(math.isfinite(reward) for reward in rewards):
         raise ValueError(f"the reward of step {[math.isfinite(r) for r in rewards].index(False) + 1} is not finite")
     return statistics.fmean(rewards[:MEAN_OVER]), statistics.fmean(rewards[-MEAN_OVER:])
@@ -49,8 +49,8 @@ def gain(rewards: list[float]) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="DIR", type=Path)
-    parser.add_argument("--min-gain", type=float, default=2.0)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="output folder of the run")
+    parser.add_argument("--min-gain", type=float, default=2.0, help="required ratio of the last to the first rewards")
     args = parser.parse_args()
 
     try:
@@ -62,7 +62,7 @@ def main() -> int:
         return 1
     enough = first > 0 and last >= args.min_gain * first
     if not enough:
-        print(f"quickstart: the reward did not reach {args.min_gain:g} times its start", file=sys.stderr)
+        print(f"quickstart: the reward did not reach {args.min_gain:g} times its initial value", file=sys.stderr)
     print(
         f"quickstart: reward {first:.3f} -> {last:.3f} over {len(rewards)} steps on {ranks} ranks, run in {args.folder}"
     )

@@ -2,8 +2,7 @@
 
     python scripts/write_support_table.py
 
-Everything in it is read from swift_megatron_grpo/arguments/support_table.py, and tests/unit/test_readme.py compares
-the two.
+The contents come from swift_megatron_grpo/arguments/support_table.py; tests/unit/test_readme.py compares the two.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ END = "<!-- end of refused flags -->\n"
 
 
 def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
-    """Return one row for every reason, with the flags that it holds for."""
+    """Return a Markdown table with one row for every reason and the flags it applies to."""
     by_reason: dict[tuple[str, bool], list[str]] = {}
     for flag, refusal in refused.items():
         by_reason.setdefault((refusal.why, refusal.stock), []).append(_described(flag, refusal))

@@ -1,62 +1,67 @@
 #!/usr/bin/env bash
-# GRPO of all weights of a dense model on one machine, vLLM in the training processes.
-#   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/dense_colocate_full.sh [more flags, which win]
-# DATASET: one json object a line with `messages`, and the columns that the reward functions read (`solution` for accuracy).
+# Full-parameter GRPO of a dense model on one machine, with vLLM in the training processes.
+#   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/dense_colocate_full.sh [flags that override these]
+# DATASET: one JSON object per line, with `messages` and the columns that the reward functions read (`solution` for
+# accuracy).
 set -euo pipefail
 
-# Ranks on this machine. On several machines also NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+# Number of ranks on this machine. On several machines also set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
-# A memory allocator that does not fragment when vLLM and the trainer take turns.
+# Avoid memory fragmentation when vLLM and the trainer use the GPU alternately.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 args=(
-    --rlhf_type grpo
-    --model "${MODEL:-Qwen/Qwen3-8B}"
-    --torch_dtype bfloat16
-    --tuner_type full
+    --rlhf_type grpo                         # the algorithm
+    --model "${MODEL:-Qwen/Qwen3-8B}"        # hub name or folder
+    --torch_dtype bfloat16                   # precision of weights and activations
+    --tuner_type full                        # train all weights
 
-    # The layout: ranks = TP * PP * CP * DP. Prove another one first: python -m swift_megatron_grpo.tools.check_layouts.
-    --tensor_model_parallel_size 2
-    --sequence_parallel true
-    --attention_backend flash       # fused (cuDNN) where flash-attn is not installed
-    --recompute_granularity selective
+    # Parallel layout: ranks = TP * PP * CP * DP. Check another one: python -m swift_megatron_grpo.tools.check_layouts
+    --tensor_model_parallel_size 2           # TP: ranks that share each layer
+    --sequence_parallel true                 # divide activations between TP ranks as well
+    --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+    --recompute_granularity selective        # recompute attention in backward, to save memory
 
-    --dataset "$DATASET"
-    --load_from_cache_file true
-    --reward_funcs accuracy format
+    # Data and rewards.
+    --dataset "$DATASET"                     # one JSON object per line, with `messages`
+    --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
+    --reward_funcs accuracy format           # the reward is their sum
 
-    # Batch sizes count completions. A rollout: 256 = 32 prompts * 8. An optimizer step: 128, so two steps a rollout.
-    --num_generations 8
-    --global_batch_size 128
-    --steps_per_generation 2
-    --micro_batch_size 4
-    --max_length 2048               # of the prompt
-    --max_completion_length 4096
-    --temperature 1.0
+    # Batch sizes count completions. A rollout has 256 = 32 prompts * 8 and is trained in two optimizer steps of 128.
+    --num_generations 8                      # completions per prompt
+    --global_batch_size 128                  # completions per optimizer step
+    --steps_per_generation 2                 # optimizer steps per rollout
+    --micro_batch_size 4                     # completions per forward and backward pass
+    --max_length 2048                        # tokens of a prompt, at most
+    --max_completion_length 4096             # tokens of a completion, at most
+    --temperature 1.0                        # of sampling
 
-    # Generation. Asleep at level 2 vLLM gives all its memory back; the next sync brings the weights anyway.
-    --use_vllm true
-    --vllm_mode colocate
-    --vllm_tensor_parallel_size 2
-    --vllm_gpu_memory_utilization 0.6
-    --vllm_max_model_len 6144       # max_length + max_completion_length
-    --sleep_level 2
-    --offload_model true            # what may leave the GPU while vLLM generates; nothing does while everything fits
-    --offload_optimizer true
-    --offload_grad true
+    # Generation with vLLM in the training processes.
+    --use_vllm true                          # generate with vLLM
+    --vllm_mode colocate                     # vLLM runs in the training processes
+    --vllm_tensor_parallel_size 2            # ranks that share one vLLM engine
+    --vllm_gpu_memory_utilization 0.6        # share of the GPU memory for vLLM
+    --vllm_max_model_len 6144                # max_length + max_completion_length
+    --sleep_level 2                          # vLLM frees all memory while training; each sync resends the weights
+    # What may be offloaded while vLLM generates. Nothing is offloaded if everything fits.
+    --offload_model true                     # weights
+    --offload_optimizer true                 # optimizer states
+    --offload_grad true                      # gradient buffers
 
-    --num_train_epochs 1
-    --lr 1e-6
-    --lr_warmup_fraction 0.05
-    --beta 0                        # weight of the KL to the reference; 0: no reference model exists
-    --epsilon 0.2
-    --epsilon_high 0.28
+    # Optimization.
+    --num_train_epochs 1                     # passes over the dataset
+    --lr 1e-6                                # learning rate
+    --lr_warmup_fraction 0.05                # share of the steps in which the learning rate rises
+    --beta 0                                 # weight of the KL term; with 0 there is no reference model
+    --epsilon 0.2                            # lower clipping bound of the ratio: 1 - 0.2
+    --epsilon_high 0.28                      # upper clipping bound of the ratio: 1 + 0.28
 
-    --output_dir "${OUTPUT:-output}"
-    --save_steps 50
-    --save_total_limit 3
-    --logging_steps 1
-    --log_completions true
-    --report_to tensorboard         # or wandb, swanlab, none
+    # Output.
+    --output_dir "${OUTPUT:-output}"         # logs and checkpoints
+    --save_steps 50                          # steps between checkpoints
+    --save_total_limit 3                     # checkpoints to keep
+    --logging_steps 1                        # log every step
+    --log_completions true                   # write completions and rewards to a file
+    --report_to tensorboard                  # or wandb, swanlab, none
 )
 exec megatron rlhf "${args[@]}" "$@"

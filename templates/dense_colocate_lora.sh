@@ -1,55 +1,64 @@
 #!/usr/bin/env bash
-# GRPO of a LoRA adapter on a dense model, vLLM in the training processes. Fits where all weights would not.
-#   MODEL=Qwen/Qwen3-14B DATASET=data.jsonl OUTPUT=output templates/dense_colocate_lora.sh [more flags, which win]
-# DATASET: one json object a line with `messages`, and the columns that the reward functions read (`solution` for accuracy).
+# GRPO of a LoRA adapter on a dense model, with vLLM in the training processes.
+#   MODEL=Qwen/Qwen3-14B DATASET=data.jsonl OUTPUT=output templates/dense_colocate_lora.sh [flags that override these]
+# Needs less memory than full-parameter training. DATASET: one JSON object per line, with `messages` and the columns
+# that the reward functions read (`solution` for accuracy).
 set -euo pipefail
 
+# Number of ranks on this machine. On several machines also set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 export NPROC_PER_NODE=${NPROC_PER_NODE:-4}
+# Avoid memory fragmentation when vLLM and the trainer use the GPU alternately.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 args=(
-    --rlhf_type grpo
-    --model "${MODEL:-Qwen/Qwen3-14B}"
-    --torch_dtype bfloat16
+    --rlhf_type grpo                         # the algorithm
+    --model "${MODEL:-Qwen/Qwen3-14B}"       # hub name or folder
+    --torch_dtype bfloat16                   # precision of weights and activations
 
-    # The adapter. vLLM gets base and adapter merged; the base itself is never written to.
-    --tuner_type lora
-    --lora_rank 32
-    --lora_alpha 64
-    --lora_dropout 0                # dropout in training would make the policy differ from the one that generated
-    --target_modules all-linear
-    --merge_lora true               # also save checkpoint-N-merged, which needs no peft to load
+    # Adapter. vLLM receives base weights and adapter merged; the trainer never changes the base weights.
+    --tuner_type lora                        # train an adapter
+    --lora_rank 32                           # rank of the adapter matrices
+    --lora_alpha 64                          # the adapter is scaled by alpha / rank
+    --lora_dropout 0                         # dropout would make the trained policy differ from the one that generated
+    --target_modules all-linear              # layers with an adapter
+    --merge_lora true                        # also save checkpoint-N-merged, which loads without peft
 
-    --tensor_model_parallel_size 2
-    --sequence_parallel true
-    --attention_backend flash       # fused (cuDNN) where flash-attn is not installed
-    --recompute_granularity selective
+    # Parallel layout: ranks = TP * PP * CP * DP.
+    --tensor_model_parallel_size 2           # TP: ranks that share each layer
+    --sequence_parallel true                 # divide activations between TP ranks as well
+    --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+    --recompute_granularity selective        # recompute attention in backward, to save memory
 
-    --dataset "$DATASET"
-    --reward_funcs accuracy format
+    # Data and rewards.
+    --dataset "$DATASET"                     # one JSON object per line, with `messages`
+    --reward_funcs accuracy format           # the reward is their sum
 
-    --num_generations 8
-    --global_batch_size 64
-    --micro_batch_size 4
-    --max_length 2048
-    --max_completion_length 2048
-    --temperature 1.0
+    # Batch sizes count completions.
+    --num_generations 8                      # completions per prompt
+    --global_batch_size 64                   # completions per optimizer step
+    --micro_batch_size 4                     # completions per forward and backward pass
+    --max_length 2048                        # tokens of a prompt, at most
+    --max_completion_length 2048             # tokens of a completion, at most
+    --temperature 1.0                        # of sampling
 
-    --use_vllm true
-    --vllm_mode colocate
-    --vllm_tensor_parallel_size 2
-    --vllm_gpu_memory_utilization 0.5
-    --vllm_max_model_len 4096
-    --sleep_level 2                 # every sync sends merged weights, so vLLM need not keep any
-    --offload_model true            # may leave the GPU while vLLM generates; nothing does while everything fits
+    # Generation with vLLM in the training processes.
+    --use_vllm true                          # generate with vLLM
+    --vllm_mode colocate                     # vLLM runs in the training processes
+    --vllm_tensor_parallel_size 2            # ranks that share one vLLM engine
+    --vllm_gpu_memory_utilization 0.5        # share of the GPU memory for vLLM
+    --vllm_max_model_len 4096                # max_length + max_completion_length
+    --sleep_level 2                          # vLLM frees all memory while training; each sync sends merged weights
+    --offload_model true                     # weights may be offloaded during generation, if not everything fits
 
-    --num_train_epochs 1
-    --lr 1e-5                       # ten times that of full tuning
-    --beta 0.001                    # the reference is the model without its adapter: no second copy
+    # Optimization.
+    --num_train_epochs 1                     # passes over the dataset
+    --lr 1e-5                                # ten times the learning rate of full-parameter training
+    --beta 0.001                             # weight of the KL term; the reference is the model without adapter
 
-    --output_dir "${OUTPUT:-output}"
-    --save_steps 50
-    --logging_steps 1
-    --log_completions true
+    # Output.
+    --output_dir "${OUTPUT:-output}"         # logs and checkpoints
+    --save_steps 50                          # steps between checkpoints
+    --logging_steps 1                        # log every step
+    --log_completions true                   # write completions and rewards to a file
 )
 exec megatron rlhf "${args[@]}" "$@"

@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
 # Full-parameter GRPO of a dense model, with vLLM in a separate process on separate GPUs.
-#   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/dense_server.sh [more flags for the trainer, which win]
-# Starts both on one machine. In two terminals, or on two machines: `dense_server.sh serve`, then `dense_server.sh train`.
-# Between machines also set LISTEN=0.0.0.0 on the server and SWIFT_ROLLOUT_API_KEY on both ends: see docs/security.md.
+#   MODEL=Qwen/Qwen3-8B DATASET=data.jsonl OUTPUT=output templates/dense_server.sh [trainer flags that override these]
+# Starts server and trainer on one machine. To start them in two terminals or on two machines, run
+# `dense_server.sh serve` and then `dense_server.sh train`. Between machines also set LISTEN=0.0.0.0 on the server and
+# SWIFT_ROLLOUT_API_KEY on both ends: see docs/security.md. SERVER_FLAGS holds further flags of the server.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-8B}
-SERVER_GPUS=${SERVER_GPUS-0,1}      # empty: no GPUs, as on a laptop
+# GPUs of the server and of the trainer. Empty values run on the CPU.
+SERVER_GPUS=${SERVER_GPUS-0,1}
 TRAIN_GPUS=${TRAIN_GPUS-2,3,4,5,6,7}
-SERVER=${SERVER:-http://127.0.0.1:8000}   # several of them: SERVER="http://gpu1:8000 http://gpu2:8000"
+# Address of the server. For several servers: SERVER="http://gpu1:8000 http://gpu2:8000"
+SERVER=${SERVER:-http://127.0.0.1:8000}
 
 serve() {
     local args=(
-        --model "$MODEL"
-        --host "${LISTEN:-127.0.0.1}"
-        --port "${SERVER##*:}"
-        --torch_dtype bfloat16
-        --vllm_tensor_parallel_size "${SERVER_TP:-2}"
-        --vllm_max_model_len 6144   # at least max_length + max_completion_length of the trainer
-        --vllm_gpu_memory_utilization 0.9
+        --model "$MODEL"                         # the same as for the trainer
+        --host "${LISTEN:-127.0.0.1}"            # address to listen on
+        --port "${SERVER##*:}" # port to listen on
+        --torch_dtype bfloat16                   # precision of weights and activations
+        --vllm_tensor_parallel_size "${SERVER_TP:-2}" # GPUs that share one vLLM engine
+        --vllm_max_model_len 6144                # at least max_length + max_completion_length of the trainer
+        --vllm_gpu_memory_utilization 0.9        # share of the GPU memory for vLLM
     )
     CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-}
 }
@@ -29,48 +32,52 @@ train() {
     local servers
     read -ra servers <<<"$SERVER"
     local args=(
-        --rlhf_type grpo
-        --model "$MODEL"
-        --torch_dtype bfloat16
-        --tuner_type full
+        --rlhf_type grpo                         # the algorithm
+        --model "$MODEL"                         # hub name or folder
+        --torch_dtype bfloat16                   # precision of weights and activations
+        --tuner_type full                        # train all weights
 
-        # The layout: ranks = TP * PP * CP * DP.
-        --tensor_model_parallel_size 2
-        --sequence_parallel true
-        --attention_backend flash   # fused (cuDNN) where flash-attn is not installed
-        --recompute_granularity selective
+        # Parallel layout: ranks = TP * PP * CP * DP.
+        --tensor_model_parallel_size 2           # TP: ranks that share each layer
+        --sequence_parallel true                 # divide activations between TP ranks as well
+        --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+        --recompute_granularity selective        # recompute attention in backward, to save memory
 
-        --dataset "$DATASET"
-        --load_from_cache_file true
-        --reward_funcs accuracy format
+        # Data and rewards.
+        --dataset "$DATASET"                     # one JSON object per line, with `messages`
+        --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
+        --reward_funcs accuracy format           # the reward is their sum
 
-        # Batch sizes count completions. A rollout: 192 = 24 prompts * 8. An optimizer step: 96, so two steps a rollout.
-        --num_generations 8
-        --global_batch_size 96
-        --steps_per_generation 2
-        --micro_batch_size 4
-        --max_length 2048           # of the prompt
-        --max_completion_length 4096
-        --temperature 1.0
+        # Batch sizes count completions. A rollout has 192 = 24 prompts * 8 and is trained in two optimizer steps of 96.
+        --num_generations 8                      # completions per prompt
+        --global_batch_size 96                   # completions per optimizer step
+        --steps_per_generation 2                 # optimizer steps per rollout
+        --micro_batch_size 4                     # completions per forward and backward pass
+        --max_length 2048                        # tokens of a prompt, at most
+        --max_completion_length 4096             # tokens of a completion, at most
+        --temperature 1.0                        # of sampling
 
-        --vllm_mode server
-        --vllm_server_base_url "${servers[@]}"
-        --vllm_server_timeout 600   # seconds that a server may take to start, or to come back
-        # --seed_completions true   # the same completions whoever makes them; slower sampling
+        # Generation in the servers. Add --seed_completions true to make completions independent of the server that
+        # generates them; sampling is then slower.
+        --vllm_mode server                       # vLLM runs in `swift rollout`
+        --vllm_server_base_url "${servers[@]}"   # addresses of the servers
+        --vllm_server_timeout 600                # seconds to wait for a server that starts or restarts
 
-        --num_train_epochs 1
-        --lr 1e-6
-        --lr_warmup_fraction 0.05
-        --beta 0                    # weight of the KL to the reference; 0: no reference model exists
-        --epsilon 0.2
-        --epsilon_high 0.28
+        # Optimization.
+        --num_train_epochs 1                     # passes over the dataset
+        --lr 1e-6                                # learning rate
+        --lr_warmup_fraction 0.05                # share of the steps in which the learning rate rises
+        --beta 0                                 # weight of the KL term; with 0 there is no reference model
+        --epsilon 0.2                            # lower clipping bound of the ratio: 1 - 0.2
+        --epsilon_high 0.28                      # upper clipping bound of the ratio: 1 + 0.28
 
-        --output_dir "${OUTPUT:-output}"
-        --save_steps 50
-        --save_total_limit 3
-        --logging_steps 1
-        --log_completions true
-        --report_to tensorboard     # or wandb, swanlab, none
+        # Output.
+        --output_dir "${OUTPUT:-output}"         # logs and checkpoints
+        --save_steps 50                          # steps between checkpoints
+        --save_total_limit 3                     # checkpoints to keep
+        --logging_steps 1                        # log every step
+        --log_completions true                   # write completions and rewards to a file
+        --report_to tensorboard                  # or wandb, swanlab, none
     )
     CUDA_VISIBLE_DEVICES=$TRAIN_GPUS exec megatron rlhf "${args[@]}" "$@"
 }
@@ -80,11 +87,11 @@ serve) serve ;;
 train) shift && train "$@" ;;
 *)
     [ "${1:-}" != both ] || shift
-    set -m # a process group of its own, because `swift` starts the server as a child
+    set -m # gives the server its own process group, because `swift` starts it as a child process
     (serve) &
     server=$!
     set +m
     trap 'kill -- "-$server" 2>/dev/null; wait "$server" || true' EXIT
-    (train "$@") # which waits for the server
+    (train "$@") # waits for the server
     ;;
 esac

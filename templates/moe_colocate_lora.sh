@@ -1,58 +1,67 @@
 #!/usr/bin/env bash
-# GRPO of a LoRA adapter on a mixture of experts, vLLM in the training processes.
-#   MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507 DATASET=data.jsonl OUTPUT=output templates/moe_colocate_lora.sh [more flags]
-# DATASET: one json object a line with `messages`, and the columns that the reward functions read (`solution` for accuracy).
+# GRPO of a LoRA adapter on a mixture-of-experts model, with vLLM in the training processes.
+#   MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507 DATASET=data.jsonl OUTPUT=output templates/moe_colocate_lora.sh [flags]
+# Given flags override those below. DATASET: one JSON object per line, with `messages` and the columns that the reward
+# functions read (`solution` for accuracy).
 set -euo pipefail
 
+# Number of ranks on this machine. On several machines also set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
 export NPROC_PER_NODE=${NPROC_PER_NODE:-8}
+# Avoid memory fragmentation when vLLM and the trainer use the GPU alternately.
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
 
 args=(
-    --rlhf_type grpo
-    --model "${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}"
-    --torch_dtype bfloat16
-    --tuner_type lora
-    --lora_rank 16
-    --lora_alpha 32
-    --lora_dropout 0
-    --target_modules all-linear     # experts as well; the router is left alone
+    --rlhf_type grpo                         # the algorithm
+    --model "${MODEL:-Qwen/Qwen3-30B-A3B-Instruct-2507}" # hub name or folder
+    --torch_dtype bfloat16                   # precision of weights and activations
 
-    # The layout: EP divides the experts over ranks of DP * TP. LoRA needs expert_tensor_parallel_size 1.
-    --tensor_model_parallel_size 2
-    --sequence_parallel true
-    --expert_model_parallel_size 8
-    --moe_grouped_gemm true
-    --moe_permute_fusion true
-    --moe_aux_loss_coeff 1e-3
-    --attention_backend flash       # fused (cuDNN) where flash-attn is not installed
-    --recompute_granularity selective
+    # Adapter.
+    --tuner_type lora                        # train an adapter
+    --lora_rank 16                           # rank of the adapter matrices
+    --lora_alpha 32                          # the adapter is scaled by alpha / rank
+    --lora_dropout 0                         # dropout would make the trained policy differ from the one that generated
+    --target_modules all-linear              # layers with an adapter: experts as well, but not the router
 
-    --dataset "$DATASET"
-    --reward_funcs accuracy format
+    # Parallel layout. EP divides the experts over ranks of DP * TP. LoRA requires expert_tensor_parallel_size 1.
+    --tensor_model_parallel_size 2           # TP: ranks that share each layer
+    --sequence_parallel true                 # divide activations between TP ranks as well
+    --expert_model_parallel_size 8           # EP: ranks that share the experts of a layer
+    --moe_grouped_gemm true                  # one matrix product for all experts of a rank
+    --moe_permute_fusion true                # fused kernels that sort tokens by expert
+    --moe_aux_loss_coeff 1e-3                # weight of the load-balancing loss
+    --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+    --recompute_granularity selective        # recompute attention in backward, to save memory
 
-    --num_generations 8
-    --global_batch_size 128
-    --micro_batch_size 2
-    --max_length 2048
-    --max_completion_length 4096
-    --temperature 1.0
+    # Data and rewards.
+    --dataset "$DATASET"                     # one JSON object per line, with `messages`
+    --reward_funcs accuracy format           # the reward is their sum
 
-    # vLLM spreads the experts over its tensor-parallel ranks.
-    --use_vllm true
-    --vllm_mode colocate
-    --vllm_tensor_parallel_size 4
-    --vllm_gpu_memory_utilization 0.4
-    --vllm_max_model_len 6144
-    --sleep_level 1
-    --offload_model true            # may leave the GPU while vLLM generates; nothing does while everything fits
+    # Batch sizes count completions.
+    --num_generations 8                      # completions per prompt
+    --global_batch_size 128                  # completions per optimizer step
+    --micro_batch_size 2                     # completions per forward and backward pass
+    --max_length 2048                        # tokens of a prompt, at most
+    --max_completion_length 4096             # tokens of a completion, at most
+    --temperature 1.0                        # of sampling
 
-    --num_train_epochs 1
-    --lr 1e-5
-    --beta 0.001
+    # Generation with vLLM in the training processes.
+    --use_vllm true                          # generate with vLLM
+    --vllm_mode colocate                     # vLLM runs in the training processes
+    --vllm_tensor_parallel_size 4            # ranks that share one vLLM engine and its experts
+    --vllm_gpu_memory_utilization 0.4        # share of the GPU memory for vLLM
+    --vllm_max_model_len 6144                # max_length + max_completion_length
+    --sleep_level 1                          # while training, vLLM moves its weights to the CPU and frees its cache
+    --offload_model true                     # weights may be offloaded during generation, if not everything fits
 
-    --output_dir "${OUTPUT:-output}"
-    --save_steps 50
-    --logging_steps 1
-    --log_completions true
+    # Optimization.
+    --num_train_epochs 1                     # passes over the dataset
+    --lr 1e-5                                # learning rate
+    --beta 0.001                             # weight of the KL term; the reference is the model without adapter
+
+    # Output.
+    --output_dir "${OUTPUT:-output}"         # logs and checkpoints
+    --save_steps 50                          # steps between checkpoints
+    --logging_steps 1                        # log every step
+    --log_completions true                   # write completions and rewards to a file
 )
 exec megatron rlhf "${args[@]}" "$@"

@@ -1,9 +1,9 @@
-"""A reward that a random tiny model can climb in a few dozen steps: the share of wanted letters in the completion.
+"""Reward that a tiny random model can increase within a few dozen steps: the share of given letters in a completion.
 
     --external_plugins templates/plugins/letters.py --reward_funcs letters
 
-It is also the shape of a reward of your own: a class in ms-swift's registry, called with the completions and with the
-columns of the dataset, one entry per completion; it returns one number per completion.
+Use it as a pattern for your own reward: a class in ms-swift's registry that is called with the completions and the
+columns of the dataset, one entry per completion, and returns one number per completion.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from swift.rewards import ORM, orms
 
 class Letters(ORM):
     def __call__(self, completions: list[str], letters: list[str], **columns: Any) -> list[float]:
-        return [share(completion, wanted) for completion, wanted in zip(completions, letters, strict=True)]
+        return [share(completion, allowed) for completion, allowed in zip(completions, letters, strict=True)]
 
 
-def share(completion: str, wanted: str) -> float:
-    """How much of the completion is made of the wanted letters, 0 to 1; nothing written earns nothing."""
+def share(completion: str, letters: str) -> float:
+    """Return the share of characters that are among the letters, from 0 to 1; 0 for an empty completion."""
     if not completion:
         return 0.0
-    return sum(character in wanted for character in completion) / len(completion)
+    return sum(character in letters for character in completion) / len(completion)
 
 
 orms["letters"] = Letters

@@ -1,10 +1,10 @@
-"""A small environment, for conversations of several turns: it asks for a letter, and then for another one.
+"""Small environment for multi-turn conversations: every turn requests another letter.
 
     --external_plugins templates/plugins/spelling.py --multi_turn_scheduler gym_scheduler --gym_env spelling
 
-It is also the shape of an environment of your own: `reset` gives the first question, `step` looks at the last answer
-and gives the next question, a reward, and whether it is over. The rewards of all turns, added up, are the completion's
-reward; the words of the environment are read by the model and not trained.
+Use it as a pattern for your own environment: `reset` returns the first question; `step` receives the conversation with
+the model's last answer and returns the next question, a reward, and True if the conversation is over. The reward of the
+completion is the sum over all turns. The model reads the text of the environment but is not trained on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from swift.rollout.gym_env import Env, envs
 
 Observation = str
-SYSTEM = ""  # none
+SYSTEM = ""  # no system prompt
 
 
 class Spelling(Env):
@@ -26,20 +26,23 @@ class Spelling(Env):
         self._letter = ""
 
     async def reset(self, config: Any) -> tuple[Observation, dict[str, Any], str]:
-        """`config` is the request: its messages are the dataset's, and data_dict has the row's other columns."""
+        """Return the first question.
+
+        `config` is the request: `messages` come from the dataset, `data_dict` contains the other columns of the row.
+        """
         question: str = config.messages[-1]["content"]
-        return f"{question} {self._ask()}", {}, SYSTEM
+        return f"{question} {self._next_question()}", {}, SYSTEM
 
     async def step(self, action: list[dict[str, Any]]) -> tuple[Observation, float, bool, dict[str, Any]]:
-        """`action` is the conversation so far."""
+        """Grade the last message of the conversation `action` and return the next question."""
         answer: str = action[-1]["content"]
         reward = answer.count(self._letter) / max(len(answer), 1)
         self._turns -= 1
-        return self._ask(), reward, self._turns == 0, {}
+        return self._next_question(), reward, self._turns == 0, {}
 
     async def close(self) -> None: ...
 
-    def _ask(self) -> str:
+    def _next_question(self) -> str:
         self._letter = random.choice(string.ascii_lowercase)
         return f"Use {self._letter}."
 

@@ -1,4 +1,4 @@
-"""The scripts that make a model and a dataset, the quickstart's reward, and the line that a run is judged by."""
+"""Scripts that make a model and a dataset, the reward of the quickstart, and the verdict on a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_tokenizer_has_every_byte_and_chatml(dense: Path) -> None:
+def test_the_tokenizer_covers_every_byte_and_formats_chatml(dense: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(dense)
     text = "hello, Wörld \x00\n\t 漢字 🙂"
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -60,7 +60,7 @@ def test_the_model_is_a_random_qwen3_in_bf16(dense: Path) -> None:
     assert model(torch.arange(8)[None]).logits.isfinite().all()
 
 
-def test_a_seed_decides_the_weights(dense: Path, tmp_path: Path) -> None:
+def test_the_seed_determines_the_weights(dense: Path, tmp_path: Path) -> None:
     script("make_tiny_model.py", "--out", tmp_path / "same", "--seed", 0)
     script("make_tiny_model.py", "--out", tmp_path / "other", "--seed", 1)
     weights = "model.safetensors"
@@ -68,7 +68,7 @@ def test_a_seed_decides_the_weights(dense: Path, tmp_path: Path) -> None:
     assert not filecmp.cmp(dense / weights, tmp_path / "other" / weights, shallow=False)
 
 
-def test_the_moe_kind_and_the_shape_flags(tmp_path: Path) -> None:
+def test_kind_moe_and_shape_flags_set_the_config(tmp_path: Path) -> None:
     shape = ["--layers", 2, "--hidden", 32, "--heads", 2, "--kv-heads", 1, "--experts", 8, "--tie"]
     script("make_tiny_model.py", "--out", tmp_path / "moe", "--kind", "moe", *shape)
     config = AutoConfig.from_pretrained(tmp_path / "moe")
@@ -81,7 +81,7 @@ def test_the_moe_kind_and_the_shape_flags(tmp_path: Path) -> None:
 # ---- make_dataset.py and the reward
 
 
-def test_the_dataset_is_what_the_seed_says(tmp_path: Path) -> None:
+def test_the_seed_determines_the_dataset(tmp_path: Path) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         script("make_dataset.py", "--out", tmp_path / "new" / name, "--rows", 20, "--seed", seed)
     a, b, c = ((tmp_path / "new" / name).read_text() for name in "abc")
@@ -95,7 +95,7 @@ def test_the_dataset_is_what_the_seed_says(tmp_path: Path) -> None:
     assert len({len(row["messages"][0]["content"]) for row in rows}) > 5
 
 
-def test_the_reward_is_the_share_of_letters() -> None:
+def test_the_reward_is_the_share_of_given_letters() -> None:
     from swift.rewards import orms
     from swift.utils import import_external_file
 
@@ -129,16 +129,20 @@ def summarize(folder: Path, *arguments: object) -> tuple[int, str, str]:
     return result.returncode, result.stdout, result.stderr
 
 
-def test_a_run_that_learned(tmp_path: Path) -> None:
+def test_a_run_whose_reward_doubled_passes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [0.1] * 5 + [0.9] * 3 + [0.25] * 5)
     assert summarize(run) == (0, f"quickstart: reward 0.100 -> 0.250 over 13 steps on 2 ranks, run in {run}\n", "")
 
 
 @pytest.mark.parametrize(
-    ("rewards", "line", "why"),
+    ("rewards", "line", "reason"),
     [
-        ([0.1] * 5 + [0.19] * 5, "quickstart: reward 0.100 -> 0.190 over 10 steps", "did not reach 2 times its start"),
-        ([0.0] * 5 + [0.5] * 5, "quickstart: reward 0.000 -> 0.500 over 10 steps", "did not reach 2 times its start"),
+        (
+            [0.1] * 5 + [0.19] * 5,
+            "quickstart: reward 0.100 -> 0.190 over 10 steps",
+            "did not reach 2 times its initial",
+        ),
+        ([0.0] * 5 + [0.5] * 5, "quickstart: reward 0.000 -> 0.500 over 10 steps", "did not reach 2 times its initial"),
         ([-0.5] * 5 + [0.5] * 5, "quickstart: reward -0.500 -> 0.500 over 10 steps", "did not reach 2 times"),
         ([0.1] * 4 + [0.9] * 5, "", "9 steps are logged"),
         ([0.1] * 7 + [float("nan")] + [0.9] * 5, "", "the reward of step 8 is not finite"),
@@ -146,14 +150,14 @@ def test_a_run_that_learned(tmp_path: Path) -> None:
         ([], "", "0 steps are logged"),
     ],
 )
-def test_a_run_that_did_not(tmp_path: Path, rewards: list[float], line: str, why: str) -> None:
+def test_a_run_without_enough_gain_fails(tmp_path: Path, rewards: list[float], line: str, reason: str) -> None:
     code, stdout, stderr = summarize(make_run(tmp_path / "run", rewards))
     assert code == 1
     assert stdout.startswith(line) and len(stdout.splitlines()) == bool(line)
-    assert why in stderr
+    assert reason in stderr
 
 
-def test_the_gain_is_a_choice(tmp_path: Path) -> None:
+def test_min_gain_sets_the_required_ratio(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [0.1] * 5 + [0.16] * 5)
     assert [summarize(run, "--min-gain", gain)[0] for gain in (1.5, 2)] == [0, 1]
 
@@ -163,7 +167,7 @@ def test_only_the_last_run_of_a_folder_counts(tmp_path: Path) -> None:
     assert summarize(run)[1].startswith("quickstart: reward 0.100 -> 0.400 over 10 steps")
 
 
-def test_no_run_at_all(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> None:
     code, stdout, stderr = summarize(tmp_path)
     assert (code, stdout) == (1, "")
     assert "no result in" in stderr and "logging.jsonl" in stderr
@@ -192,24 +196,24 @@ def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
     subprocess.run(["bash", "-n", str(file)], check=True)
 
 
-def test_the_template_for_rollouts_ahead_of_training_is_the_one_for_servers_with_more_flags(tmp_path: Path) -> None:
-    """With a `megatron` of our own first on the path, which prints what it was called with."""
+def test_the_async_template_adds_flags_to_the_server_template(tmp_path: Path) -> None:
+    """A fake `megatron`, first on the path, prints its arguments."""
     fake = tmp_path / "megatron"
     fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
     fake.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATASET": "d"}
-    turns, ahead = (
+    server, async_server = (
         subprocess.check_output([REPOSITORY / "templates" / name, "train", "--lr", "1"], env=environ, text=True).split()
         for name in ("dense_server.sh", "async_server.sh")
     )
-    assert turns[-2:] == ahead[-2:] == ["--lr", "1"]
-    assert ahead[: len(turns) - 2] == turns[:-2]
-    flags = [argument for argument in ahead[:-2] if argument.startswith("--")]
+    assert server[-2:] == async_server[-2:] == ["--lr", "1"]
+    assert async_server[: len(server) - 2] == server[:-2]
+    flags = [argument for argument in async_server[:-2] if argument.startswith("--")]
     assert "--async_generate" in flags and len(flags) == len(set(flags))
 
 
-def test_the_template_passes_every_flag_once_and_further_ones_last(tmp_path: Path) -> None:
-    """With a `megatron` of our own first on the path, which prints what it was called with."""
+def test_the_template_passes_every_flag_once_and_further_flags_last(tmp_path: Path) -> None:
+    """A fake `megatron`, first on the path, prints the number of ranks and its arguments."""
     fake = tmp_path / "megatron"
     fake.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$NPROC_PER_NODE" "$@"\n')
     fake.chmod(0o755)
