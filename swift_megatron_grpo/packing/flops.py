@@ -1,4 +1,4 @@
-"""What a sequence costs to train on, so that ranks can be given equal work. Pure Python."""
+"""Estimates the training FLOPs of a sequence, so that ranks get equal work. Pure Python."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class FlopsModel:
 
         per_token * t + per_token_squared * t**2 + per_completion_token * c
 
-    The planner compares sequences and never adds their FLOPs to anything else, so any common factor is right: backward
-    costs about twice the forward in every term, recompute once more.
+    The planner only compares sequences, so a common factor does not matter: backward costs about twice the forward in
+    every term, and recomputation once more.
     """
 
     per_token: float  # projections and feed-forward of all layers
@@ -32,10 +32,11 @@ class FlopsModel:
         kv_channels: int | None = None,
         gated_linear_unit: bool = True,
     ) -> FlopsModel:
-        """A decoder with softmax attention in every layer; a multiplication and an addition are two FLOPs.
+        """Return the model of a decoder with softmax attention in every layer.
 
-        Names are Megatron's. For a mixture of experts, ffn_hidden_size is what one token passes through: the sum over
-        its routed and shared experts. Of the t * t attention scores a causal mask leaves half.
+        A multiplication and an addition count as two FLOPs. Names are Megatron's. For a mixture of experts,
+        ffn_hidden_size is the width that one token passes through: the sum over its routed and shared experts. A causal
+        mask leaves half of the t * t attention scores.
         """
         head_size = kv_channels or hidden_size // num_attention_heads
         queries = num_attention_heads * head_size
@@ -50,5 +51,6 @@ class FlopsModel:
         )
 
     def of_sequence(self, tokens: int, completion_tokens: int) -> float:
+        """Return the FLOPs of one sequence."""
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens

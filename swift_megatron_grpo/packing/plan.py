@@ -1,4 +1,7 @@
-"""Which rank trains which completion in which micro batch. Pure Python: every rank finds the same, nobody asks."""
+"""Assigns completions to data-parallel ranks and micro batches.
+
+Pure Python and deterministic: every rank computes the same plan, without communication.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +16,31 @@ from swift_megatron_grpo.packing.flops import FlopsModel
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step: assignment[dp rank][micro batch] = indices of samples."""
+    """The plan of one optimizer step: assignment[dp rank][micro batch] = indices of samples."""
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
-    over_budget: tuple[int, ...] = ()  # samples in micro batches that are larger than the token budget
+    over_budget: tuple[int, ...] = ()  # samples in micro batches that exceed the token budget
 
     @property
     def num_micro_batches(self) -> int:
         return len(self.assignment[0])
 
     def of_rank(self, dp_rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the micro batches of one rank."""
         return self.assignment[dp_rank]
 
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
+        """Return the samples of every rank, in the order of its micro batches."""
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
 
 
 def plan_by_count(num_samples: int, dp_size: int, micro_batch_size: int) -> StepPlan:
-    """Consecutive samples, `micro_batch_size` to a micro batch, the same number of micro batches on every rank."""
+    """Plan micro batches of `micro_batch_size` consecutive samples, the same number on every rank."""
     per_rank = dp_size * micro_batch_size
     if num_samples == 0 or num_samples % per_rank:
         raise ValueError(
-            f"{num_samples} completions cannot be dealt to {dp_size} data-parallel ranks in micro batches of "
-            f"{micro_batch_size}: the number must be a positive multiple of {per_rank}"
+            f"{num_samples} completions cannot be split over {dp_size} data-parallel ranks in micro batches of "
+            f"{micro_batch_size}: their number must be a positive multiple of {per_rank}"
         )
     share = num_samples // dp_size
     return StepPlan(
@@ -51,19 +56,20 @@ def plan_by_count(num_samples: int, dp_size: int, micro_batch_size: int) -> Step
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What the layout demands of lengths."""
+    """Multiples that the layout requires of lengths."""
 
-    sequence: int  # every sequence is a multiple: context parallelism cuts it into 2 * CP pieces
-    total: int  # the packed micro batch is a multiple: each CP share is cut again by sequence parallelism
+    sequence: int  # of every sequence: context parallelism splits it into 2 * CP pieces
+    total: int  # of the packed micro batch: sequence parallelism splits each CP share again
 
     @classmethod
     def of_layout(cls, tp_size: int, cp_size: int, sequence_parallel: bool) -> Alignment:
+        """Return the multiples for these parallel sizes."""
         sequence = 2 * cp_size if cp_size > 1 else 1
         return cls(sequence, math.lcm(sequence, cp_size * (tp_size if sequence_parallel else 1)))
 
 
 def padded_lengths(lengths: Sequence[int], align: Alignment) -> list[int]:
-    """Lengths of the sequences of one micro batch after padding: the last one takes what the total still needs."""
+    """Return the padded lengths of the sequences of one micro batch; the last one also pads the total."""
     padded = [-(-length // align.sequence) * align.sequence for length in lengths]
     padded[-1] += -sum(padded) % align.total
     return padded
@@ -78,27 +84,28 @@ def plan_by_tokens(
     micro_batch_multiple: int = 1,
     completion_lengths: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Micro batches of at most `max_tokens` packed tokens, padding included; ranks with equal FLOPs.
+    """Plan micro batches of at most `max_tokens` packed tokens, padding included, with equal FLOPs on all ranks.
 
     - Every rank has the same number of micro batches, a multiple of `micro_batch_multiple`, none of them empty.
-      Megatron's interleaved schedule takes M micro batches if M >= N and M % N is 0 or at least the pipeline-parallel
-      size, N being microbatch_group_size_per_vp_stage (that size, unless set): with a virtual pipeline pass N. Without
-      one any number runs.
-    - There are as few micro batches as best-fit-decreasing packing needs, rounded up to those multiples. What rounding
-      leaves unfilled is spread over all of them, so that none of them holds up a pipeline.
-      Fill is all padded tokens / (budget * micro batches). Of log-normal lengths (median 700, sigma 0.9, at most 4096)
-      4,096 fill at least 97 % of 16k on up to 8 ranks. With 256 on 4 ranks the equal count decides: tokens for 15.9
-      budgets go into 16 micro batches, 99 % full; tokens for 16.1 need 20, 80 % full, and get no more than 20.
-    - A sample longer than the budget has a micro batch of its own, and `over_budget` of the plan names it.
-    - On every rank the largest micro batch comes first: a budget that the memory cannot hold shows at once, and
-      expert-parallel ranks, which wait for each other in every layer, run micro batches of like size together.
+      Megatron's interleaved schedule accepts M micro batches if M >= N and M % N is 0 or at least the pipeline-parallel
+      size, with N = microbatch_group_size_per_vp_stage (default: that size). With a virtual pipeline pass N; without
+      one any number works.
+    - There are as few micro batches as best-fit-decreasing packing needs, rounded up to those multiples. The room that
+      rounding adds is spread over all micro batches, so that no single one stalls a pipeline.
+      Fill is all padded tokens / (budget * micro batches). With log-normal lengths (median 700, sigma 0.9, at most
+      4096), 4,096 samples fill at least 97 % of 16k on up to 8 ranks. With 256 samples on 4 ranks the equal count
+      decides: tokens for 15.9 budgets go into 16 micro batches, 99 % full; tokens for 16.1 need 20, 80 % full, and get
+      no more than 20.
+    - A sample longer than the budget gets a separate micro batch, and `over_budget` of the plan lists it.
+    - On every rank the largest micro batch comes first: a budget that does not fit into memory fails at once, and
+      expert-parallel ranks, which wait for each other in every layer, run micro batches of similar size together.
 
-    `completion_lengths` is what the head works on; None: all tokens.
+    `completion_lengths`: tokens that the head processes; None: all tokens.
     """
     _check_samples(lengths, dp_size, micro_batch_multiple)
     padded = [-(-length // align.sequence) * align.sequence for length in lengths]
     if max_tokens < 1:
-        raise ValueError(f"a micro batch of {max_tokens} tokens holds nothing; use a budget of 16384, or of 1 or more")
+        raise ValueError(f"a token budget of {max_tokens} holds no token; use a budget of 16384, or any of 1 or more")
     room = max(max_tokens // align.total, 1) * align.total
 
     completions = lengths if completion_lengths is None else completion_lengths
@@ -111,13 +118,14 @@ def plan_by_tokens(
     unit = dp_size * micro_batch_multiple
     count = min(-(-fewest // unit), len(lengths) // unit) * unit
     if count >= fewest:
-        batches = _deal_within_budget(longest_first, sizes, work, room, dp_size, count)
+        batches = _assign_within_budget(longest_first, sizes, work, room, dp_size, count)
     else:
-        # Fewer samples than the next multiple: as no micro batch may be empty, some share one beyond the budget. Never
-        # so if the number of samples is a multiple of `unit`. Equal token counts exceed the budget least.
-        joined = _deal(longest_first, padded, padded, sum(padded), 1, count, evenly=len(lengths))
+        # There are fewer samples than the next multiple. No micro batch may be empty, so some samples share one that
+        # exceeds the budget. This cannot happen if the number of samples is a multiple of `unit`. Equal token counts
+        # exceed the budget least.
+        joined = _assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(lengths))
         assert joined is not None
-        batches = _deal_whole(joined, work, dp_size)
+        batches = _assign_batches(joined, work, dp_size)
 
     per_rank = count // dp_size
     tokens = [sum(padded[i] for i in batch) for batch in batches]
@@ -139,39 +147,39 @@ def refill(
     align: Alignment,
     micro_batch_multiple: int = 1,
 ) -> StepPlan:
-    """The same samples on the same ranks, in micro batches of another budget: for passes without backward."""
+    """Plan micro batches with another budget, for forward-only passes; samples stay on their ranks."""
 
     def fill(samples: Sequence[int], multiple: int) -> StepPlan:
         return plan_by_tokens([lengths[i] for i in samples], 1, max_tokens, cost, align, multiple)
 
-    of_ranks = plan.samples_of_ranks()
-    most = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in of_ranks)
-    smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
-    if most > smallest:  # a rank has too few samples for as many micro batches as the fullest one needs
-        return StepPlan(tuple(tuple(_split_evenly(samples, smallest)) for samples in of_ranks))
-    filled = [fill(samples, most) for samples in of_ranks]
+    by_rank = plan.samples_of_ranks()
+    needed = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in by_rank)
+    possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
+    if needed > possible:  # a rank has too few samples for as many micro batches as the fullest rank needs
+        return StepPlan(tuple(tuple(_split_evenly(samples, possible)) for samples in by_rank))
+    plans = [fill(samples, needed) for samples in by_rank]
     return StepPlan(
         assignment=tuple(
-            tuple(tuple(samples[i] for i in batch) for batch in each.assignment[0])
-            for samples, each in zip(of_ranks, filled, strict=True)
+            tuple(tuple(samples[i] for i in batch) for batch in rank_plan.assignment[0])
+            for samples, rank_plan in zip(by_rank, plans, strict=True)
         ),
         over_budget=tuple(
-            sorted(samples[i] for samples, each in zip(of_ranks, filled, strict=True) for i in each.over_budget)
+            sorted(samples[i] for samples, rank_plan in zip(by_rank, plans, strict=True) for i in rank_plan.over_budget)
         ),
     )
 
 
 def regroup(plan: StepPlan, micro_batch_size: int, micro_batch_multiple: int = 1) -> StepPlan:
-    """The same samples on the same ranks, `micro_batch_size` or fewer to a micro batch."""
-    of_ranks = plan.samples_of_ranks()
-    most = -(-max(map(len, of_ranks)) // micro_batch_size)
-    smallest = min(map(len, of_ranks)) // micro_batch_multiple * micro_batch_multiple
-    parts = min(-(-most // micro_batch_multiple) * micro_batch_multiple, smallest)
-    return StepPlan(tuple(tuple(_split_evenly(samples, parts)) for samples in of_ranks))
+    """Plan micro batches of at most `micro_batch_size` samples; samples stay on their ranks."""
+    by_rank = plan.samples_of_ranks()
+    needed = -(-max(map(len, by_rank)) // micro_batch_size)
+    possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
+    number = min(-(-needed // micro_batch_multiple) * micro_batch_multiple, possible)
+    return StepPlan(tuple(tuple(_split_evenly(samples, number)) for samples in by_rank))
 
 
-def _split_evenly(items: tuple[int, ...], parts: int) -> list[tuple[int, ...]]:
-    edges = [len(items) * part // parts for part in range(parts + 1)]
+def _split_evenly(items: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
+    edges = [len(items) * part // number for part in range(number + 1)]
     return [items[begin:end] for begin, end in pairwise(edges)]
 
 
@@ -184,7 +192,7 @@ def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: i
             "" if micro_batch_multiple == 1 else f" times {micro_batch_multiple} micro batches (virtual pipeline)"
         )
         raise ValueError(
-            f"{len(lengths)} completions in a step are too few for {dp_size} data-parallel ranks{pipeline}: set "
+            f"{len(lengths)} completions per step are too few for {dp_size} data-parallel ranks{pipeline}: set "
             f"--global_batch_size to at least {needed}, or use fewer data-parallel ranks"
         )
     if min(lengths) < 1:
@@ -192,7 +200,7 @@ def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: i
 
 
 def _fewest_micro_batches(sizes: Sequence[int], room: int) -> int:
-    """How many best-fit decreasing opens: each size goes where it leaves the least room."""
+    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
     rooms: list[int] = []
     for size in sizes:
         at = bisect_left(rooms, size)
@@ -200,29 +208,29 @@ def _fewest_micro_batches(sizes: Sequence[int], room: int) -> int:
     return len(rooms)
 
 
-def _deal_within_budget(
+def _assign_within_budget(
     order: Sequence[int], sizes: Sequence[int], work: Sequence[float], room: int, ranks: int, count: int
 ) -> list[list[int]]:
-    """Equal work where that leaves room for all samples, else the small ones fill gaps, else the tightest packing."""
+    """Assign samples with equal work if all fit, else let the small ones fill gaps, else use the tightest packing."""
     for evenly in (len(order), len(order) // 2):
-        batches = _deal(order, sizes, work, room, ranks, count // ranks, evenly)
+        batches = _assign(order, sizes, work, room, ranks, count // ranks, evenly)
         if batches is not None:
             return batches
-    tightest = _deal(order, sizes, work, room, 1, count, evenly=0)
+    tightest = _assign(order, sizes, work, room, 1, count, evenly=0)
     assert tightest is not None, "one rank packs as _fewest_micro_batches does"
-    return _deal_whole(tightest, work, ranks)
+    return _assign_batches(tightest, work, ranks)
 
 
-def _deal_whole(batches: Sequence[list[int]], work: Sequence[float], ranks: int) -> list[list[int]]:
-    """Micro batches as they are, the same number to every rank."""
+def _assign_batches(batches: Sequence[list[int]], work: Sequence[float], ranks: int) -> list[list[int]]:
+    """Assign complete micro batches, the same number to every rank."""
     totals = [sum(work[i] for i in batch) for batch in batches]
     order = sorted(range(len(batches)), key=totals.__getitem__, reverse=True)
-    dealt = _deal(order, [1] * len(batches), totals, 1, ranks, len(batches) // ranks, evenly=len(batches))
-    assert dealt is not None
-    return [batches[b] for (b,) in dealt]
+    assigned = _assign(order, [1] * len(batches), totals, 1, ranks, len(batches) // ranks, evenly=len(batches))
+    assert assigned is not None
+    return [batches[b] for (b,) in assigned]
 
 
-def _deal(
+def _assign(
     order: Sequence[int],
     sizes: Sequence[int],
     work: Sequence[float],
@@ -231,10 +239,10 @@ def _deal(
     per_rank: int,
     evenly: int,
 ) -> list[list[int]] | None:
-    """Items in `order` to the rank with the least work; None if one finds no room. Returns `per_rank` bins a rank.
+    """Assign items, in `order`, to the rank with the least work.
 
-    Within the rank, the first `evenly` items go to the bin with the least work that has room, the others where they
-    leave the least room. No bin stays empty.
+    Returns `per_rank` bins per rank, or None if an item fits into no bin. Within the rank, the first `evenly` items go
+    to the bin with the least work that has room, the others where they leave the least room. No bin stays empty.
     """
     bins: list[list[int]] = [[] for _ in range(ranks * per_rank)]
     free = [room] * len(bins)
@@ -281,10 +289,10 @@ def _first_with_room(
 
 
 def zigzag_positions(lengths: Sequence[int], cp_rank: int, cp_size: int) -> list[int]:
-    """Packed positions that a context-parallel rank holds, in its order.
+    """Return the packed positions that a context-parallel rank holds, in its order.
 
-    Of the 2 * CP equal pieces of a sequence, rank r holds pieces r and 2 * CP - 1 - r: with a causal mask every rank
-    then has the same work.
+    A sequence is split into 2 * CP equal pieces, and rank r holds pieces r and 2 * CP - 1 - r: with a causal mask every
+    rank then has the same work.
     """
     if cp_size == 1:
         return list(range(sum(lengths)))

@@ -1,0 +1,10 @@
+"""The protocol between trainer and rollout server. Both import this folder; it needs torch and numpy only.
+
+    messages.py        HTTP routes, status codes and JSON messages
+    model_identity.py  values of config.json in which both must agree
+    channel.py         a process group that carries weights to the workers of one server
+    buckets.py         packs many tensors into one flat tensor
+    held_weights.py    checksums of the weights that an engine holds
+
+Tests: tests/unit/protocol, tests/unit/loop/test_weight_sync.py.
+"""

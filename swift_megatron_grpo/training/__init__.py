@@ -1,0 +1,15 @@
+"""Forward and backward passes of the policy and the reference policy, on any Megatron layout.
+
+    engine.py            MegatronEngine: train_step and infer over a list of samples
+    passes.py            assigns samples to micro batches and runs them
+    schedule.py          Megatron's pipeline schedule over packed micro batches
+    reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
+    reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
+    fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)
+    head/                hidden states to log-probs and entropies
+    loss/                the losses
+    memory/              offloading, recomputation, advice for out-of-memory errors
+    megatron_fixes/      corrections of upstream errors
+
+Tests: tests/unit/training, tests/dist, and on GPUs tests/gpu.
+"""

@@ -73,8 +73,10 @@ def _recompute_elementwise_in(module: Any) -> None:
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:
-    """Return True if the rotary embedding is what the kernel computes: one angle per position and dimension, from a
-    table."""
+    """Return True if the rotary embedding is one that the kernel computes.
+
+    That is one angle per position and dimension, from a table.
+    """
     config = model.config
     return (
         type(model) is GPTModel
@@ -94,7 +96,7 @@ def _swiglu() -> type[torch.autograd.Function]:
 
         @staticmethod
         def forward(ctx: Any, gate_and_up: torch.Tensor, fp8_input_store: bool, cpu_offload: bool) -> torch.Tensor:
-            """[tokens, batch, 2 * ffn] -> [tokens, batch, ffn]"""
+            """Compute SwiGLU: [tokens, batch, 2 * ffn] -> [tokens, batch, ffn]."""
             ctx.save_for_backward(gate_and_up)
             result: torch.Tensor = kernels.swiglu(gate_and_up, None)
             return result

@@ -35,8 +35,10 @@ class FrozenCopy:
 
 
 class FrozenCopyInOwnLayout:
-    """Frozen copy in its own parallel layout. Its ranks hold other samples than the training ranks, so results are
-    gathered."""
+    """Frozen copy in its own parallel layout.
+
+    A rank holds other samples of the copy than it trains, so the results are gathered.
+    """
 
     def __init__(self, copy: FrozenCopy, layout: ReferenceLayout, coordinator: Coordinator) -> None:
         self._copy = copy

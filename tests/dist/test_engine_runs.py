@@ -85,8 +85,8 @@ def test_odd_batches(ranks: Ranks, rank: int) -> None:
     assert found["empty"]["loss"] == pytest.approx(found["without"]["loss"], abs=1e-6)
     assert found["empty"]["grad_norm"] == pytest.approx(found["without"]["grad_norm"], rel=1e-6)
     assert math.isfinite(found["length_one"]["loss"]) and found["length_one"]["grad_norm"] > 0
-    assert "1 completions cannot be dealt to 2 data-parallel ranks" in found["too_few"]
-    assert "0 completions cannot be dealt" in found["none"]
+    assert "1 completions cannot be split over 2 data-parallel ranks" in found["too_few"]
+    assert "0 completions cannot be split" in found["none"]
     assert "outputs must be ('logprob',) or ('logprob', 'entropy'), got ('entropy',)" in found["outputs"]
     assert "the loss function returned loss = a tensor of shape [" in found["shape"]
     assert "the loss function returned kl = 0.5; the loss and each metric are tensors" in found["metric"]

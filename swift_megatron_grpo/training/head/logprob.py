@@ -1,11 +1,11 @@
-"""Hidden states -> log-probability (and entropy) of the completion tokens, without the logits of anything else.
+"""Computes log-probs (and entropies) of completion tokens from hidden states; no other logits are computed.
 
-The seam is one method of mcore-bridge's GPTModel: `_forward_output_layer(hidden_states, weight=..., ...)`. While
-`log_prob_head` is open it is replaced on the instance: the rows that predict a trained token are picked, and then
+It replaces one method of mcore-bridge's GPTModel, `_forward_output_layer(hidden_states, weight=..., ...)`, on the
+instance, inside the context `log_prob_head`. The rows that predict a trained token are selected, and then
 
-* where the model's logits are a plain matrix product, fused_head.py does all the rest;
+* if the model's logits are a plain matrix product, fused.py computes the rest;
 * otherwise (a model that caps its logits, an adapter on the output layer) the rows go through the model's own output
-  layer chunk by chunk, and each chunk's logits are forgotten and computed again in backward.
+  layer chunk by chunk, and each chunk's logits are discarded and recomputed in backward.
 
 l: tokens this rank holds after sequence parallelism is undone; k: rows that predict a trained token;
 v: vocabulary of this tensor-parallel rank.
@@ -39,17 +39,19 @@ from swift_megatron_grpo.training.head.softmax import stats_of_rows, to_gradient
 
 @dataclass(frozen=True, slots=True)
 class HeadSettings:
+    """Settings of the log-prob head."""
+
     temperature: float
     entropy: bool  # compute entropies as well
-    chunk: int | None = None  # rows whose logits exist at one time; None: as many as are fast
+    chunk: int | None = None  # rows whose logits exist at one time; None: see rows_per_chunk
 
 
 @contextmanager
 def log_prob_head(
     model: GPTModel, inputs: ModelInputs, settings: HeadSettings, parallel: RankPosition
 ) -> Iterator[None]:
-    """Inside, the model's forward returns [1, k, 1 or 2]: log-probs and, on request, entropies, in fp32."""
-    project = model._forward_output_layer  # the class's own, with soft caps and the like
+    """Inside the context the model's forward returns [1, k, 1 or 2] fp32: log-probs and, on request, entropies."""
+    project = model._forward_output_layer  # the method of the model's class, with soft caps and the like
 
     def head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = _rows(hidden, inputs.head_positions, model, parallel)  # [k, h]
@@ -69,8 +71,11 @@ def log_prob_head(
 
 
 def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Tensor]) -> bool:
-    """Whether what `project` puts out is hidden @ weight^T and nothing else: no soft cap or scale of the model's class,
-    no adapter, no bias, nobody who wants to see the logits, no weight gradient that Megatron computes later."""
+    """Return True if `project` computes hidden @ weight^T and nothing else.
+
+    That excludes a soft cap or scale of the model's class, an adapter, a bias, hooks that read the logits, and a weight
+    gradient that Megatron computes later.
+    """
     layer = model.output_layer
     return (
         project == GPTModel._forward_output_layer.__get__(model)
@@ -83,7 +88,10 @@ def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Ten
 
 
 def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: RankPosition) -> torch.Tensor:
-    """[l or l / TP, 1, h] -> [k, h]. Each tensor-parallel rank adds its part of the gradient here, once."""
+    """Select the rows that predict a trained token: [l or l / TP, 1, h] -> [k, h].
+
+    Backward adds up the gradients of tensor-parallel ranks here, once.
+    """
     if parallel.tp_size > 1:
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -96,7 +104,7 @@ def _fused(
     model: GPTModel,
     rows: torch.Tensor,
     targets: torch.Tensor,
-    tied: torch.Tensor | None,  # the embedding's weight, where it is the output layer's as well
+    tied: torch.Tensor | None,  # the embedding's weight, if the output layer shares it
     settings: HeadSettings,
     parallel: RankPosition,
 ) -> torch.Tensor:
@@ -105,7 +113,7 @@ def _fused(
     vocabulary = _vocabulary(len(weight), model.config.padded_vocab_size, settings, parallel)
     head = Head(vocabulary, settings.entropy, _chunk(rows, len(weight), settings))
 
-    # Called as a module: DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
+    # Called as a module, because DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
     layer.forward = lambda rows: fused_log_probs(rows, weight, targets, head)
     try:
         values: torch.Tensor = layer(rows)
@@ -122,7 +130,7 @@ def _through_the_model(
     settings: HeadSettings,
     parallel: RankPosition,
 ) -> torch.Tensor:
-    """[k, h] -> [k, 1 or 2]; nothing of a chunk but its result outlives it."""
+    """Compute [k, h] -> [k, 1 or 2] with the model's own output layer; only the results of a chunk are kept."""
 
     def chunk_values(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with _local_output_layer(model):
@@ -141,7 +149,7 @@ def _through_the_model(
 
 @contextmanager
 def _local_output_layer(model: GPTModel) -> Iterator[None]:
-    """The output layer as a plain matrix product: `_rows` has done its communication for all chunks at once."""
+    """Turn off the output layer's communication, which `_rows` has done for all chunks at once."""
     layers = [module for module in model.output_layer.modules() if isinstance(module, ColumnParallelLinear)]
     saved = [(layer.sequence_parallel, layer.explicit_expert_comm) for layer in layers]
     for layer in layers:
@@ -156,7 +164,7 @@ def _local_output_layer(model: GPTModel) -> Iterator[None]:
 def vocab_parallel_log_probs(
     logits: torch.Tensor, targets: torch.Tensor, settings: HeadSettings, vocab_size: int, parallel: RankPosition
 ) -> torch.Tensor:
-    """[k, v] logits of this rank's part of the vocabulary, [k] targets -> [k, 1 or 2] fp32."""
+    """Compute [k, 1 or 2] fp32 from the logits of this rank's part of the vocabulary, [k, v], and targets, [k]."""
     vocabulary = _vocabulary(logits.shape[1], vocab_size, settings, parallel)
     result: torch.Tensor = _LogProbs.apply(logits.contiguous(), targets, vocabulary, settings.entropy)
     return result
@@ -164,7 +172,7 @@ def vocab_parallel_log_probs(
 
 def _vocabulary(columns: int, vocab_size: int, settings: HeadSettings, parallel: RankPosition) -> Vocabulary:
     first = parallel.tp_rank * columns
-    real = min(columns, max(0, vocab_size - first))  # rows that only pad the vocabulary for TP have no say
+    real = min(columns, max(0, vocab_size - first))  # the rest pads the vocabulary for TP and is ignored
     return Vocabulary(first, real, settings.temperature, parallel.tp_group if parallel.tp_size > 1 else None)
 
 
@@ -190,18 +198,21 @@ class _LogProbs(torch.autograd.Function):
 
 
 class _GatherCompletion(torch.autograd.Function):
-    """This rank's k values -> all m of the micro batch, in order. Every context-parallel rank then computes the same
-    loss, and sends back the gradient of its own values only: the sum over ranks is the whole gradient."""
+    """Gathers this rank's k values into all m of the micro batch, in order.
+
+    Every context-parallel rank then computes the same loss and propagates only the gradient of its own values; the sum
+    over ranks is the whole gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, inputs: ModelInputs, parallel: RankPosition) -> torch.Tensor:
         widest = max(inputs.cp_counts)
         padded = values.new_zeros(widest, values.shape[1])
         padded[: values.shape[0]] = values
-        parts = [torch.empty_like(padded) for _ in inputs.cp_counts]
-        dist.all_gather(parts, padded, group=parallel.cp_group)
+        gathered = [torch.empty_like(padded) for _ in inputs.cp_counts]
+        dist.all_gather(gathered, padded, group=parallel.cp_group)
         ctx.order, ctx.begin, ctx.length = inputs.cp_order, sum(inputs.cp_counts[: parallel.cp_rank]), values.shape[0]
-        joined = torch.cat([part[:count] for part, count in zip(parts, inputs.cp_counts, strict=True)])
+        joined = torch.cat([part[:count] for part, count in zip(gathered, inputs.cp_counts, strict=True)])
         return joined.index_select(0, inputs.cp_order)
 
     @staticmethod
@@ -211,7 +222,7 @@ class _GatherCompletion(torch.autograd.Function):
 
 
 def gather_completion(values: torch.Tensor, inputs: ModelInputs, parallel: RankPosition) -> torch.Tensor:
-    """[k, x] of this context-parallel rank -> [m, x] of the micro batch."""
+    """Gather [k, x] of this context-parallel rank into [m, x] of the micro batch."""
     if parallel.cp_size == 1:
         return values
     result: torch.Tensor = _GatherCompletion.apply(values, inputs, parallel)

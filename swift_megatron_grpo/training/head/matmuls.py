@@ -1,7 +1,7 @@
-"""The head's three matrix products, summed in fp32 whatever type goes in.
+"""The head's three matrix products, accumulated in fp32 for every input type.
 
-cuBLAS takes bf16 and puts out fp32, also onto what is there already. Many CPUs multiply bf16 one number at a time (a
-hundredth of the speed of fp32), so there blocks of the vocabulary are copied to fp32.
+cuBLAS reads bf16 and writes fp32, also accumulating into the output. Many CPUs multiply bf16 one number at a time (a
+hundredth of the speed of fp32), so there blocks of the vocabulary are converted to fp32.
 
 c: rows; h: hidden size; v: vocabulary of this tensor-parallel rank.
 """
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import torch
 
-_BLOCK = 8192  # vocabulary rows copied to fp32 at a time on the CPU
+_BLOCK = 8192  # vocabulary rows converted to fp32 at a time on the CPU
 
 
 def logits_into(buffer: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """buffer [c, v] = rows [c, h] @ weight [v, h]^T, rounded to their type once."""
+    """Compute buffer [c, v] = rows [c, h] @ weight [v, h]^T, rounded to their type once."""
     if rows.is_cuda or rows.dtype == torch.float32:
         return torch.mm(rows, weight.t(), out=buffer)
     wide = rows.float()
@@ -26,10 +26,10 @@ def logits_into(buffer: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) 
 
 
 def d_rows_of(d_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """d_logits [c, v] @ weight [v, h], rounded to their type once."""
+    """Compute d_logits [c, v] @ weight [v, h], rounded to their type once."""
     if d_logits.dtype == torch.float32:
         return torch.mm(d_logits, weight)
-    if d_logits.is_cuda:  # with bf16 out, cuBLAS may split the long sum over v and round its parts
+    if d_logits.is_cuda:  # with bf16 output, cuBLAS may split the long sum over v and round the partial sums
         return torch.mm(d_logits, weight, out_dtype=torch.float32).to(d_logits.dtype)
     total = torch.zeros(len(d_logits), weight.shape[1])
     for block in _blocks(len(weight)):
@@ -38,7 +38,7 @@ def d_rows_of(d_logits: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def add_d_weight_(total: torch.Tensor, d_logits: torch.Tensor, rows: torch.Tensor) -> None:
-    """total [v, h] fp32 += d_logits [c, v]^T @ rows [c, h], which are never rounded."""
+    """Add d_logits [c, v]^T @ rows [c, h] to total [v, h], in fp32 and without rounding in between."""
     if d_logits.dtype == torch.float32:
         total.addmm_(d_logits.t(), rows)
     elif d_logits.is_cuda:

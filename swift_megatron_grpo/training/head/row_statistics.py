@@ -1,4 +1,4 @@
-"""What the head keeps of a row of logits, and how a tensor-parallel rank reads its columns."""
+"""Statistics of a row of logits, and the part of the vocabulary that a tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-LOWEST = -1e30  # instead of -inf, where -inf * 0 would be NaN
+LOWEST = -1e30  # replaces -inf, because -inf * 0 is NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What this tensor-parallel rank holds of it, and how logits are read."""
+    """Columns of the vocabulary that this tensor-parallel rank holds, and the temperature of the logits."""
 
     first: int  # the token of the first column
-    real: int  # columns that are tokens; those after them pad
+    real: int  # columns that are tokens; columns after them are padding
     temperature: float
-    group: dist.ProcessGroup | None  # who holds the rest; None: nobody
+    group: dist.ProcessGroup | None  # ranks that hold the other columns; None: there are none
 
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """All [c] fp32. With them, gradients need no second look at the whole row."""
+    """Statistics of rows, all [c] fp32. With them, gradients need no second pass over the whole row."""
 
     logprob: torch.Tensor
     peak: torch.Tensor
@@ -30,9 +30,10 @@ class RowStats:
     entropy: torch.Tensor | None  # on request
 
     def columns(self) -> torch.Tensor:
-        """[c, 1 or 2]"""
+        """Return log-probs and, if computed, entropies as [c, 1 or 2]."""
         return torch.stack([self.logprob] if self.entropy is None else [self.logprob, self.entropy], -1)
 
     def of(self, rows: slice) -> RowStats:
+        """Return the statistics of these rows."""
         entropy = None if self.entropy is None else self.entropy[rows]
         return RowStats(self.logprob[rows], self.peak[rows], self.log_total[rows], entropy)

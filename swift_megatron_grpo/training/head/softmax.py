@@ -1,6 +1,6 @@
-"""Rows of logits -> log-probability of a target and entropy, and back to gradients: the arithmetic of the head.
+"""The arithmetic of the head: rows of logits to log-probs of targets and entropies, and back to gradients.
 
-For one row, l: the logits of the whole vocabulary, t: the target, T: the temperature, all in fp32:
+For one row, with l: the logits of the whole vocabulary, t: the target, T: the temperature, all in fp32:
 
     s[j] = (l[j] - peak) / T                 peak = max l, so that exp never overflows
     log p[j] = s[j] - log_total              log_total = log sum exp s
@@ -10,7 +10,7 @@ For one row, l: the logits of the whole vocabulary, t: the target, T: the temper
 
 A tensor-parallel rank sums over its columns relative to its own peak (`sums_of_rows`), all ranks exchange these few
 numbers per row (`over_ranks`), and each computes the same statistics from them (`combine`). Columns that only pad the
-vocabulary have no say. On CUDA the two functions that touch logits are kernels (softmax_triton.py).
+vocabulary are ignored. On CUDA the two functions that read and write logits are Triton kernels (softmax_triton.py).
 
 c: rows; v: vocabulary columns of this rank, padding included.
 """
@@ -26,21 +26,23 @@ from swift_megatron_grpo.training.head.row_statistics import LOWEST, RowStats, V
 
 
 def stats_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> RowStats:
-    """Of one piece of logits [c, v] and its targets [c]; the logits stay as they are."""
+    """Compute the statistics of logits [c, v], which are not changed, with targets [c], over tensor-parallel ranks."""
     sums = sums_of_rows(logits, targets, vocabulary, entropy)
     return combine(over_ranks(sums, vocabulary.group), vocabulary.temperature)
 
 
 def sums_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> torch.Tensor:
-    """[c, v], [c] -> [3 or 4, c] fp32 of this rank's columns: peak, sum exp s, logit of the target where it is here,
-    and for the entropy sum exp(s) * s."""
+    """Compute the sums over this rank's columns: logits [c, v], targets [c] -> [3 or 4, c] fp32.
+
+    They are the peak, sum exp s, the target's logit (LOWEST if another rank has it) and, for entropy, sum exp(s) * s.
+    """
     if logits.is_cuda:
         from swift_megatron_grpo.training.head import softmax_triton
 
         return softmax_triton.sums_of_rows(logits, targets, vocabulary, entropy)
     sums = torch.empty(4 if entropy else 3, len(logits), device=logits.device)
-    for part in _that_fit_a_cache(logits):
-        sums[:, part] = _sums_in_torch(logits[part], targets[part] - vocabulary.first, vocabulary, entropy)
+    for block in _blocks_that_fit_a_cache(logits):
+        sums[:, block] = _sums_in_torch(logits[block], targets[block] - vocabulary.first, vocabulary, entropy)
     return sums
 
 
@@ -54,7 +56,7 @@ def _sums_in_torch(logits: torch.Tensor, local: torch.Tensor, vocabulary: Vocabu
     else:
         columns = logits[:, : vocabulary.real]
         peak = columns.amax(-1).float()
-        s = torch.sub(columns, peak[:, None]).div_(vocabulary.temperature)  # fp32 whatever the logits are
+        s = torch.sub(columns, peak[:, None]).div_(vocabulary.temperature)  # fp32 for every type of logits
         e = s.exp()
         sums = [peak, e.sum(-1), target]
         if entropy:
@@ -63,17 +65,17 @@ def _sums_in_torch(logits: torch.Tensor, local: torch.Tensor, vocabulary: Vocabu
 
 
 def over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """The sums of every rank, [ranks] of [3 or 4, c]. One exchange, where a maximum and then a sum would be two."""
+    """Gather the sums of all ranks, each [3 or 4, c], in one exchange; a maximum and then a sum would take two."""
     if group is None or sums.shape[1] == 0:
         return [sums]
-    parts = [torch.empty_like(sums) for _ in range(group.size())]
-    dist.all_gather(parts, sums, group=group)
-    return parts
+    gathered = [torch.empty_like(sums) for _ in range(group.size())]
+    dist.all_gather(gathered, sums, group=group)
+    return gathered
 
 
-def combine(parts: Sequence[torch.Tensor], temperature: float) -> RowStats:
-    """What all ranks computed from their columns -> the statistics of whole rows."""
-    stacked = torch.stack(list(parts), 1)  # [3 or 4, ranks, c]
+def combine(sums: Sequence[torch.Tensor], temperature: float) -> RowStats:
+    """Combine the sums of all ranks into the statistics of whole rows."""
+    stacked = torch.stack(list(sums), 1)  # [3 or 4, ranks, c]
     peaks, totals, targets = stacked[0], stacked[1], stacked[2]
     peak = peaks.amax(0)
     shift = ((peaks - peak) / temperature).clamp_(min=LOWEST)  # [ranks, c]
@@ -90,14 +92,17 @@ def combine(parts: Sequence[torch.Tensor], temperature: float) -> RowStats:
 def to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
-    """Overwrites logits [c, v] with the gradient of sum(upstream * columns) by them; upstream is [c, 1 or 2]."""
+    """Overwrite logits [c, v] with the gradient of sum(upstream * columns) with respect to them.
+
+    `upstream`: [c, 1 or 2], the gradient of RowStats.columns().
+    """
     if logits.is_cuda:
         from swift_megatron_grpo.training.head import softmax_triton
 
         return softmax_triton.to_gradient_(logits, targets, stats, upstream, vocabulary)
-    for part in _that_fit_a_cache(logits):
-        local = targets[part] - vocabulary.first
-        _to_gradient_in_torch_(logits[part], local, stats.of(part), upstream[part], vocabulary)
+    for block in _blocks_that_fit_a_cache(logits):
+        local = targets[block] - vocabulary.first
+        _to_gradient_in_torch_(logits[block], local, stats.of(block), upstream[block], vocabulary)
     return logits
 
 
@@ -108,7 +113,7 @@ def _to_gradient_in_torch_(
     columns = logits[:, : vocabulary.real]
     logp = torch.sub(columns, stats.peak[:, None]).div_(vocabulary.temperature).sub_(stats.log_total[:, None])
     if stats.entropy is None:
-        grad = logp.exp_().mul_(-of_logprob)  # by s, as long as it is not divided by the temperature
+        grad = logp.exp_().mul_(-of_logprob)  # with respect to s: the division by the temperature follows below
     else:
         grad = logp.exp().mul_(logp.clamp_(min=LOWEST).add_(stats.entropy[:, None]).mul_(-of_entropy).sub_(of_logprob))
     here = ((local >= 0) & (local < vocabulary.real)).nonzero()[:, 0]
@@ -117,7 +122,7 @@ def _to_gradient_in_torch_(
     logits[:, vocabulary.real :] = 0
 
 
-def _that_fit_a_cache(logits: torch.Tensor) -> Iterator[slice]:
-    """Rows at a time: their fp32 copies are made and used within a CPU core's cache."""
+def _blocks_that_fit_a_cache(logits: torch.Tensor) -> Iterator[slice]:
+    """Return slices of rows whose fp32 copies fit into a CPU core's cache."""
     count = max(1, 2**17 // logits.shape[1])
     return (slice(begin, begin + count) for begin in range(0, len(logits), count))

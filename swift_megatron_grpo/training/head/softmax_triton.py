@@ -1,6 +1,6 @@
-"""The two functions of softmax.py that touch logits, as Triton kernels: one reads them once, one overwrites them.
+"""The two functions of softmax.py that touch logits, as Triton kernels: one reads the logits once, one overwrites them.
 
-softmax.py says what they compute. Imported on CUDA only.
+softmax.py has the formulas. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _WIDEST = 8192  # columns that one program holds at a time
 
 
 def sums_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> torch.Tensor:
+    """Compute what softmax.sums_of_rows computes."""
     rows, columns = logits.shape
     assert logits.is_contiguous() and targets.is_contiguous()
     sums = torch.empty(4 if entropy else 3, rows, dtype=torch.float32, device=logits.device)
@@ -31,6 +32,7 @@ def sums_of_rows(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabu
 def to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
+    """Overwrite logits as softmax.to_gradient_ does."""
     rows, columns = logits.shape
     assert logits.is_contiguous() and targets.is_contiguous()
     upstream = upstream.float().contiguous()
@@ -45,12 +47,12 @@ def to_gradient_(
 
 
 def _warps(block: int) -> int:
-    """16 columns a thread."""
+    """Return the number of warps that gives every thread 16 columns."""
     return max(1, block // 512)
 
 
 @triton.jit
-def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotations too: constexpr is all it takes
+def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotations too, and accepts constexpr only
     logits,  # [rows, columns]
     targets,  # [rows] int64
     sums,  # [3 or 4, rows] fp32, out
@@ -66,13 +68,13 @@ def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotation
     start = logits + row * columns
     offsets = tl.arange(0, BLOCK)
     peak = _FLOOR * 1.0
-    # One sum per place in the block, added up at the end: fewer roundings, and one reduction less a block.
+    # One sum per position in the block, added up at the end: fewer roundings, and one reduction less per block.
     total = tl.zeros([BLOCK], tl.float32)
     weighted = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, real, BLOCK):
         inside = begin + offsets < real
         values = tl.load(start + begin + offsets, mask=inside, other=-float("inf")).to(tl.float32)
-        higher = tl.maximum(peak, tl.max(values, 0))  # NaN is lost here and comes back through exp below
+        higher = tl.maximum(peak, tl.max(values, 0))  # drops NaN, which exp below brings back
         shift = (peak - higher) * inverse_temperature
         shift = tl.where(shift < _FLOOR, _FLOOR, shift)
         rescale = tl.exp(shift)

@@ -1,9 +1,20 @@
-"""The losses, looked up by name, and what is common to them.
+"""The losses by name.
 
-A loss sees one micro batch and returns (loss, metrics). Both are the micro batch's share of a value of the whole
-optimizer step: shares of all micro batches and ranks add up, so neither depends on how samples were packed or dealt.
-Metrics whose name ends in _max or _min are extremes instead, and the engine takes the extreme of all. No host sync, no
-collective. m: trained tokens of the micro batch, s: its sequences.
+A loss receives one micro batch and returns (loss, metrics). Both are the micro batch's share of a value of the whole
+optimizer step: shares of all micro batches and ranks add up, so neither depends on how samples were packed or assigned
+to ranks. Metrics whose name ends in _max or _min are extremes instead, and the engine takes the extreme of all. Losses
+run no host sync and no collective. m: trained tokens of the micro batch, s: its sequences.
+
+    total.py       policy loss + beta * KL - entropy_coef * entropy; LOSSES by --loss_type
+    terms.py       inputs of every loss: log-probs, ratios, advantages
+    policies.py    policy losses per token: clipped, CISPO, SAPO, FIPO
+    real.py        REAL, a loss per group of completions
+    kl.py          KL estimators
+    correction.py  rollout correction: importance weights, masks, metrics
+    averages.py    token values to the micro batch's share of the step
+    rows.py        packed tokens to rows of sequences and back
+
+Tests: tests/unit/training/loss.
 """
 
 from swift_megatron_grpo.training.loss.correction import effective_sample_size

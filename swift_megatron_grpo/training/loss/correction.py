@@ -1,6 +1,6 @@
-"""Rollout correction: the engine that generates and the trainer compute different probabilities of the same tokens.
+"""Rollout correction: the inference engine and the trainer compute different probabilities of the same tokens.
 
-rho = pi_old / pi_rollout: what the trainer says of the tokens when they were generated, over what the engine said.
+rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the engine's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
 def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConfig) -> torch.Tensor:
-    """[m] -> [m]: truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and IcePop, its masked kin.
+    """Compute importance weights, [m] -> [m].
+
+    Truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and IcePop, its masked variant:
 
     token_truncate     min(rho_t, C)
     token_mask         rho_t where rho_t <= C, else 0
@@ -35,13 +37,17 @@ def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConf
 
 
 def sequence_rho(log_rho: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Compute exp(mean_t log rho_t) of every sequence: [m] -> [s]."""
     return rows.mean(log_rho.clamp(-SAFE, SAFE)).exp()
 
 
 @torch.no_grad()
 def near_policy(terms: Terms, delta: float) -> torch.Tensor:
-    """[s] False: the sequence is not trained. Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556:
-    where A < 0 and mean_t (log pi_generated - log pi) > delta. The engine's log-probs where there are any."""
+    """Return [s], False for sequences to mask: A < 0 and mean_t (log pi_generated - log pi) > delta.
+
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. log pi_generated are the engine's
+    log-probs if there are any, else the trainer's.
+    """
     rows, batch = terms.rows, terms.batch
     generated = terms.old if batch.rollout_logprobs is None else batch.rollout_logprobs
     drift = rows.mean(generated - terms.logprobs)
@@ -50,8 +56,10 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(terms: Terms) -> Metrics:
-    """By ms-swift's names: how far the trainer's policy at generation is from the engine's. All are means over the
-    step, not of means over micro batches, so they do not depend on how completions were packed."""
+    """Compute the distance between the trainer's policy at generation and the engine's, under ms-swift's names.
+
+    All are means over the step, not means of micro batch means, so they do not depend on how completions were packed.
+    """
     batch, rows = terms.batch, terms.rows
     rollout = batch.rollout_logprobs
     assert rollout is not None
@@ -59,7 +67,7 @@ def mismatch_metrics(terms: Terms) -> Metrics:
     trained, generated = rows.mean(terms.old), rows.mean(rollout)  # [s]
     rho, geometric = log_rho.clamp(-SAFE, SAFE).exp(), rows.mean(log_rho).clamp(-SAFE, SAFE).exp()
     gap = generated - trained
-    found = {
+    metrics = {
         "training_ppl": sequence_mean((-trained).clamp(max=SAFE).exp(), batch),
         "training_log_ppl": sequence_mean(-trained, batch),
         "rollout_ppl": sequence_mean((-generated).clamp(max=SAFE).exp(), batch),
@@ -74,15 +82,16 @@ def mismatch_metrics(terms: Terms) -> Metrics:
         "chi2_token": token_mean(rho.square() - 1, batch),
         "chi2_seq": sequence_mean(geometric.square() - 1, batch),
     }
-    return {f"rollout_correction/{name}": value for name, value in found.items()}
+    return {f"rollout_correction/{name}": value for name, value in metrics.items()}
 
 
-# The effective sample size is a quotient of sums: `effective_sample_size` divides when the whole step is summed up.
+# The effective sample size is a quotient of sums: `effective_sample_size` divides once the whole step is summed.
 _MEAN, _SQUARE = "rollout_correction/ess_mean", "rollout_correction/ess_square"
 
 
 @torch.no_grad()
 def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: CorrectionConfig) -> Metrics:
+    """Compute metrics of the importance weights."""
     batch, limit = terms.batch, config.threshold
     bounded = weights.clamp(1 / limit, limit)
     if config.mode in ("token_truncate", "token_mask"):
@@ -98,7 +107,10 @@ def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, c
 
 
 def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """(mean w)^2 / mean w^2 of the bounded weights, as a share of the tokens: 1 when all weigh the same."""
+    """Replace the two sums by the effective sample size, a fraction of the tokens: 1 if all weights are equal.
+
+    It is (mean w)^2 / mean w^2 of the bounded weights.
+    """
     if _MEAN not in metrics:
         return metrics
     rest = {name: value for name, value in metrics.items() if name not in (_MEAN, _SQUARE)}

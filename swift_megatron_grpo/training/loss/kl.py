@@ -10,24 +10,24 @@ from swift_megatron_grpo.config import KlEstimator
 
 
 def k1(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """log(pi / ref): unbiased, often negative. In a loss its gradient is 0 on average: it is for rewards."""
+    """Compute log(pi / ref): unbiased, often negative. For rewards only: in a loss its gradient is 0 on average."""
     return logprobs - base
 
 
 def k1_abs(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """|log(pi / ref)|"""
+    """Compute |log(pi / ref)|."""
     return (logprobs - base).abs()
 
 
 def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """1/2 log(pi / ref)^2: biased, but its gradient is that of the KL."""
+    """Compute 1/2 log(pi / ref)^2: biased, but its gradient is that of the KL."""
     return 0.5 * (logprobs - base).square()
 
 
 def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased, never negative, low variance. GRPO, 2402.03300.
+    """Compute ref / pi - 1 - log(ref / pi): unbiased, never negative, low variance. GRPO, 2402.03300.
 
-    Bounded as in ms-swift, so that one token cannot swamp the step.
+    Clamped as in ms-swift, so that one token cannot dominate the step.
     """
     log_ratio = (base - logprobs).clamp(-20, 20)
     return (log_ratio.exp() - log_ratio - 1).clamp(-10, 10)

@@ -1,4 +1,4 @@
-"""The policy losses that are a value per token: [m], and numbers for the log.
+"""The policy losses that have a value per token, [m]. Each returns it with its metrics.
 
 r: importance ratio at --importance_sampling_level, A: advantage, both per token.
 """
@@ -13,11 +13,11 @@ from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
 def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, with DAPO's two bounds (2503.14476):
+    """Compute PPO's clipped surrogate, https://arxiv.org/abs/1707.06347, with DAPO's two bounds (2503.14476):
 
         - min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A)
 
-    Where A < 0 and r is large, r A has no bound. Two flags give it one, the same where both apply:
+    For A < 0 and large r, r A is not bounded. Two flags bound it, in the same way where both apply:
     --delta: min(r, delta) in the first term (INTELLECT-2, https://arxiv.org/abs/2505.07291)
     --dual_clip: max(the above, dual_clip A) where A < 0 (https://arxiv.org/abs/1912.09729)
     """
@@ -31,7 +31,7 @@ def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
 
 def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
-    """Where clipping took the gradient away. The extremes are over completions."""
+    """Compute the fraction of tokens whose gradient clipping removes. The extremes are over completions."""
     ratio, advantages, batch = terms.ratio.detach(), terms.advantages, terms.batch
     low = ((ratio < 1 - config.epsilon_low) & (advantages < 0)).float()
     high = ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float()
@@ -47,23 +47,23 @@ def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
 
 
 def cispo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """CISPO, https://arxiv.org/abs/2506.13585: every token keeps its gradient, only its weight is bounded.
+    """Compute CISPO, https://arxiv.org/abs/2506.13585: every token keeps its gradient, only its weight is bounded.
 
         - sg[min(r, epsilon_high)] A log pi
 
-    As in ms-swift, epsilon_high is the bound itself here and not its distance from 1.
+    Like in ms-swift, epsilon_high is the bound itself here, not its distance from 1.
     """
     ratio = terms.ratio.detach()
     over = ((ratio > config.epsilon_high) & (terms.advantages > 0)).float()
     loss = -ratio.clamp(max=config.epsilon_high) * terms.advantages * terms.logprobs
-    share = token_mean(over, terms.batch)
-    return loss, {"cispo_clip_ratio": share, "actor/clipfrac": share}
+    clipped_share = token_mean(over, terms.batch)
+    return loss, {"cispo_clip_ratio": clipped_share, "actor/clipfrac": clipped_share}
 
 
 def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """SAPO, https://arxiv.org/abs/2511.20347: a soft gate in place of a hard clip.
+    """Compute SAPO, https://arxiv.org/abs/2511.20347: a soft gate instead of a hard clip.
 
-    - 4/tau sigmoid(tau (r - 1)) A    with tau_pos where A > 0, tau_neg elsewhere
+    - 4/tau sigmoid(tau (r - 1)) A    with tau_pos if A > 0, else tau_neg
     """
     tau_pos, tau_neg = config.sapo.tau_pos, config.sapo.tau_neg
     positive = 4 / tau_pos * torch.sigmoid(tau_pos * (terms.ratio - 1))
@@ -72,13 +72,14 @@ def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
 
 def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
-    """FIPO, https://arxiv.org/abs/2603.19835: the clipped surrogate, each token weighed by how the policy has moved on
-    what came after it.
+    """Compute FIPO, https://arxiv.org/abs/2603.19835: the clipped surrogate with a weight per token.
+
+    The weight measures how much the policy has changed on the tokens after it:
 
         F_t = sum_{k >= t} gamma^(k - t) (log pi(k) - log pi_old(k)),    gamma = 2^(-1 / decay_rate)
-        weight = sg[clip(exp F_t)],  at most 1 and at least 0.8 where A < 0 and r > safety_threshold
+        weight = sg[clip(exp F_t)],  clamped to [0.8, 1] if A < 0 and r > safety_threshold
 
-    As in ms-swift, tokens with r > --delta add nothing to F, and clip is to [1, 1 + clip_range] or, without
+    Like in ms-swift, tokens with r > --delta add nothing to F, and clip is to [1, 1 + clip_range] or, without
     clip_high_only, [1 - clip_range, 1 + clip_range].
     """
     loss, metrics = clipped(terms, config)
@@ -93,12 +94,12 @@ def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
 @torch.no_grad()
 def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weight, F, and 1.0 where the safety threshold caps: [m] each."""
+    """Return FIPO's weight, F, and 1.0 for tokens that the safety threshold caps: [m] each."""
     settings, rows = config.fipo, terms.rows
-    moved = terms.log_ratio
+    log_ratio = terms.log_ratio
     if config.delta is not None:
-        moved = moved.masked_fill(terms.ratio > config.delta, 0.0)
-    future = rows.pick(discounted_future_sum(rows.lay(moved), 2 ** (-1 / settings.decay_rate)))
+        log_ratio = log_ratio.masked_fill(terms.ratio > config.delta, 0.0)
+    future = rows.pick(discounted_future_sum(rows.lay(log_ratio), 2 ** (-1 / settings.decay_rate)))
     weight = future.clamp(-SAFE, SAFE).exp()
     if settings.clip_range:
         low = 1.0 if settings.clip_high_only else 1 - settings.clip_range
@@ -111,7 +112,10 @@ def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Ten
 
 
 def discounted_future_sum(grid: torch.Tensor, gamma: float) -> torch.Tensor:
-    """[s, w] -> y_t = sum_{k >= t} gamma^(k - t) x_k along each row, in log2(w) steps: each doubles how far y looks."""
+    """Compute y_t = sum_{k >= t} gamma^(k - t) x_k along the rows of [s, w].
+
+    It takes log2(w) steps, of which each doubles the reach of the sum.
+    """
     reach, width = 1, grid.shape[1]
     while reach < width:
         later = torch.nn.functional.pad(grid[:, reach:], (0, reach))

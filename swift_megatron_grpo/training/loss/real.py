@@ -9,13 +9,15 @@ from swift_megatron_grpo.training.loss.terms import Terms
 
 
 def real(terms: Terms, kept: torch.Tensor, config: LossConfig) -> torch.Tensor:
-    """Share of the mean over the step's groups of
+    """Compute the micro batch's share of the mean over the step's groups.
+
+    The value of a group is
 
         log(1 + sum_{negative} exp(S / tau)) + log(1 + sum_{positive} exp(-S / tau))
 
-    with S the mean log-ratio of a completion, positive where A > 0. A group without both kinds contributes 0. A group
-    must lie in one micro batch whole. `kept`: [s] which completions take part; ms-swift lets the others take part with
-    S = 0.
+    with S the mean log-ratio of a completion; completions with A > 0 are positive. A group without both kinds
+    contributes 0. All completions of a group must be in one micro batch. `kept`: [s], True for completions to include;
+    ms-swift includes the others with S = 0.
     """
     batch, rows = terms.batch, terms.rows
     scores = rows.mean(terms.log_ratio) / config.real_tau  # [s]
@@ -29,7 +31,7 @@ def real(terms: Terms, kept: torch.Tensor, config: LossConfig) -> torch.Tensor:
 
 
 def _log_one_plus(scores: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
-    """[s], [groups, s] -> log(1 + sum of exp(score) of the members): [groups]"""
+    """Compute log(1 + sum of exp(score) over the members): [s], [groups, s] -> [groups]."""
     chosen = scores[None].masked_fill(~member, -torch.inf)
     one = scores.new_zeros(len(member), 1)
     return torch.cat([chosen, one], 1).logsumexp(1)

@@ -1,4 +1,4 @@
-"""Packed tokens as rows of sequences, for losses that look at whole sequences.
+"""Packed tokens as rows of sequences, for losses that read whole sequences.
 
 m: trained tokens of the micro batch, s: its sequences, w: tokens of the longest.
 """
@@ -14,14 +14,18 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Every index is used once, so gradients add up in a fixed order: no atomics, the same run twice."""
+    """Index of packed tokens in a grid of sequences.
+
+    Every index is used once, so gradients are summed in a fixed order: no atomics, and runs are reproducible.
+    """
 
     lengths: torch.Tensor  # [s]
     width: int
-    places: torch.Tensor  # [m] where token i lies in the s * w cells
+    places: torch.Tensor  # [m] cell of token i among the s * w cells
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
+        """Return the rows of this micro batch."""
         lengths, tokens = batch.lengths, sum(batch.counts)
         width = max(batch.counts)
         sequence = torch.arange(len(batch.counts), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
@@ -30,22 +34,22 @@ class Rows:
         return cls(lengths, width, places)
 
     def lay(self, values: torch.Tensor) -> torch.Tensor:
-        """[m] -> [s, w], zeros beyond a sequence's end."""
+        """Lay tokens out as a grid: [m] -> [s, w], zeros after the end of a sequence."""
         cells = values.new_zeros(len(self.lengths) * self.width)
         return cells.index_copy(0, self.places, values).view(len(self.lengths), self.width)
 
     def pick(self, grid: torch.Tensor) -> torch.Tensor:
-        """[s, w] -> [m]"""
+        """Return the tokens of a grid: [s, w] -> [m]."""
         return grid.reshape(-1).index_select(0, self.places)
 
     def spread(self, per_sequence: torch.Tensor) -> torch.Tensor:
-        """[s] -> [m]: each token gets its sequence's value."""
+        """Give each token the value of its sequence: [s] -> [m]."""
         return self.pick(per_sequence[:, None].expand(-1, self.width))
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """[m] -> [s]"""
+        """Sum over the tokens of each sequence: [m] -> [s]."""
         return self.lay(values).sum(1)
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """[m] -> [s]; 0 for a sequence without trained tokens."""
+        """Average over the tokens of each sequence: [m] -> [s]; 0 for a sequence without trained tokens."""
         return self.sum(values) / self.lengths.clamp(min=1)

@@ -1,4 +1,4 @@
-"""What every loss starts from: log-probs, now and when the completions were generated, and their ratio.
+"""The inputs of every loss: log-probs now, log-probs when the completions were generated, and their ratio.
 
 m: trained tokens of the micro batch, s: its sequences.
 """
@@ -13,7 +13,7 @@ from swift_megatron_grpo.config import RatioLevel
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.training.loss.rows import Rows
 
-# exp(20) is 5e8. Beyond it a ratio says only "far away"; exp would overflow, and its gradient be 0 * inf.
+# exp(20) is 5e8. A larger ratio has no more meaning than "far off", but exp would overflow and its gradient be 0 * inf.
 SAFE = 20.0
 
 Metrics = dict[str, torch.Tensor]
@@ -21,25 +21,28 @@ Metrics = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What the model says of the trained tokens."""
+    """Model outputs for the trained tokens."""
 
     logprobs: torch.Tensor  # [m] fp32, with gradient
-    entropy: torch.Tensor | None  # [m] fp32, with gradient; None: not asked for
+    entropy: torch.Tensor | None  # [m] fp32, with gradient; None: not requested
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
+    """Inputs of a loss for one micro batch."""
+
     batch: MicroBatch
     rows: Rows
     logprobs: torch.Tensor  # [m] with gradient
     entropy: torch.Tensor | None  # [m] with gradient
-    old: torch.Tensor  # [m] of the old policy, as the trainer computes them; or of an older one, as the engine told
+    old: torch.Tensor  # [m] log-probs of the old policy by the trainer, or of an older policy by the engine
     log_ratio: torch.Tensor  # [m] logprobs - old
     ratio: torch.Tensor  # [m] importance of a token at --importance_sampling_level
     advantages: torch.Tensor  # [m]
 
     @classmethod
     def of(cls, batch: MicroBatch, output: TokenOutput, level: RatioLevel) -> Terms:
+        """Compute the terms of a micro batch."""
         rows = Rows.of(batch)
         # On the first step after a rollout the policy is the old one itself: the ratio is exactly 1.
         old = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
@@ -49,11 +52,11 @@ class Terms:
 
 
 def at_level(log_ratio: torch.Tensor, rows: Rows, level: RatioLevel) -> torch.Tensor:
-    """[m] -> [m], the log of
+    """Return the log of the importance ratio, [m] -> [m], at one of these levels:
 
     token           r_t = pi(t) / pi_old(t)
     sequence        s = (prod_t r_t) ^ (1 / |s|), the same for all tokens: GSPO, https://arxiv.org/abs/2507.18071
-    sequence_token  sg[s] * pi(t) / sg[pi(t)]: that value, each token with the gradient of its own: GSPO-token, there
+    sequence_token  sg[s] * pi(t) / sg[pi(t)]: that value with each token's own gradient: GSPO-token, in the same paper
     """
     if level == "token":
         return log_ratio

@@ -1,4 +1,4 @@
-"""policy loss + beta * KL - entropy_coef * entropy: what is common to all losses."""
+"""The total loss: policy loss + beta * KL - entropy_coef * entropy."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ PolicyLoss = Callable[[Terms, LossConfig], tuple[torch.Tensor, Metrics]]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    policy: PolicyLoss | None  # per token; None: of whole groups, see real.py
+    """A policy loss and how its tokens are averaged."""
+
+    policy: PolicyLoss | None  # per token; None: the loss of whole groups in real.py
     average: Average
 
 
 LOSSES: dict[str, Loss] = {
     "grpo": Loss(policies.clipped, over_sequences),
-    "bnpo": Loss(policies.clipped, over_tokens),  # as in ms-swift: over the step, it is dapo
+    "bnpo": Loss(policies.clipped, over_tokens),  # like in ms-swift; averaged over the whole step it equals dapo
     "dapo": Loss(policies.clipped, over_tokens),
     "dr_grpo": Loss(policies.clipped, over_budget),
     "cispo": Loss(policies.cispo, over_tokens),
@@ -48,35 +50,39 @@ LOSSES: dict[str, Loss] = {
 
 
 def make_loss(config: LossConfig) -> LossFunction:
+    """Return the loss function that `config` describes."""
     if config.name not in LOSSES:
-        raise ValueError(f"unknown loss {config.name!r}; known are {', '.join(LOSSES)}")
+        raise ValueError(f"unknown loss {config.name!r}; use one of {', '.join(LOSSES)}")
     if LOSSES[config.name].average is over_budget and config.max_completion_length is None:
-        raise ValueError(f"{config.name} divides by max_completion_length, which is not set")
+        raise ValueError(
+            f"loss {config.name} divides by max_completion_length, which is not set; set --max_completion_length"
+        )
     return partial(loss, config=config)
 
 
 def reads_entropy(config: LossConfig) -> bool:
-    """Whether the model must compute entropies for this loss."""
+    """Return True if the model must compute entropies for this loss."""
     return config.log_entropy or config.entropy_coef != 0
 
 
 def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
+    """Compute this micro batch's share of the step's loss, and of its metrics."""
     terms = Terms.of(batch, output, config.level)
     recipe = LOSSES[config.name]
     weights, kept, metrics = _corrections(terms, config)
 
     def share(per_token: torch.Tensor) -> torch.Tensor:
-        """Of the tokens whose sequence is kept, by their rollout correction."""
-        weighed = per_token if weights is None else per_token * weights
-        kept_only = weighed if kept is None else weighed.masked_fill(~terms.rows.spread(kept), 0.0)
+        """Average the tokens of kept sequences, weighted by the rollout correction."""
+        weighted = per_token if weights is None else per_token * weights
+        kept_only = weighted if kept is None else weighted.masked_fill(~terms.rows.spread(kept), 0.0)
         return recipe.average(kept_only, terms.rows, batch, config)
 
     if recipe.policy is None:
         trained = batch.lengths > 0
         policy_loss = real(terms, trained if kept is None else trained & kept, config)
     else:
-        per_token, found = recipe.policy(terms, config)
-        metrics |= found
+        per_token, policy_metrics = recipe.policy(terms, config)
+        metrics |= policy_metrics
         policy_loss = share(per_token if batch.selected is None else per_token * batch.selected)
     total = policy_loss
     metrics["actor/pg_loss"] = policy_loss.detach()
@@ -94,7 +100,7 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
 
 
 def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None, torch.Tensor | None, Metrics]:
-    """Weights of tokens [m], which sequences are trained [s], and numbers for the log."""
+    """Return the weights of tokens [m] and the mask of trained sequences [s], None for no change, and metrics."""
     batch, settings = terms.batch, config.correction
     metrics: Metrics = {}
     weights = kept = None
@@ -107,7 +113,7 @@ def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None,
             weights = correction.importance_weights(log_rho, terms.rows, settings)
             metrics |= correction.weight_metrics(log_rho, weights, terms, settings)
     elif settings.mode is not None:
-        raise ValueError(f"rollout correction {settings.mode} needs the engine's log-probs, and the samples have none")
+        raise ValueError(f"rollout correction {settings.mode} needs the engine's log-probs, but the samples have none")
     if settings.mask_delta is not None:
         kept = correction.near_policy(terms, settings.mask_delta)
         metrics["off_policy_sequence_mask/masked_frac"] = sequence_mean((~kept).float(), batch)

@@ -1,0 +1,8 @@
+"""Corrections of what megatron-core, mcore-bridge and Transformer Engine get wrong, one file each.
+
+    expert_marks.py           gradients of experts without expert parallelism
+    tensor_parallel_marks.py  the gradient norm with tensor parallelism
+    moe_aux_losses.py         values of the losses that MoE layers add
+
+Each file names the versions and the test that fails once upstream is fixed. Tests: tests/unit/training/megatron_fixes.
+"""

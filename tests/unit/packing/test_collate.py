@@ -1,4 +1,4 @@
-"""The plan deals every sample once; a packed micro batch holds the same tokens however it is cut."""
+"""A plan assigns every sample once, and a packed micro batch holds the same tokens with every context-parallel size."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 12)), min_size=1, 
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
-def test_every_sample_is_dealt_once_and_counts_are_equal(dp: int, micro: int, accumulation: int) -> None:
+def test_every_sample_is_assigned_once_and_counts_are_equal(dp: int, micro: int, accumulation: int) -> None:
     plan = plan_by_count(dp * micro * accumulation, dp, micro)
-    dealt = [i for rank in plan.assignment for batch in rank for i in batch]
-    assert sorted(dealt) == list(range(dp * micro * accumulation))
+    assigned = [i for rank in plan.assignment for batch in rank for i in batch]
+    assert sorted(assigned) == list(range(dp * micro * accumulation))
     assert {len(rank) for rank in plan.assignment} == {accumulation} == {plan.num_micro_batches}
 
 
-def test_a_number_that_cannot_be_dealt_is_refused_with_the_multiple_that_can() -> None:
+def test_a_number_of_samples_that_cannot_be_split_is_refused_with_the_multiple_that_can() -> None:
     with pytest.raises(ValueError, match="positive multiple of 6"):
         plan_by_count(10, dp_size=2, micro_batch_size=3)
 
 
 @given(shapes, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.booleans())
-def test_padding_meets_what_the_layout_demands(
+def test_padding_meets_the_multiples_of_the_layout(
     sizes: list[tuple[int, int]], cp: int, tp: int, sequence_parallel: bool
 ) -> None:
     align = Alignment.of_layout(tp, cp, sequence_parallel)
@@ -59,7 +59,7 @@ def test_padding_meets_what_the_layout_demands(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
-def test_zigzag_gives_every_position_to_one_rank_and_every_rank_the_same_number(pieces: list[int], cp: int) -> None:
+def test_zigzag_assigns_every_position_to_one_rank_and_each_rank_the_same_number(pieces: list[int], cp: int) -> None:
     lengths = [piece * 2 * cp for piece in pieces]
     held = [zigzag_positions(lengths, rank, cp) for rank in range(cp)]
     assert sorted(i for rank in held for i in rank) == list(range(sum(lengths)))
@@ -67,13 +67,15 @@ def test_zigzag_gives_every_position_to_one_rank_and_every_rank_the_same_number(
 
 
 @given(shapes, st.sampled_from([1, 2, 4]))
-def test_rows_predict_their_targets_and_ranks_join_to_the_whole(sizes: list[tuple[int, int]], cp: int) -> None:
+def test_rows_predict_their_targets_and_all_ranks_together_hold_every_row(
+    sizes: list[tuple[int, int]], cp: int
+) -> None:
     samples = make_samples(sizes)
     align = Alignment.of_layout(tp_size=1, cp_size=cp, sequence_parallel=False)
     indices = range(len(samples))
     ranks = [collate(samples, indices, count(samples), align, rank, cp, CPU) for rank in range(cp)]
 
-    rebuilt = []  # (sequence-local position of the row, target), in the order of the micro batch
+    # (position of the row within its sequence, target), in the order of the micro batch
     values = torch.cat([rank.inputs.head_targets for rank in ranks])[ranks[0].inputs.cp_order]
     rows = torch.cat([rank.inputs.position_ids[0][rank.inputs.head_positions] for rank in ranks])
     rebuilt = list(zip(rows[ranks[0].inputs.cp_order].tolist(), values.tolist(), strict=True))
@@ -89,14 +91,14 @@ def test_rows_predict_their_targets_and_ranks_join_to_the_whole(sizes: list[tupl
     assert sum(ranks[0].inputs.cp_counts) == len(expected)
 
 
-def test_each_row_sees_the_token_before_its_target() -> None:
+def test_the_input_of_each_row_is_the_token_before_its_target() -> None:
     samples = make_samples([(3, 4), (2, 1)])
     batch = collate(samples, [1, 0], count(samples), Alignment(1, 1), 0, 1, CPU)
-    seen = batch.inputs.input_ids[0][batch.inputs.head_positions].tolist()
+    inputs = batch.inputs.input_ids[0][batch.inputs.head_positions].tolist()
     expected = [
         sample.tokens[i - 1] for sample in (samples[1], samples[0]) for i, m in enumerate(sample.completion_mask) if m
     ]
-    assert seen == expected
+    assert inputs == expected
     assert batch.inputs.cu_seqlens.tolist() == [0, 3, 10]
 
 
@@ -108,12 +110,12 @@ def test_normalisers_count_the_whole_step() -> None:
 
 def test_a_trained_first_token_is_refused() -> None:
     sample = Sample(tokens=[1, 2], completion_mask=[True, True], advantage=0.0)
-    with pytest.raises(ValueError, match="a prompt needs a token"):
+    with pytest.raises(ValueError, match="a prompt needs at least one token"):
         collate([sample], [0], count([sample]), Alignment(1, 1), 0, 1, CPU)
 
 
 def test_log_probs_of_the_wrong_length_are_refused() -> None:
     samples = make_samples([(2, 3), (2, 2)])
     samples[1].old_logprobs = [0.0]
-    with pytest.raises(ValueError, match="old log-probs: 1 for a completion of 2"):
+    with pytest.raises(ValueError, match="old log-probs: 1 given for a completion of 2"):
         collate(samples, [0, 1], count(samples), Alignment(1, 1), 0, 1, CPU)

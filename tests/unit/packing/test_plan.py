@@ -1,4 +1,4 @@
-"""The plan keeps the budget, gives every rank the same number of micro batches and the same work, and is quick."""
+"""The plan keeps the token budget, gives all ranks as many micro batches and equal work, and is computed quickly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def log_normal(number: int, seed: int) -> list[int]:
 
 
 def log_normal_of_total(total: int, seed: int) -> list[int]:
-    """As many of them as come to exactly `total` tokens."""
+    """Return lengths that add up to exactly `total` tokens."""
     lengths: list[int] = []
     for length in log_normal(total // 200, seed):
         if sum(lengths) + length >= total:
@@ -59,7 +59,7 @@ def imbalance(values: Sequence[float]) -> float:
 
 
 def best_fit_decreasing(sizes: Sequence[int], room: int) -> int:
-    """Written to be read: the planner's own must open no more."""
+    """Return the number of bins, computed in the simplest way; the planner must not open more."""
     rooms: list[int] = []
     for size in sorted((min(size, room) for size in sizes), reverse=True):
         tightest = min((left for left in rooms if left >= size), default=None)
@@ -69,7 +69,7 @@ def best_fit_decreasing(sizes: Sequence[int], room: int) -> int:
     return len(rooms)
 
 
-# Rules that hold for whatever comes
+# Rules that hold for every step
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """All that is legal."""
+    """Draw any legal step."""
     ranks, multiple = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
     align = Alignment.of_layout(draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([1, 2, 4])), draw(st.booleans()))
     longest = draw(st.sampled_from([1, 8, 60]))
@@ -108,7 +108,7 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @given(steps())
-def test_every_sample_once_counts_equal_no_micro_batch_empty_the_largest_first(step: Step) -> None:
+def test_every_sample_is_assigned_once_no_micro_batch_is_empty_and_the_largest_comes_first(step: Step) -> None:
     plan = step.plan
     assert len(plan.assignment) == step.ranks
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
@@ -121,7 +121,7 @@ def test_every_sample_once_counts_equal_no_micro_batch_empty_the_largest_first(s
 
 
 @given(steps())
-def test_the_budget_is_kept_and_what_exceeds_it_is_named(step: Step) -> None:
+def test_the_budget_is_kept_and_samples_that_exceed_it_are_listed(step: Step) -> None:
     plan = step.plan
     too_large = [batch for batch in batches_of(plan) if step.tokens(batch) > step.budget]
     assert plan.over_budget == tuple(sorted(i for batch in too_large for i in batch))
@@ -137,8 +137,8 @@ def test_micro_batches_are_as_few_as_a_tight_packing_needs(step: Step) -> None:
 
 
 @given(steps(), st.randoms(use_true_random=False))
-def test_the_order_of_samples_changes_only_their_numbers(step: Step, rng: random.Random) -> None:
-    # All of a sample counts: what is equal after padding but not in length may change places.
+def test_the_order_of_samples_changes_only_their_indices(step: Step, rng: random.Random) -> None:
+    # Lengths are padded here, because samples that differ only before padding may swap places.
     step = replace(step, lengths=step.padded)
     shuffled = replace(step, lengths=rng.sample(step.lengths, len(step.lengths)))
 
@@ -148,7 +148,7 @@ def test_the_order_of_samples_changes_only_their_numbers(step: Step, rng: random
     assert shape(step) == shape(shuffled)
 
 
-# What it is for: equal work, full micro batches
+# The goals: equal work, full micro batches
 
 
 @pytest.mark.parametrize("cost", [SMALL, LARGE], ids=["0.6B", "7B"])
@@ -178,7 +178,7 @@ def test_256_samples_fill_the_micro_batches_that_four_ranks_can_share(share: flo
         assert imbalance(work_of_ranks(plan, lengths, lengths, SMALL)) <= 1.03, seed
 
 
-def test_256_samples_need_the_least_number_of_micro_batches_and_none_holds_up_a_pipeline() -> None:
+def test_256_samples_need_the_least_number_of_micro_batches_and_none_stalls_a_pipeline() -> None:
     for seed in range(40):
         lengths = log_normal(256, seed)
         plan = plan_by_tokens(lengths, 4, K16, SMALL, PLAIN)
@@ -188,13 +188,13 @@ def test_256_samples_need_the_least_number_of_micro_batches_and_none_holds_up_a_
             assert imbalance(work) <= 1.05, seed
 
 
-def test_one_long_sequence_weighs_as_much_as_its_attention() -> None:
+def test_the_work_of_a_long_sequence_includes_its_attention() -> None:
     attention_only = FlopsModel(per_token=0, per_token_squared=1)
     plan = plan_by_tokens([8, 4, 4, 4, 4], 2, 16, attention_only, PLAIN)
     assert sorted(batches_of(plan)) == [(0,), (1, 2, 3, 4)]
 
 
-def test_the_head_works_on_completions_only() -> None:
+def test_the_work_of_the_head_counts_completions_only() -> None:
     head_only = FlopsModel(per_token=0, per_token_squared=0, per_completion_token=1)
     heads = [9, 9, 1, 1]
     plan = plan_by_tokens([10, 10, 10, 10], 2, 40, head_only, PLAIN, completion_lengths=heads)
@@ -216,7 +216,7 @@ def test_extremes(lengths: list[int], ranks: int, budget: int, sizes: list[int])
     assert plan.over_budget == ()
 
 
-def test_a_giant_goes_alone_and_its_rank_gets_less_of_the_rest() -> None:
+def test_a_sample_over_the_budget_gets_its_own_micro_batch_and_its_rank_less_other_work() -> None:
     lengths = [50, *[10] * 15]
     plan = plan_by_tokens(lengths, 2, 40, TOKENS, PLAIN)
     assert plan.over_budget == (0,)
@@ -230,20 +230,20 @@ def test_too_few_small_samples_are_spread_so_that_no_rank_is_idle() -> None:
     assert plan.over_budget == ()
 
 
-def test_samples_share_beyond_the_budget_only_where_a_micro_batch_would_be_empty() -> None:
+def test_samples_share_a_micro_batch_beyond_the_budget_only_if_one_would_be_empty() -> None:
     plan = plan_by_tokens([9, 8, 7, 6, 6], 2, 10, SMALL, PLAIN)  # five micro batches for two ranks
     assert plan.num_micro_batches == 2
     assert plan.over_budget == (3, 4)
 
 
 @pytest.mark.parametrize("budget", [-1, 0])
-def test_a_budget_of_no_token_is_refused(budget: int) -> None:
-    with pytest.raises(ValueError, match="holds nothing; use a budget of 16384"):
+def test_a_budget_below_one_token_is_refused(budget: int) -> None:
+    with pytest.raises(ValueError, match="holds no token; use a budget of 16384"):
         plan_by_tokens([80, 60, 70], 1, budget, SMALL, PLAIN)
 
 
 @pytest.mark.parametrize("budget", [1, 59])
-def test_a_budget_below_every_sample_gives_each_a_micro_batch_of_its_own(budget: int) -> None:
+def test_a_budget_below_every_sample_gives_each_sample_its_own_micro_batch(budget: int) -> None:
     plan = plan_by_tokens([80, 60, 70], 1, budget, SMALL, Alignment(sequence=4, total=8))
     assert sorted(batches_of(plan)) == [(0,), (1,), (2,)]
     assert plan.over_budget == (0, 1, 2)
@@ -298,7 +298,7 @@ def test_another_micro_batch_size_for_inference_moves_no_sample_to_another_rank(
         ([5, 5, 0, 5], 1, r"completion 2 of the step has no tokens"),
     ],
 )
-def test_samples_that_cannot_be_dealt(lengths: list[int], multiple: int, message: str) -> None:
+def test_samples_that_cannot_be_planned_are_refused(lengths: list[int], multiple: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_by_tokens(lengths, 4, 100, SMALL, PLAIN, multiple)
 
@@ -312,21 +312,20 @@ def test_the_same_plan_in_every_process_without_torch() -> None:
         "plan = plan_by_tokens(lengths, 4, 16384, FlopsModel(1e9, 1e5, 3e8), Alignment(4, 8), 2)\n"
         "print(hashlib.sha256(repr(plan).encode()).hexdigest(), 'torch' in sys.modules, 'numpy' in sys.modules)\n"
     )
-    root = REPOSITORY
-    answers = {
+    outputs = {
         subprocess.check_output(
-            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=root, text=True
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=REPOSITORY, text=True
         )
         for seed in ("0", "1", "12345")
     }
-    assert len(answers) == 1
-    assert answers.pop().split()[1:] == ["False", "False"]
+    assert len(outputs) == 1
+    assert outputs.pop().split()[1:] == ["False", "False"]
 
 
 @pytest.mark.parametrize("budget", [4096, K16])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_4096_samples_are_planned_quickly(ranks: int, budget: int) -> None:
-    """50 ms is the bound on a quiet machine; three times that here."""
+    """The bound on an idle machine is 50 ms; the test allows three times that."""
     lengths = log_normal(4096, seed=0)
     seconds = []
     for _ in range(7):
