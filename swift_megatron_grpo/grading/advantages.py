@@ -71,10 +71,10 @@ def group_advantages(
 
 def _subtract_mean(rewards: Rewards) -> list[float | None]:
     """Subtract the mean of the valid rewards; return only None if there are fewer than two."""
-    known = valid(rewards)
-    if len(known) < 2:
+    values = valid(rewards)
+    if len(values) < 2:
         return [None] * len(rewards)
-    centre = mean(known)
+    centre = mean(values)
     return [None if reward is None else reward - centre for reward in rewards]
 
 
@@ -105,8 +105,8 @@ def gdpo_advantages(
                 partial_sum = sums[i]
                 if centred is not None and partial_sum is not None:
                     sums[i] = partial_sum + weight * centred / spread
-    known = valid(sums)
-    if len(known) < 2:
+    values = valid(sums)
+    if len(values) < 2:
         return [0.0] * len(rewards)
-    centre, spread = mean(known), standard_deviation(known) + _GDPO_EPSILON
+    centre, spread = mean(values), standard_deviation(values) + _GDPO_EPSILON
     return [0.0 if value is None else (value - centre) / spread for value in sums]

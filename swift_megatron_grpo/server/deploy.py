@@ -89,15 +89,16 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
     def _start_data_parallel_workers(self) -> None:
         """Start one process: vLLM's asynchronous engine creates its data-parallel ranks itself."""
-        stock, worker_stock = Pipe()
-        ours, worker_ours = Pipe()
-        process = Process(target=run_worker, args=(self.args, 0, self.master_port, worker_stock, worker_ours))
+        stock_pipe, worker_stock_pipe = Pipe()
+        command_pipe, worker_command_pipe = Pipe()
+        worker_pipes = (worker_stock_pipe, worker_command_pipe)
+        process = Process(target=run_worker, args=(self.args, 0, self.master_port, *worker_pipes))
         process.start()
-        for end in (worker_stock, worker_ours):  # open in the child only, so that each side detects the other's exit
+        for end in worker_pipes:  # open in the child only, so that each side detects the other's exit
             end.close()
-        self.connections.append(stock)
+        self.connections.append(stock_pipe)
         self.processes.append(process)
-        self.commands = Commands(ours)
+        self.commands = Commands(command_pipe)
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -209,7 +210,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
     async def receive(self, body: ReceiveRequest, run: Run = None) -> dict[str, Any]:
         """Receive the weights that the trainer is sending; respond once all are loaded."""
         self._require_lease(run)
-        assert self.join_task is not None  # a run that holds the lease has joined
+        assert self.join_task is not None  # the trainer joins before it sends
         self.weights_version = NO_WEIGHTS
         await self.join_task
         report: dict[str, Any] = await self._call_engine(

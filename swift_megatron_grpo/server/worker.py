@@ -27,14 +27,22 @@ WORKER_EXTENSION = "swift_megatron_grpo.server.weight_receiver.WeightReceiver"
 
 
 def run_worker(
-    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+    args: GRPORolloutArguments,
+    data_parallel_rank: int,
+    master_port: int,
+    stock_pipe: Connection,
+    command_pipe: Connection,
 ) -> None:
-    """Run the engine process. `stock` is ms-swift's pipe to the web server, `ours` the pipe of pipe.py."""
-    asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock, ours))
+    """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` that of pipe.py."""
+    asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
 
 
 async def _run_worker(
-    args: GRPORolloutArguments, data_parallel_rank: int, master_port: int, stock: Connection, ours: Connection
+    args: GRPORolloutArguments,
+    data_parallel_rank: int,
+    master_port: int,
+    stock_pipe: Connection,
+    command_pipe: Connection,
 ) -> None:
     """Run both loops until one ends: the web server has exited or sent a shutdown, or the engine has failed."""
     built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
@@ -43,14 +51,14 @@ async def _run_worker(
         commands = EngineCommands(*await built)
         await asyncio.wait(
             [
-                asyncio.create_task(pipe.serve(ours, commands.commands)),
+                asyncio.create_task(pipe.serve(command_pipe, commands.commands)),
                 asyncio.create_task(commands.wait_for_engine_failure()),
             ],
             return_when=asyncio.FIRST_COMPLETED,
         )
 
     _patch_engine_construction(built.set_result)
-    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock)
+    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock_pipe)
     loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
     await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
     if built.done():

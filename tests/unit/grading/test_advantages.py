@@ -59,8 +59,8 @@ def test_advantages_equal_the_formula_of_the_paper(
     estimator: Estimator, scale: ScaleRewards, groups: list[list[float]]
 ) -> None:
     rewards = [r for group in groups for r in group]
-    ours = group_advantages(rewards, K, scale, estimator)
-    assert ours == pytest.approx(formula(groups, estimator, scale), rel=1e-6, abs=1e-6)
+    advantages = group_advantages(rewards, K, scale, estimator)
+    assert advantages == pytest.approx(formula(groups, estimator, scale), rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("estimator", WITH_GROUPS)

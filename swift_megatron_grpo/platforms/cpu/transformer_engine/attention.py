@@ -1,7 +1,7 @@
 """DotProductAttention: sbhd, bshd and packed thd batches, with and without context parallelism.
 
 Used by megatron-core's TEDotProductAttention. Packed sequences are processed one by one, so that time and memory grow
-with the sequences and not with the square of the pack, and a sequence's result is bit-identical whatever its
+with the sequences and not with the square of the pack, and a sequence's result is bit-identical for any
 neighbours. Context parallelism gathers keys and values: rank r of n has chunks r and 2n-1-r of 2n of every sequence,
 which is Transformer Engine's layout for all of its communication types.
 
