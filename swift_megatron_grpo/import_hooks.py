@@ -1,7 +1,7 @@
-"""Call back just before or right after a module executes, whoever imports it and whenever.
+"""Call functions just before or right after a module executes, regardless of who imports it and when.
 
-One finder on sys.meta_path looks the name up in two dictionaries and steps aside for every other module. Register
-before the import begins: a module that is being executed at that moment is refused, not missed.
+One finder on sys.meta_path looks the name up in two dictionaries and returns None for every other module. Register
+before the import begins: registering for a module that is already executing raises, so no callback is silently missed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _lock = Lock()  # guards the two dictionaries and sys.meta_path; never held whil
 
 
 def before_import(module_name: str, callback: Callable[[], None]) -> None:
-    """Call `callback()` once, just before the module executes. Raises if it has already begun to."""
+    """Call `callback()` once, just before the module executes. Raises RuntimeError if it has begun to execute."""
     with _lock:
         if module_name in sys.modules:
-            raise RuntimeError(f"{module_name} is already imported: nothing can run before it any more")
+            raise RuntimeError(f"{module_name} is already imported, so no callback can run before it")
         _before.setdefault(module_name, []).append(callback)
         _install()
 
 
 def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> None:
-    """Call `callback(module)` once, right after the module has executed; at once if it already has."""
+    """Call `callback(module)` once, right after the module has executed; immediately if it already has."""
     with _lock:
         module = sys.modules.get(module_name)
         if module is None:
             _after.setdefault(module_name, []).append(callback)
             _install()
             return
-    # `_initializing` is how the import system itself tells a module that still executes from a finished one.
+    # The import system itself distinguishes executing modules from finished ones by `_initializing`.
     if getattr(module.__spec__, "_initializing", False):
-        raise RuntimeError(f"{module_name} is being imported right now: register earlier")
+        raise RuntimeError(f"{module_name} is being imported at this moment: register the callback earlier")
     callback(module)
 
 
@@ -63,7 +63,7 @@ class _Finder:
 
 
 class _Loader(Loader):
-    """The real loader with callbacks around exec_module. It takes itself out before the module executes."""
+    """The real loader with callbacks around exec_module. It restores the real loader before the module executes."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -86,7 +86,7 @@ class _Loader(Loader):
         with _lock:
             after = _after.pop(spec.name, [])
         for hook in after:
-            # A module may put another object in its place while it executes: ms-swift's lazy packages do.
+            # A module may replace its entry in sys.modules while it executes: ms-swift's lazy packages do.
             hook(sys.modules[spec.name])
 
 

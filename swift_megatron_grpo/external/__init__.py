@@ -1,4 +1,9 @@
-"""The file for ms-swift's `--external_plugins`: see plugin.py beside this one."""
+"""The file to pass to ms-swift's `--external_plugins`.
+
+plugin.py  registers this package with ms-swift
+
+Tested by tests/contract/test_swift_seam.py.
+"""
 
 from pathlib import Path
 

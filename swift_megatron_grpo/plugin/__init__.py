@@ -1,0 +1,9 @@
+"""Activate this package inside ms-swift. Imports nothing: torch imports this folder in every process.
+
+autoload.py      entry point that torch calls at the end of `import torch`
+command_line.py  classify a process by its command line
+activation.py    hook later imports, or replace the process
+register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
+
+Tested by tests/unit/plugin.
+"""

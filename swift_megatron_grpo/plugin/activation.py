@@ -1,4 +1,4 @@
-"""Make this package active in a process: hook later imports, or become another program."""
+"""Activate this package in a process: hook later imports, or replace the process with another program."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from swift_megatron_grpo import SWITCH
-from swift_megatron_grpo.plugin.command_line import MODES, ROLLOUT, SWIFT_MEGATRON, classify, program_of
+from swift_megatron_grpo.plugin.command_line import MODES, RANK, ROLLOUT, SWIFT_MEGATRON, classify, program_of
 
 _SERVER_MODULE = "swift_megatron_grpo.server"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
 
 
 def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Apply what the class of this process and the environment variable select; most processes are left alone."""
     process = classify(argv, orig_argv)
     if process is None:
         return
@@ -24,20 +25,20 @@ def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str
     if mode == "off":
         return
     if process == SWIFT_MEGATRON:
-        _hand_over(_MEGATRON_MODULE, argv[2:], orig_argv)
+        _replace_process(_MEGATRON_MODULE, argv[2:], orig_argv)
     if process == ROLLOUT:
         if mode == "on":
-            _hand_over(_SERVER_MODULE, argv[1:], orig_argv)
+            _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
         return
     hook_platform()
-    if mode == "on":
+    if process == RANK and mode == "on":
         from swift_megatron_grpo.plugin.register import register
 
         register()
 
 
 def hook_platform() -> None:
-    """Have the CPU platform in place before the first module that needs CUDA to be imported."""
+    """Activate the CPU platform, where there is no accelerator, before the first import that needs CUDA."""
     from swift_megatron_grpo.import_hooks import before_import
 
     for name in ("mcore_bridge", "megatron.core"):  # whichever comes first
@@ -54,8 +55,8 @@ def _activate_platform() -> None:
         activate()
 
 
-def _hand_over(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """This process becomes `python -m module args`, for what is being imported by now and can no longer be hooked.
+def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """Replace this process with `python -m module args`: its main module is already running and cannot be hooked.
 
     `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
     package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does

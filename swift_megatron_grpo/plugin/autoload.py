@@ -1,8 +1,8 @@
-"""The entry point that torch calls at the end of `import torch`, in every process of the environment.
+"""The entry point (group `torch.backends`) that torch calls at the end of `import torch`, in every process.
 
-It belongs to the group `torch.backends`. It must cost far less than a millisecond, so it looks at the name of the
-program only and imports the rest of this folder for the few programs that this package may change: a rank of
-`megatron rlhf`, `swift rollout` and the `swift` script. SWIFT_MEGATRON_GRPO=off turns all of it off.
+Its cost must stay far below a millisecond. It therefore compares only the name of the program, and imports the rest of
+this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout` and the
+`swift` script. SWIFT_MEGATRON_GRPO=off turns all of it off.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift")  # names that command_line.
 
 
 def arm() -> None:
-    """Activate this package where the program needs it. A failure must not end a process that only wanted torch."""
+    """Activate this package if the program needs it; a failure prints one line and never ends the process."""
     try:
         if sys.argv and os.path.basename(sys.argv[0]) in _PROGRAMS:
             from swift_megatron_grpo.plugin.activation import activate

@@ -1,4 +1,4 @@
-"""Decide from the command line and the environment what this package does in a process. Imports nothing slow."""
+"""Classify a process by its command line: does this package change it, and how? Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ MODES = {
     "platform": "only the CPU platform, under ms-swift's own trainer",
 }
 RANK = "rank"  # a rank, or the only process, of `megatron rlhf --rlhf_type grpo`
+HELP = "help"  # `megatron rlhf --help`, whose parser imports modules that need the CPU platform or CUDA
 ROLLOUT = "rollout"  # the server that `swift rollout` starts
 SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`
 
@@ -22,7 +23,7 @@ _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
-    """RANK, ROLLOUT, SWIFT_MEGATRON, or None for a process that is none of this package's business.
+    """Return RANK, HELP, ROLLOUT or SWIFT_MEGATRON, or None for a process that this package leaves alone.
 
     `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
     parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
@@ -32,7 +33,7 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
         return None
     script = _SCRIPTS.get(program, argv[0]) if argv[0] == "-m" else argv[0]
     if script.endswith(_RANK_SCRIPT):
-        return RANK if asks_for_grpo(argv[1:]) and not _asks_for_ray(argv[1:]) else None
+        return _classify_rank(argv[1:])
     if script.endswith(_ROLLOUT_SCRIPT):
         return ROLLOUT
     if os.path.basename(script) == "swift" and argv[1:2] == ["megatron"]:
@@ -40,28 +41,45 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
     return None
 
 
-def asks_for_grpo(args: Sequence[str]) -> bool:
-    """Whether ms-swift's parser will read `--rlhf_type grpo` from these: "-" for "_", "=", abbreviations, the last."""
-    rlhf_type = ""
+def _classify_rank(args: Sequence[str]) -> str | None:
+    if _uses_ray(args):
+        return None
+    rlhf_type = _parse_rlhf_type(args)
+    if rlhf_type is None and ("--help" in args or "-h" in args):
+        return HELP
+    return RANK if rlhf_type == "grpo" else None
+
+
+def selects_grpo(args: Sequence[str]) -> bool:
+    """Return True if ms-swift's parser will read `--rlhf_type grpo` from these arguments."""
+    return _parse_rlhf_type(args) == "grpo"
+
+
+def _parse_rlhf_type(args: Sequence[str]) -> str | None:
+    """Return the value of --rlhf_type as ms-swift's parser reads it; None if the flag is absent.
+
+    The parser accepts "-" for "_", "=" before the value, and abbreviations; the last occurrence counts.
+    """
+    rlhf_type = None
     for index, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         name = flag[2:].replace("-", "_")
         if flag.startswith("--") and name and "rlhf_type".startswith(name):
             rlhf_type = value if equals else "".join(args[index + 1 : index + 2])
-    return rlhf_type == "grpo"
+    return rlhf_type
 
 
-def _asks_for_ray(args: Sequence[str]) -> bool:
-    """ms-swift's Ray pipeline has trainers of its own; its workers are other processes."""
+def _uses_ray(args: Sequence[str]) -> bool:
+    """Return True for ms-swift's Ray pipeline, which has its own trainers and runs them in other processes."""
     return "--use_ray" in args and "".join(args[args.index("--use_ray") + 1 :][:1]).lower() != "false"
 
 
 def program_of(orig_argv: Sequence[str]) -> tuple[int, str, str]:
-    """What the interpreter was told to run: where it is said, the option ("-c", "-m", "" for a script), the name."""
+    """Parse the interpreter's command line: index of the program, option ("-c", "-m", "" for a script), its name."""
     index = 1
     while index < len(orig_argv) and orig_argv[index].startswith("-"):
         argument = orig_argv[index]
-        taken = 1 if argument != "--check-hash-based-pycs" else 2
+        consumed = 1 if argument != "--check-hash-based-pycs" else 2
         letters = argument[1:] if not argument.startswith("--") else ""
         for position, letter in enumerate(letters):  # -uW ignore, -um module, -mmodule
             if letter not in "cmWX":
@@ -69,7 +87,7 @@ def program_of(orig_argv: Sequence[str]) -> tuple[int, str, str]:
             value = letters[position + 1 :] or "".join(orig_argv[index + 1 : index + 2])
             if letter in "cm":
                 return index, f"-{letter}", value
-            taken = 1 if letters[position + 1 :] else 2
+            consumed = 1 if letters[position + 1 :] else 2
             break
-        index += taken
+        index += consumed
     return index, "", "".join(orig_argv[index : index + 1])

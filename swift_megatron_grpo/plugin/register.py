@@ -1,7 +1,7 @@
-"""The one place that hooks into ms-swift: its Megatron GRPO trainer becomes this package's, and so do its flags.
+"""The one place that hooks into ms-swift: replace its Megatron GRPO trainer and arguments with this package's.
 
-Nothing is imported until ms-swift asks for it, so `register()` may be called at any time: before ms-swift is imported,
-in the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left as they are.
+Nothing is imported until ms-swift needs it, so `register()` may be called at any time: before ms-swift is imported, in
+the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left unchanged.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.import_hooks import after_import
-from swift_megatron_grpo.plugin.command_line import asks_for_grpo
+from swift_megatron_grpo.plugin.command_line import selects_grpo
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
 
 
 @cache  # idempotent
 def register() -> None:
+    """Install hooks on the two ms-swift modules that provide its GRPO trainer and arguments."""
     after_import("swift.megatron.trainers", _replace_trainer)
     after_import("swift.megatron.pipelines.train.rlhf", _replace_arguments)
 
 
 def _replace_trainer(trainers: ModuleType) -> None:
-    """Resolve the name at look-up and not now: the trainer's own imports need swift.megatron.trainers finished.
+    """Resolve the trainer's name at look-up, not now: its own imports need swift.megatron.trainers to be finished.
 
     A `__getattr__` and not a property: an AttributeError inside a property would fall back to ms-swift's trainer.
     """
@@ -44,35 +45,35 @@ def _replace_trainer(trainers: ModuleType) -> None:
 
 def _replace_arguments(rlhf: ModuleType) -> None:
     pipeline = rlhf.MegatronRLHF
-    ms_swift_parses, ms_swift_runs = pipeline._parse_args, pipeline.run
-    ms_swift_connects = pipeline._prepare_vllm_client
+    stock_parse_args, stock_run = pipeline._parse_args, pipeline.run
+    stock_prepare_vllm_client = pipeline._prepare_vllm_client
 
     def parse_args(self: Any, args: Any = None) -> Any:
-        on_command_line = sys.argv[1:] if args is None else args
-        if isinstance(on_command_line, list) and asks_for_grpo(on_command_line):
+        command_line = sys.argv[1:] if args is None else args
+        if isinstance(command_line, list) and selects_grpo(command_line):
             from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
             self.args_class = GRPOArguments
-        return ms_swift_parses(self, args)
+        return stock_parse_args(self, args)
 
     def run(self: Any) -> Any:
         if self.args.rlhf_type == "grpo":
             adopt(self.args)
-        return ms_swift_runs(self)
+        return stock_run(self)
 
     def prepare_vllm_client(self: Any) -> Any:
-        """This package's trainer speaks to its servers itself."""
-        return None if self.args.rlhf_type == "grpo" else ms_swift_connects(self)
+        """Skip ms-swift's client for GRPO: this package's trainer connects to its servers itself."""
+        return None if self.args.rlhf_type == "grpo" else stock_prepare_vllm_client(self)
 
     pipeline._parse_args, pipeline.run = parse_args, run
     pipeline._prepare_vllm_client = prepare_vllm_client
 
 
 def adopt(args: Any) -> None:
-    """Give arguments that ms-swift's own class has parsed this package's flags, at their defaults.
+    """Add this package's flags, at their defaults, to arguments that ms-swift's own class has parsed.
 
-    So it is when the plugin was loaded by `--external_plugins`, in the middle of parsing, or when a script passes a
-    MegatronRLHFArguments of its own.
+    This happens when `--external_plugins` loads the plugin in the middle of parsing, or when a script passes its own
+    MegatronRLHFArguments.
     """
     from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 

@@ -1,4 +1,4 @@
-"""Callbacks around the execution of a module, with real modules in a folder of their own."""
+"""Callbacks around the execution of a module, with real modules in a temporary folder."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ Make = Callable[[str], str]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """make(source) writes a module with a name that no other test has, and returns the name."""
+    """make(source) writes a module with a unique name and returns the name."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    made: list[str] = []
+    names: list[str] = []
 
     def write(source: str) -> str:
         name = f"hooked_{uuid.uuid4().hex}"
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
-        made.append(name)
+        names.append(name)
         return name
 
     yield write
-    for name in made:
+    for name in names:
         sys.modules.pop(name, None)
 
 
-def test_before_and_after_surround_the_execution(make: Make) -> None:
+def test_callbacks_run_before_and_after_the_execution(make: Make) -> None:
     events: list[str] = []
     name = make("import builtins; builtins._hook_events.append('executed'); value = 1")
     import builtins
@@ -53,7 +53,7 @@ def test_before_and_after_surround_the_execution(make: Make) -> None:
     assert events == ["before", "executed", "after, value 1"]
 
 
-def test_before_runs_outside_the_module_and_may_import(make: Make) -> None:
+def test_a_callback_before_a_module_may_import_others(make: Make) -> None:
     dependency = make("ready = False")
     name = make(f"import {dependency}; seen = {dependency}.ready")
 
@@ -64,14 +64,14 @@ def test_before_runs_outside_the_module_and_may_import(make: Make) -> None:
     assert importlib.import_module(name).seen is True
 
 
-def test_before_is_refused_once_imported(make: Make) -> None:
+def test_a_callback_before_an_imported_module_is_refused(make: Make) -> None:
     name = make("")
     importlib.import_module(name)
     with pytest.raises(RuntimeError, match=f"{name} is already imported"):
         before_import(name, lambda: None)
 
 
-def test_after_calls_at_once_when_already_imported(make: Make) -> None:
+def test_a_callback_after_an_imported_module_runs_at_once(make: Make) -> None:
     name = make("value = 2")
     module = importlib.import_module(name)
     seen: list[object] = []
@@ -79,7 +79,7 @@ def test_after_calls_at_once_when_already_imported(make: Make) -> None:
     assert seen == [module]
 
 
-def test_after_is_refused_while_the_module_executes(make: Make) -> None:
+def test_a_callback_after_an_executing_module_is_refused(make: Make) -> None:
     name = make(
         """
         from swift_megatron_grpo.import_hooks import after_import
@@ -89,7 +89,7 @@ def test_after_is_refused_while_the_module_executes(make: Make) -> None:
             refusal = str(error)
         """
     )
-    assert "is being imported right now" in importlib.import_module(name).refusal
+    assert "is being imported at this moment" in importlib.import_module(name).refusal
 
 
 def test_each_callback_runs_once_and_in_order(make: Make) -> None:
@@ -101,7 +101,7 @@ def test_each_callback_runs_once_and_in_order(make: Make) -> None:
     assert calls == [1, 2]
 
 
-def test_a_module_that_replaces_itself_is_handed_over_as_replaced(make: Make) -> None:
+def test_a_callback_receives_the_object_that_replaced_its_module(make: Make) -> None:
     name = make(
         """
         import sys, types
@@ -120,7 +120,7 @@ def test_a_module_that_replaces_itself_is_handed_over_as_replaced(make: Make) ->
     assert module.anything == "resolved anything"
 
 
-def test_ms_swifts_own_lazy_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lazy_package_of_ms_swift_can_be_hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("swift")
     package = tmp_path / f"lazy_{uuid.uuid4().hex}"
     package.mkdir()
@@ -143,7 +143,7 @@ def test_ms_swifts_own_lazy_package(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert type(module).__name__ == "_LazyModule"
 
 
-def test_a_module_that_fails_keeps_its_callback_for_the_next_try(make: Make, tmp_path: Path) -> None:
+def test_a_failed_import_keeps_its_callback_for_the_next_attempt(make: Make, tmp_path: Path) -> None:
     name = make("raise ValueError('first try')")
     seen: list[str] = []
     after_import(name, lambda module: seen.append(module.value))
@@ -168,7 +168,7 @@ def test_a_callback_that_fails_fails_the_import(make: Make) -> None:
     assert name not in sys.modules
 
 
-def test_a_hooked_module_looks_like_any_other(make: Make) -> None:
+def test_a_hooked_module_has_the_usual_loader_and_source(make: Make) -> None:
     name = make("def function():\n    return 1\n")
     after_import(name, lambda _: None)
     spec = importlib.util.find_spec(name)
@@ -181,14 +181,14 @@ def test_a_hooked_module_looks_like_any_other(make: Make) -> None:
     assert "return 1" in inspect.getsource(module.function)
 
 
-def test_other_modules_pass_the_finder_by(make: Make) -> None:
+def test_the_finder_ignores_other_modules(make: Make) -> None:
     after_import(make(""), lambda _: None)
     assert import_hooks._finder in sys.meta_path
-    assert import_hooks._finder.find_spec("a_name_that_nobody_registered") is None
+    assert import_hooks._finder.find_spec("a_name_that_is_not_registered") is None
     assert sys.meta_path.count(import_hooks._finder) == 1
 
 
-def test_threads_that_import_at_once_run_each_callback_once(make: Make) -> None:
+def test_concurrent_imports_run_each_callback_once(make: Make) -> None:
     name = make("import time; time.sleep(0.05)")
     calls: list[str] = []
     before_import(name, lambda: calls.append("before"))

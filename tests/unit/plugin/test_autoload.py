@@ -1,4 +1,4 @@
-"""What `import torch` does in which process: the decision, the values of the variable, and what it costs."""
+"""The entry point that torch calls: classification of processes, values of the variable, and cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin import activation
-from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, SWIFT_MEGATRON, asks_for_grpo, classify
+from swift_megatron_grpo.plugin.command_line import HELP, RANK, ROLLOUT, SWIFT_MEGATRON, classify, selects_grpo
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
@@ -26,7 +26,7 @@ SPAWN = [
     "--multiprocessing-fork",
 ]
 
-# name: (sys.argv, sys.orig_argv, what it is)
+# name: (sys.argv, sys.orig_argv, class of the process)
 PROCESSES = {
     "rank under torchrun": ([RLHF, *GRPO], [PYTHON, "-u", RLHF, *GRPO], RANK),
     "only process": ([RLHF, *GRPO], [PYTHON, RLHF, *GRPO], RANK),
@@ -44,6 +44,14 @@ PROCESSES = {
     "ray, bare flag": ([RLHF, "--use_ray", *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], None),
     "dpo": ([RLHF, "--rlhf_type", "dpo"], [PYTHON, RLHF, "--rlhf_type", "dpo"], None),
     "no rlhf type": ([RLHF], [PYTHON, RLHF], None),
+    "help": ([RLHF, "--help"], [PYTHON, RLHF, "--help"], HELP),
+    "help, short": ([RLHF, "-h"], [PYTHON, "-u", RLHF, "-h"], HELP),
+    "help, among flags": ([RLHF, "--model", "m", "--help"], [PYTHON, RLHF, "--model", "m", "--help"], HELP),
+    "help, -m": (["-m", "--help"], [PYTHON, "-m", "swift.cli._megatron.rlhf", "--help"], HELP),
+    "help of grpo": ([RLHF, *GRPO, "--help"], [PYTHON, RLHF, *GRPO, "--help"], RANK),
+    "help of dpo": ([RLHF, "--rlhf_type", "dpo", "--help"], [PYTHON, RLHF, "--rlhf_type", "dpo", "--help"], None),
+    "help of ray": ([RLHF, "--use_ray", "--help"], [PYTHON, RLHF, "--use_ray", "--help"], None),
+    "help of megatron sft": ([SFT, "--help"], [PYTHON, SFT, "--help"], None),
     "megatron sft": ([SFT, *GRPO], [PYTHON, "-u", SFT, *GRPO], None),
     "swift rlhf": (["/s/swift/cli/rlhf.py", *GRPO], [PYTHON, "/s/swift/cli/rlhf.py", *GRPO], None),
     "spawned data loader worker": ([RLHF, *GRPO], SPAWN, None),
@@ -51,7 +59,7 @@ PROCESSES = {
     "torchrun module": (["-m", RLHF, *GRPO], [PYTHON, "-m", "torch.distributed.run", RLHF, *GRPO], None),
     "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], None),
     "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], None),
-    "after handing over": (
+    "after replacing the process": (
         ["-m", "rlhf", *GRPO],
         [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],
         None,
@@ -67,8 +75,8 @@ PROCESSES = {
     "rollout server, -m": (["-m", "--model", "m"], [PYTHON, "-m", "swift.cli.rollout", "--model", "m"], ROLLOUT),
     "this package's server": (["-m", "--x"], [PYTHON, "-P", "-m", "swift_megatron_grpo.server", "--x"], None),
     "its engine": ([ROLLOUT_SCRIPT, "--model", "m"], SPAWN, None),
-    "somebody's script": (["train.py", *GRPO], [PYTHON, "train.py", *GRPO], None),
-    "somebody's folder": (["megatron/rlhf.py", *GRPO], [PYTHON, "megatron/rlhf.py", *GRPO], None),
+    "another script": (["train.py", *GRPO], [PYTHON, "train.py", *GRPO], None),
+    "another folder": (["megatron/rlhf.py", *GRPO], [PYTHON, "megatron/rlhf.py", *GRPO], None),
     "interactive": ([""], [PYTHON], None),
     "-c": (["-c", *GRPO], [PYTHON, "-Wignore", "-c", "import torch", *GRPO], None),
     "embedded": ([], [], None),
@@ -76,7 +84,7 @@ PROCESSES = {
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_what_a_process_is(name: str) -> None:
+def test_a_process_is_classified_by_its_command_line(name: str) -> None:
     argv, orig_argv, expected = PROCESSES[name]
     assert classify(argv, orig_argv) == expected
 
@@ -87,8 +95,8 @@ def test_what_a_process_is(name: str) -> None:
         (["--rlhf_type", "grpo"], True),
         (["--rlhf_type=grpo"], True),
         (["--rlhf-type", "grpo"], True),
-        (["--rlhf_t", "grpo"], True),  # argparse takes abbreviations
-        (["--rlhf_type", "dpo", "--rlhf_type", "grpo"], True),  # and the last one
+        (["--rlhf_t", "grpo"], True),  # argparse accepts abbreviations
+        (["--rlhf_type", "dpo", "--rlhf_type", "grpo"], True),  # and the last occurrence counts
         (["--rlhf_type", "grpo", "--rlhf_type=dpo"], False),
         (["--rlhf_type", "GRPO"], False),  # which ms-swift refuses
         (["--rlhf_type"], False),
@@ -99,8 +107,8 @@ def test_what_a_process_is(name: str) -> None:
         ([], False),
     ],
 )
-def test_asks_for_grpo(args: list[str], expected: bool) -> None:
-    assert asks_for_grpo(args) is expected
+def test_the_rlhf_type_is_read_as_ms_swifts_parser_reads_it(args: list[str], expected: bool) -> None:
+    assert selects_grpo(args) is expected
 
 
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +117,7 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# A process that looks like a rank, as far as arm() can see, and says what got hooked.
+# A process whose command line is that of a rank; it prints the modules that were hooked.
 RANK_PROCESS = f"""
 import sys
 sys.argv = [{RLHF!r}, *{GRPO!r}]
@@ -120,6 +128,7 @@ hooks = sys.modules.get("swift_megatron_grpo.import_hooks")
 print(sorted([*hooks._before, *hooks._after]) if hooks else "nothing")
 """
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
+HELP_PROCESS = RANK_PROCESS.replace(repr(GRPO), repr(["--help"]))
 TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers"]
 
 
@@ -127,10 +136,18 @@ TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers
     ("value", "hooked"),
     [("on", PLATFORM_HOOKS + TRAINER_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")],
 )
-def test_what_each_value_of_the_variable_hooks(value: str, hooked: list[str] | str) -> None:
+def test_each_value_of_the_variable_hooks_its_modules(value: str, hooked: list[str] | str) -> None:
     result = run(RANK_PROCESS, **{SWITCH: value})
     assert result.stdout.strip() == str(hooked), result.stderr
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "hooked"), [("on", PLATFORM_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")]
+)
+def test_a_help_request_hooks_the_platform_only(value: str, hooked: list[str] | str) -> None:
+    result = run(HELP_PROCESS, **{SWITCH: value})
+    assert (result.stdout.strip(), result.stderr) == (str(hooked), "")
 
 
 def test_on_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,29 +155,29 @@ def test_on_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(RANK_PROCESS).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
 
 
-def test_a_wrong_value_stops_a_rank_with_the_choices() -> None:
+def test_an_invalid_value_stops_a_rank_with_the_choices() -> None:
     result = run(RANK_PROCESS, **{SWITCH: "yes"})
     assert result.returncode == 1
     assert "SWIFT_MEGATRON_GRPO='yes' is none of its values (on: " in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_a_wrong_value_is_nobody_elses_business() -> None:
+def test_an_invalid_value_is_ignored_in_other_processes() -> None:
     result = run("from swift_megatron_grpo.plugin.autoload import arm; arm(); print('fine')", **{SWITCH: "yes"})
     assert (result.stdout.strip(), result.stderr, result.returncode) == ("fine", "", 0)
 
 
-def test_a_failure_is_one_line_and_not_an_exception() -> None:
+def test_a_failure_prints_one_line_and_does_not_raise() -> None:
     result = run("import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n" + RANK_PROCESS)
     assert result.returncode == 0
     assert result.stderr == (
         "swift-megatron-grpo: not active in this process: RuntimeError: "
-        "megatron.core is already imported: nothing can run before it any more\n"
+        "megatron.core is already imported, so no callback can run before it\n"
     )
 
 
-def test_torch_calls_arm() -> None:
-    """The installed entry point, end to end: a process with a rank's command line has hooks once torch is imported."""
+def test_importing_torch_calls_arm() -> None:
+    """The installed entry point, end to end: a process with a rank's command line has hooks after importing torch."""
     code = RANK_PROCESS.replace("from swift_megatron_grpo.plugin.autoload import arm\narm()", "import torch")
     assert run(code, **{SWITCH: "on"}).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
     assert run(code, **{SWITCH: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
@@ -168,7 +185,7 @@ def test_torch_calls_arm() -> None:
 
 @pytest.mark.alone
 def test_arming_costs_less_than_a_millisecond() -> None:
-    """As torch does it: at the end of its import, so with its modules loaded, and from bytecode."""
+    """Measured as torch calls it: after its own import, with its modules loaded, and from bytecode."""
     code = """
 import json, sys, time
 import torch
@@ -185,16 +202,16 @@ print(json.dumps({"import": 1e3 * (imported - start), "arm": 1e3 * (armed - impo
     for attempt in range(6):
         result = run(code if attempt else "import swift_megatron_grpo.plugin.autoload", **environ)
         assert result.returncode == 0, result.stderr
-        if attempt:  # the first one wrote the bytecode
+        if attempt:  # the first attempt wrote the bytecode
             runs.append(json.loads(result.stdout))
-    cost = {what: statistics.median(one[what] for one in runs) for what in ("import", "arm")}
+    cost = {phase: statistics.median(run[phase] for run in runs) for phase in ("import", "arm")}
     assert sum(cost.values()) < 1.0, cost
 
 
-def test_handing_over_keeps_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_the_process_keeps_the_interpreters_options(monkeypatch: pytest.MonkeyPatch) -> None:
     executed: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execv", lambda path, args: executed.append((path, args)))
-    activation._hand_over(
+    activation._replace_process(
         "swift.cli._megatron.main",
         ["rlhf", "--x", "1"],
         [PYTHON, "-X", "dev", "-u", "/venv/bin/swift", "megatron", "rlhf", "--x", "1"],
