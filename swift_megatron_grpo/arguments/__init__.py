@@ -1,0 +1,21 @@
+"""Command-line flags: their definitions, their checks, and their conversion into the settings of the stages.
+
+flags.py             the flags that this package adds to ms-swift's, with their help texts
+grpo_arguments.py    the class that ms-swift parses into, and its overrides of ms-swift
+derived.py           values that follow from the flags
+to_config.py         convert the arguments into the frozen settings of config.py
+start_up_checks.py   run all checks, in the three orders that ms-swift requires
+start_up_log.py      the first lines that a run logs
+support_table.py     the support of every ms-swift flag, and the messages that refuse one
+algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
+layout_checks.py     parallel sizes against the shape of the model
+batch_plan.py        resolve the batch sizes of a run
+batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
+rollout_checks.py    flags of recording, asynchronous generation and time limits
+server_checks.py     flags of `--vllm_mode server`
+value_checks.py      single flags: paths, rewards, lengths, micro batches
+problems.py          collect the problems of several checks into one error
+advice.py            phrases that the messages of several checks share
+
+Tested by tests/unit/arguments.
+"""

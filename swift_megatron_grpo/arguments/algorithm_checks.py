@@ -1,6 +1,6 @@
-"""Checks of the flags that choose the algorithm: what contradicts itself is refused with what to set instead.
+"""Checks of the flags that select the algorithm: refuse contradictions, and advise on the values to set instead.
 
-Pure functions on plain values, like argument_checks.py.
+Pure functions on plain values, like layout_checks.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.problems import check_all
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo")
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
 ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain")
-WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # compares with all completions of the rollout
+WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
 SCALES = ("group", "batch", "none", "gdpo")
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
@@ -25,7 +26,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmFlags:
-    """As typed: None where nothing was."""
+    """Values as typed; None for a flag that was not."""
 
     loss_type: str | None
     advantage_estimator: str
@@ -67,24 +68,28 @@ class AlgorithmFlags:
 
     @property
     def high(self) -> float:
+        """The upper clipping bound, given or implied by epsilon."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def in_reward(self) -> bool:
+        """True if the KL is subtracted from rewards, as set or as the estimator implies."""
         return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
 
 
 def defaults_of(estimator: str) -> dict[str, Any]:
-    """ms-swift ties these to the estimator, where nothing is typed."""
+    """Return the defaults that ms-swift derives from the estimator."""
     scales = {"grpo": "group", "rloo": "none"}
     return {"scale_rewards": scales.get(estimator, "batch"), "kl_in_reward": estimator != "grpo"}
 
 
 def flags_of(values: Mapping[str, Any]) -> AlgorithmFlags:
-    return AlgorithmFlags(**{each.name: values[each.name] for each in fields(AlgorithmFlags)})
+    """Select the flags of the algorithm from all values."""
+    return AlgorithmFlags(**{field.name: values[field.name] for field in fields(AlgorithmFlags)})
 
 
 def check_algorithm(flags: AlgorithmFlags) -> None:
+    """Run every check of this file and raise one ValueError with all problems."""
     checks: list[Callable[[AlgorithmFlags], None]] = [
         _check_choices,
         _check_ranges,
@@ -108,14 +113,14 @@ def _check_choices(flags: AlgorithmFlags) -> None:
     ]
     for flag, value, known in chosen:
         if value is not None and value not in known:
-            raise ValueError(f"--{flag} {value}: not known; use --{flag} {' or '.join(known)}")
+            raise ValueError(f"--{flag} {value}: unknown value; {use_flag(flag, known)}")
 
 
 def _check_ranges(flags: AlgorithmFlags) -> None:
     if not 0 < flags.top_entropy_quantile <= 1:
         raise ValueError(
             f"--top_entropy_quantile {flags.top_entropy_quantile} must be above 0 and at most 1: it is the share of "
-            "tokens that are trained; use 0.2 for the fifth of the highest entropy, 1.0 for all"
+            "tokens that are trained; use 0.2 to train the fifth with the highest entropy, or 1.0 to train all"
         )
     above_zero = {
         "tau_pos": flags.tau_pos,
@@ -138,7 +143,7 @@ def _check_ranges(flags: AlgorithmFlags) -> None:
         if not value >= 0 or math.isinf(value):
             raise ValueError(f"--{flag} {value} must not be negative")
     if not math.isfinite(flags.entropy_coef):
-        raise ValueError(f"--entropy_coef {flags.entropy_coef} must be a number; 0 for no entropy bonus")
+        raise ValueError(f"--entropy_coef {flags.entropy_coef} must be a finite number; use 0 for no entropy bonus")
 
 
 def _check_estimator(flags: AlgorithmFlags) -> None:
@@ -151,9 +156,9 @@ def _check_estimator(flags: AlgorithmFlags) -> None:
             raise ValueError(f"{flag} ({size}) must be at least 1")
     if flags.num_generations < 2 and estimator != WITHOUT_GROUPS:
         raise ValueError(
-            f"num_generations ({flags.num_generations}) must be at least 2: an advantage compares the completions of a "
-            f"prompt, and would always be 0; use --num_generations 8, or --advantage_estimator {WITHOUT_GROUPS}, which "
-            "compares all completions of a rollout"
+            f"num_generations ({flags.num_generations}) must be at least 2: an advantage compares the completions of "
+            "one prompt, and a single completion would always get 0; use --num_generations 8, or --advantage_estimator "
+            f"{WITHOUT_GROUPS}, which compares all completions of a rollout"
         )
     if estimator == WITHOUT_GROUPS and scale == "group":
         raise ValueError(
@@ -162,13 +167,13 @@ def _check_estimator(flags: AlgorithmFlags) -> None:
         )
     if scale == "gdpo" and estimator != "grpo":
         raise ValueError(
-            f"--scale_rewards gdpo brings a baseline of its own, and --advantage_estimator {estimator} would have no "
+            f"--scale_rewards gdpo computes its own baseline, so --advantage_estimator {estimator} would have no "
             "effect; use --advantage_estimator grpo"
         )
     if scale == "gdpo" and flags.in_reward and flags.beta != 0:
         raise ValueError(
-            "--scale_rewards gdpo normalises every reward function by itself, and the KL is none of them; use "
-            "--kl_in_reward false"
+            "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward function; "
+            "use --kl_in_reward false"
         )
 
 
@@ -177,10 +182,10 @@ def _check_kl(flags: AlgorithmFlags) -> None:
         return
     if flags.beta == 0:
         raise ValueError(
-            "--kl_target has nothing to adapt at --beta 0, which has no reference; use --beta 0.04 to start from"
+            "--kl_target adapts --beta, and at --beta 0 there is no reference; use --beta 0.04 as the initial value"
         )
     if not flags.kl_target > 0 or math.isinf(flags.kl_target):
-        raise ValueError(f"--kl_target {flags.kl_target} must be above 0: a KL per token, for example 0.01")
+        raise ValueError(f"--kl_target {flags.kl_target} must be above 0: it is a KL per token; use for example 0.01")
 
 
 def _check_clipping(flags: AlgorithmFlags) -> None:
@@ -189,14 +194,15 @@ def _check_clipping(flags: AlgorithmFlags) -> None:
             continue
         if flags.loss not in CLIPPED:
             raise ValueError(
-                f"--{flag} {bound} bounds a clipped ratio, and --loss_type {flags.loss} clips none; leave it out"
+                f"--{flag} {bound} bounds a clipped ratio, and --loss_type {flags.loss} does not clip ratios; leave it "
+                "out"
             )
         if not bound > 1 + flags.high:
             raise ValueError(
                 f"--{flag} {bound} must be above 1 + epsilon_high = {1 + flags.high:g}, where clipping begins; use 3"
             )
     if flags.delta is not None and flags.dual_clip is not None:
-        raise ValueError("--delta and --dual_clip are the same bound where advantages are negative; leave one out")
+        raise ValueError("--delta and --dual_clip bound the same tokens, those with negative advantages; leave one out")
 
 
 def _check_real(flags: AlgorithmFlags) -> None:
@@ -205,8 +211,8 @@ def _check_real(flags: AlgorithmFlags) -> None:
     size, group = flags.micro_batch_size, flags.num_generations
     if flags.max_tokens_per_micro_batch is not None:
         raise ValueError(
-            "--loss_type real compares the completions of a prompt, and --max_tokens_per_micro_batch deals them to "
-            f"different micro batches; leave it out and use --micro_batch_size {group}"
+            "--loss_type real compares the completions of a prompt, and --max_tokens_per_micro_batch distributes them "
+            f"over several micro batches; leave it out and use --micro_batch_size {group}"
         )
     if size % group or flags.global_batch_size % group:
         raise ValueError(
@@ -216,15 +222,16 @@ def _check_real(flags: AlgorithmFlags) -> None:
         )
     if flags.advantage_estimator == WITHOUT_GROUPS:
         raise ValueError(f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}")
-    of_tokens = [
+    token_flags = [
         ("importance_sampling_level", flags.importance_sampling_level, "token"),
         ("top_entropy_quantile", flags.top_entropy_quantile, 1.0),
         ("rollout_importance_sampling_mode", flags.rollout_importance_sampling_mode, None),
     ]
-    for flag, value, neutral in of_tokens:
+    for flag, value, neutral in token_flags:
         if value != neutral:
             raise ValueError(
-                f"--{flag} {value} is for tokens, and --loss_type real scores whole completions; leave it out"
+                f"--{flag} {value} applies to single tokens, and --loss_type real scores whole completions; leave it "
+                "out"
             )
 
 
@@ -233,8 +240,8 @@ def _check_dynamic_sampling(flags: AlgorithmFlags) -> None:
         return
     if flags.num_generations < 2:
         raise ValueError(
-            "--dynamic_sample looks for prompts whose completions differ in reward, and with num_generations "
-            f"({flags.num_generations}) none does; use --num_generations 8, or --dynamic_sample false"
+            "--dynamic_sample keeps prompts whose completions differ in reward, which is impossible with "
+            f"num_generations ({flags.num_generations}); use --num_generations 8, or --dynamic_sample false"
         )
     if flags.max_resample_times < 1:
         raise ValueError(
@@ -243,9 +250,9 @@ def _check_dynamic_sampling(flags: AlgorithmFlags) -> None:
         )
 
 
-def notes(flags: AlgorithmFlags) -> list[str]:
-    """For the start-up log: what is typed and has no effect, as in ms-swift, and what is probably not meant."""
-    found = []
+def start_up_notes(flags: AlgorithmFlags) -> list[str]:
+    """Return notes for the start-up log: flags without effect, as in ms-swift, and values that are likely mistakes."""
+    notes = []
     tuned = {
         "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
         "real": {"real_tau": 0.5},
@@ -259,12 +266,12 @@ def notes(flags: AlgorithmFlags) -> list[str]:
     for loss, defaults in tuned.items():
         changed = [f"--{flag}" for flag, default in defaults.items() if getattr(flags, flag) != default]
         if changed and flags.loss != loss:
-            found.append(f"{', '.join(changed)} belong to --loss_type {loss} and have no effect on {flags.loss}")
+            notes.append(f"{', '.join(changed)}: for --loss_type {loss}, without effect on --loss_type {flags.loss}")
     if flags.loss in ("sapo", "real") and flags.epsilon_high is not None:
-        found.append(f"--epsilon_high has no effect on --loss_type {flags.loss}, which clips no ratio")
+        notes.append(f"--epsilon_high has no effect on --loss_type {flags.loss}, which does not clip ratios")
     if flags.loss == "cispo" and flags.high < 1:
-        found.append(
-            f"--loss_type cispo bounds weights at epsilon_high itself ({flags.high:g}), below the 1 of a token whose "
-            "probability has not changed; --epsilon_high 5 is usual"
+        notes.append(
+            f"--loss_type cispo bounds token weights at epsilon_high itself ({flags.high:g}), which is below 1, the "
+            "weight of a token with an unchanged probability; --epsilon_high 5 is common"
         )
-    return found
+    return notes

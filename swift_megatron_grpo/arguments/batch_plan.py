@@ -5,8 +5,8 @@
     generation_batch_size = global_batch_size * steps_per_generation                        one rollout
     rollout prompts       = generation_batch_size / num_generations
 
-`resolve` fills in what the user left out and refuses what cannot work. ms-swift also refuses settings that only its own
-way of dealing out prompts cannot handle: here they work, and `BatchPlan.notes` says so.
+`resolve` fills in the sizes that the user left out and refuses sizes that cannot work. ms-swift also refuses sizes that
+only its own distribution of prompts cannot handle: here they work, and `BatchPlan.notes` reports them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def resolve(
 
 
 def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
-    """What a start-up log shows. `max_tokens`: the token budget of micro batches, where there is one."""
+    """Format the batch plan for the start-up log. `max_tokens`: the token budget of micro batches, if any."""
     layout = plan.layout
     model_parallel = (
         f"TP {layout.tensor_model_parallel_size} * PP {layout.pipeline_model_parallel_size} * "
@@ -51,7 +51,7 @@ def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
         ("data parallel size", plan.data_parallel, f"world size {layout.world_size} / ({model_parallel})"),
         *_micro_batch_rows(plan, max_tokens),
         ("global batch", plan.global_batch_size, "completions of one optimizer step"),
-        ("steps per generation", plan.steps_per_generation, "optimizer steps that one rollout feeds"),
+        ("steps per generation", plan.steps_per_generation, "optimizer steps that train on one rollout"),
         ("generation batch", plan.generation_batch_size, "completions of one rollout"),
         ("completions per prompt", plan.num_generations, "num_generations"),
         ("rollout prompts", plan.rollout_prompts, "generation batch / completions per prompt"),
@@ -63,12 +63,8 @@ def format_table(plan: BatchPlan, max_tokens: int | None = None) -> str:
 
 def _micro_batch_rows(plan: BatchPlan, max_tokens: int | None) -> list[tuple[str, int, str]]:
     if max_tokens is not None:
-        return [("micro batch", max_tokens, "tokens at most of one forward pass; micro_batch_size is not used")]
+        return [("micro batch", max_tokens, "maximum tokens of one forward pass; micro_batch_size is ignored")]
     return [
         ("micro batch", plan.micro_batch_size, "completions of one forward pass on one data-parallel rank"),
-        (
-            "accumulation steps",
-            plan.gradient_accumulation,
-            "micro batches of one step on each of these ranks",
-        ),
+        ("accumulation steps", plan.gradient_accumulation, "micro batches of one step on each data-parallel rank"),
     ]

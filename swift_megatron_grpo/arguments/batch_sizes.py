@@ -1,7 +1,7 @@
-"""Which batch sizes and layouts fit together, and the nearest ones that do.
+"""Refuse batch sizes and layouts that do not fit together, and suggest the nearest ones that do.
 
-A refusal ends with settings that satisfy all constraints at once. They are found by search and not by formula, so a new
-constraint has to be written down in one place only. The words are ms-swift's, because its users know them.
+An error ends with settings that satisfy all constraints at once. They are found by search and not by formula, so that a
+new constraint is added in one place only. The messages use ms-swift's terms, because its users know them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ WORLD_SIZE = "world_size"  # not a flag: NPROC_PER_NODE * NNODES
 
 
 class BatchError(ValueError):
-    """Sizes that do not fit together. Each suggestion is a complete repair: flags and the values to give them."""
+    """Sizes that do not fit together. Each suggestion is a complete fix: flags and their new values."""
 
     def __init__(self, fault: str, suggestions: Iterable[dict[str, int]]) -> None:
         self.suggestions = tuple(suggestions)
-        super().__init__(fault + (f"; use {_in_words(self.suggestions)}" if self.suggestions else ""))
+        super().__init__(fault + (f"; use {_format_suggestions(self.suggestions)}" if self.suggestions else ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """As typed; None where the user typed nothing."""
+    """Values as typed; None for a flag that was not."""
 
     micro_batch_size: int
     global_batch_size: int
@@ -45,7 +45,7 @@ _LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tenso
 
 
 def check_world_size(layout: Layout, sizes: Sizes) -> None:
-    """BatchError unless the world size holds whole copies of the model."""
+    """Raise BatchError unless the world size is a multiple of the ranks that one copy of the model needs."""
     for flag in (WORLD_SIZE, *_LAYOUT_FLAGS):
         if getattr(layout, flag) <= 0:
             raise BatchError(f"{flag} must be > 0, got {getattr(layout, flag)}", [{flag: 1}])
@@ -68,8 +68,11 @@ def check_world_size(layout: Layout, sizes: Sizes) -> None:
 
 
 def _other_layouts(layout: Layout) -> Iterator[Layout]:
-    """Layouts that fit their world size and differ in one number: the world size, rising, or a smaller divisor of a
-    flag (a divisor of a size that suits the model suits it as well)."""
+    """Yield layouts that fit their world size and differ from this one in a single number.
+
+    The number is the world size, in ascending order, or a flag, replaced by one of its divisors: a divisor of a size
+    that is valid for the model is valid as well.
+    """
     for multiple in range(1, layout.world_size // layout.model_parallel + 9):
         yield replace(layout, world_size=multiple * layout.model_parallel)
     for flag in _LAYOUT_FLAGS:
@@ -81,7 +84,7 @@ def _other_layouts(layout: Layout) -> Iterator[Layout]:
 
 
 def check_sizes(sizes: Sizes, dp: int) -> None:
-    """BatchError unless the batch sizes fit together and can be dealt to `dp` data-parallel ranks."""
+    """Raise BatchError unless the batch sizes fit together and divide over `dp` data-parallel ranks."""
     fault = _first_fault(sizes, dp)
     if fault is not None:
         raise BatchError(fault.message, _suggestions(sizes, dp, fault.flags))
@@ -90,7 +93,7 @@ def check_sizes(sizes: Sizes, dp: int) -> None:
 @dataclass(frozen=True, slots=True)
 class _Fault:
     message: str
-    flags: tuple[str, ...]  # what the message is about
+    flags: tuple[str, ...]  # the flags that the message concerns
 
 
 def _first_fault(sizes: Sizes, dp: int) -> _Fault | None:
@@ -128,30 +131,33 @@ def _first_fault(sizes: Sizes, dp: int) -> _Fault | None:
 
 
 def _suggestions(sizes: Sizes, dp: int, flags: tuple[str, ...]) -> list[dict[str, int]]:
-    """The nearest values of these flags; of another one, where it would have to move less; else two flags together."""
+    """Return the nearest values of these flags, and of other flags that need a smaller change.
+
+    If no single flag helps, return changes of two flags at once.
+    """
     around = {flag: _nearest(sizes, dp, flag) for flag in _SIZE_FLAGS}
     smallest_change = min((change for flag in flags for change, _ in around[flag]), default=float("inf"))
-    repairs = [{flag: value} for flag in flags for value in sorted(value for _, value in around[flag])]
+    fixes = [{flag: value} for flag in flags for value in sorted(value for _, value in around[flag])]
     others = sorted(
         (change, flag, value) for flag in _SIZE_FLAGS if flag not in flags for change, value in around[flag]
     )
-    repairs += [{flag: value} for change, flag, value in others if change < smallest_change][:2]
-    return repairs or _both_batches(sizes, dp)
+    fixes += [{flag: value} for change, flag, value in others if change < smallest_change][:2]
+    return fixes or _both_batches(sizes, dp)
 
 
 def _nearest(sizes: Sizes, dp: int, flag: str) -> list[tuple[float, int]]:
-    """The closest working values below and above, each with its relative change."""
+    """Return the nearest valid values below and above, each with its relative change."""
     current = getattr(sizes, flag)
     if current is None:
         return []
-    works = [v for v in _candidates(sizes, dp, flag) if _first_fault(replace(sizes, **{flag: v}), dp) is None]
-    below = [v for v in works if v < current][-1:]
-    above = [v for v in works if v > current][:1]
+    valid = [v for v in _candidates(sizes, dp, flag) if _first_fault(replace(sizes, **{flag: v}), dp) is None]
+    below = [v for v in valid if v < current][-1:]
+    above = [v for v in valid if v > current][:1]
     return [(abs(v - current) / max(abs(current), 1), v) for v in below + above]
 
 
 def _candidates(sizes: Sizes, dp: int, flag: str) -> Iterable[int]:
-    """Every value of `flag` that could work, rising, far enough to hold the next one that does."""
+    """Return the values of `flag` to try, in ascending order, up to a bound that includes the next valid one."""
     micro, step, group = max(sizes.micro_batch_size, 1), max(sizes.global_batch_size, 1), max(sizes.num_generations, 1)
     given = sizes.generation_batch_size
     if flag == "micro_batch_size":
@@ -167,7 +173,7 @@ def _candidates(sizes: Sizes, dp: int, flag: str) -> Iterable[int]:
 
 
 def _both_batches(sizes: Sizes, dp: int) -> list[dict[str, int]]:
-    """Where no single flag helps: the nearest global batch sizes, each with its generation batch size."""
+    """Return the nearest global batch sizes, each with its generation batch size, if no single flag helps."""
     step = max(sizes.global_batch_size, 1)
     steps = max(1, round(sizes.rollout / step))
     free = Sizes(max(sizes.micro_batch_size, 1), step, max(sizes.num_generations, 2), None, steps)
@@ -179,8 +185,8 @@ def _both_batches(sizes: Sizes, dp: int) -> list[dict[str, int]]:
     return [{"global_batch_size": value, "generation_batch_size": value * steps} | also for value in values]
 
 
-def _in_words(suggestions: Iterable[dict[str, int]]) -> str:
-    """--global_batch_size 48 or 64, or --micro_batch_size 2"""
+def _format_suggestions(suggestions: Iterable[dict[str, int]]) -> str:
+    """Format suggestions like this: --global_batch_size 48 or 64, or --micro_batch_size 2."""
     by_flags: dict[tuple[str, ...], list[dict[str, int]]] = {}
     for suggestion in suggestions:
         by_flags.setdefault(tuple(suggestion), []).append(suggestion)

@@ -1,4 +1,4 @@
-"""Values that follow from the flags; the rest of the package reads them instead of the flags."""
+"""Values derived from the flags; the rest of the package reads these instead of the flags."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ _REFERENCE_SIZES = (
     "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-)  # sizes that --ref_<size> sets for the frozen reference copy
+)  # --ref_<size> sets each of them for the frozen reference copy
 
 
 @dataclass
 class DerivedArguments(GRPOFlags):
+    """The flags, with the values that follow from them."""
+
     # ---- the run
 
     @property
     def resumes(self) -> bool:
-        """Follow ms-swift: does a checkpoint set the iteration at which training continues?"""
+        """True if a checkpoint sets the iteration at which training continues, as in ms-swift."""
         return not self.finetune
 
     @property
@@ -70,7 +72,7 @@ class DerivedArguments(GRPOFlags):
         return self.with_reference_sizes().layout
 
     def with_reference_sizes(self) -> Self:
-        """Copy these arguments as if the reference copy were the model that trains, for code that builds models."""
+        """Copy these arguments with the sizes of the reference copy in place of the trained model's."""
         other = copy(self)
         sizes = {size: getattr(self, f"ref_{size}") for size in _REFERENCE_SIZES}
         if all(size is None for size in sizes.values()):
@@ -86,6 +88,7 @@ class DerivedArguments(GRPOFlags):
         return other
 
     def batch_plan(self) -> BatchPlan:
+        """Resolve the batch sizes. Raises BatchError if they do not fit together."""
         return resolve(
             self.layout,
             micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
@@ -97,12 +100,12 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def steps_per_rollout(self) -> int:
-        """Optimizer steps that one rollout feeds."""
+        """Number of optimizer steps that train on one rollout."""
         return self.batch_plan().steps_per_generation * self.num_iterations
 
     @property
     def rollouts_ahead(self) -> int:
-        """Rollouts that generation may be ahead of training."""
+        """Number of rollouts by which generation may be ahead of training."""
         if not self.async_generate:
             return 0
         return 1 if self.max_staleness is None else self.max_staleness
@@ -124,7 +127,7 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def servers_may_grade(self) -> bool:
-        """Follow ms-swift: without --use_gym_env here, the servers' flags decide whether environments grade."""
+        """True if the servers' flags decide whether environments grade: as in ms-swift, without --use_gym_env here."""
         return self.turn_flags_for_servers is not None and self.use_gym_env is None and self.gym_env is None
 
     # ---- rewards
@@ -136,7 +139,7 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def grades_by_environment(self) -> bool:
-        """Count the environment's total reward beside those of reward functions, as ms-swift does."""
+        """True if the environment's total reward is added to those of reward functions, as in ms-swift."""
         return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
 
     # ---- recording
@@ -150,23 +153,27 @@ class DerivedArguments(GRPOFlags):
         return _absolute(self.rollout_replay)
 
     def recording_settings(self) -> recording.Settings:
+        """Return the settings that a folder of recorded rollouts must match."""
         plan = self.batch_plan()
         return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
 
     def check_replay_reach(self, rollouts_done: int) -> None:
-        """Raise unless the folder holds every rollout that this run will ask for."""
+        """Raise ValueError unless the replayed folder contains every rollout that this run will read."""
         if self.replay_folder is not None:
-            wanted = -(-self.train_iters // self.steps_per_rollout)
-            recording.check_reach(self.replay_folder, rollouts_done, wanted - rollouts_done, self.steps_per_rollout)
+            total = -(-self.train_iters // self.steps_per_rollout)
+            recording.check_rollouts_exist(
+                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout
+            )
 
 
 def world_size() -> int:
-    """Read the launcher's world size; no process group need exist."""
+    """Return the launcher's world size, which does not need a process group."""
     size: int = get_dist_setting()[2]
     return size
 
 
 def as_list(values: str | Sequence[str]) -> list[str]:
+    """Return the values of a flag that may be a single string."""
     return [values] if isinstance(values, str) else list(values)
 
 
@@ -175,7 +182,7 @@ def _absolute(typed: str | None) -> Path | None:
 
 
 def _reward_name(function: Any) -> str:
-    """Name a reward function after its class, as ms-swift does."""
+    """Return the name of a reward function's class, as ms-swift names it."""
     registered = orms[function] if isinstance(function, str) else function
-    named = inspect.isclass(registered) or inspect.isfunction(registered)
-    return registered.__name__ if named else type(registered).__name__
+    has_name = inspect.isclass(registered) or inspect.isfunction(registered)
+    return registered.__name__ if has_name else type(registered).__name__

@@ -1,6 +1,6 @@
 """The arguments class that ms-swift parses `megatron rlhf --rlhf_type grpo` into: checks, and overrides of ms-swift.
 
-It finds every fault that can be known before a process group exists, a model is loaded or anything is written.
+It detects every fault that can be detected before a process group exists, a model is loaded or a file is written.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
 
 @dataclass
 class GRPOArguments(DerivedArguments):
+    """Arguments of one run; checked on construction."""
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
-            raise ValueError(f"GRPOArguments are for --rlhf_type grpo, got {self.rlhf_type}")
+            raise ValueError(f"GRPOArguments are for --rlhf_type grpo, not {self.rlhf_type}")
         if self.vllm_server_api_key is not None:  # keep it out of args.json and of the log
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
         checks.check_command_line(self)
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
-            if getattr(self, flag) is None:  # ms-swift fills this in for its own estimators, and refuses ours
+            if getattr(self, flag) is None:  # ms-swift sets these for its own estimators only
                 setattr(self, flag, value)
-        existing = _with_parents(Path(self.output_dir or "megatron_output").expanduser())
+        existing = _existing_folders(Path(self.output_dir or "megatron_output").expanduser())
         try:
             super().__post_init__()
         except Exception:
-            _remove_empty(_with_parents(Path(self.output_dir or "megatron_output")), but=existing)
+            _remove_empty(_existing_folders(Path(self.output_dir or "megatron_output")), keep=existing)
             raise
 
     def _init_output_dir(self) -> None:
-        """Check once more: ms-swift has read the model's config, and makes process groups and the folder next."""
+        """Run the checks that need the model's config; ms-swift creates process groups and the folder next."""
         checks.check_with_model_config(self)
         super()._init_output_dir()
 
@@ -47,7 +49,7 @@ class GRPOArguments(DerivedArguments):
         checks.check_adopted(self)
 
     def set_grading_of_servers(self, environments_grade: bool) -> None:
-        """Record whether the servers' environments grade, and repeat the checks that depend on it."""
+        """Set whether the servers' environments grade, and repeat the checks that depend on it."""
         if self.servers_may_grade:
             self.use_gym_env: bool | None = environments_grade
             check_all([lambda: checks.check_rewards(self), lambda: checks.check_recording(self)])
@@ -57,16 +59,16 @@ class GRPOArguments(DerivedArguments):
     def _init_grpo(self) -> None:
         iterations: int = vars(self)["num_iterations"]
         asynchronous: bool = vars(self)["async_generate"]
-        self.num_iterations, self.async_generate = 1, False  # ms-swift's own trainer refuses all else
+        self.num_iterations, self.async_generate = 1, False  # the only values that ms-swift's own trainer accepts
         try:
             super()._init_grpo()
         finally:
             self.num_iterations, self.async_generate = iterations, asynchronous
 
     def _init_generation_batch_params(self) -> None:
-        """Replace ms-swift's own arithmetic, which also refuses what only its trainer cannot do."""
+        """Replace ms-swift's own arithmetic, which also refuses sizes that only its own trainer cannot handle."""
         plan = self.batch_plan()
-        self.micro_batch_size = plan.micro_batch_size  # ms-swift divides by it; a token budget does not use it
+        self.micro_batch_size = plan.micro_batch_size  # ms-swift divides by it; with a token budget it is 1
         self.generation_batch_size = plan.generation_batch_size
         self.steps_per_generation = plan.steps_per_generation
         self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.layout.world_size)
@@ -76,14 +78,14 @@ class GRPOArguments(DerivedArguments):
             return super().load_dataset()
 
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
-        """Check the datasets, which are loaded now, and set how long to train. The model is not loaded yet."""
+        """Check the datasets, which are loaded by now, and set the number of iterations. The model loads later."""
         for dataset in (train_dataset, val_dataset):
             if dataset is not None:
                 check_rows(dataset)
         if self.rollout_replay is not None and val_dataset is not None:
             raise ValueError(
-                "--rollout_replay starts no vLLM, which would complete the prompts of --val_dataset or "
-                "--split_dataset_ratio; leave these two out"
+                "--rollout_replay does not start vLLM, which the prompts of --val_dataset or --split_dataset_ratio "
+                "need; leave these two flags out"
             )
         super().init_iters(train_dataset, val_dataset)
         if self.num_train_epochs is not None:
@@ -94,19 +96,19 @@ class GRPOArguments(DerivedArguments):
         if self.train_iters < 1:
             raise ValueError(
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
-                f"{self.num_train_epochs}; use --train_iters, which goes through the dataset as often as it takes"
+                f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)
 
 
-def _with_parents(folder: Path) -> list[Path]:
-    """List the folder and its parents, innermost first, as far as they exist."""
-    return [each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir()]
+def _existing_folders(folder: Path) -> list[Path]:
+    """Return the folder and its parents, innermost first, as far as they exist."""
+    return [path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()]
 
 
-def _remove_empty(folders: list[Path], but: list[Path]) -> None:
+def _remove_empty(folders: list[Path], keep: list[Path]) -> None:
     for folder in folders:
-        if folder not in but:
-            with suppress(OSError):  # not empty, or another rank was faster
+        if folder not in keep:
+            with suppress(OSError):  # not empty, or already removed by another rank
                 folder.rmdir()

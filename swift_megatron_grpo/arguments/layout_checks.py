@@ -1,6 +1,6 @@
-"""Checks of arguments that need no model, no process group and nothing on disk but the model's config.json.
+"""Checks of the parallel layout against the shape of the model, which is read from its config.json.
 
-Pure functions on plain values. Each raises ValueError that says what is wrong, with which flag, and which value works.
+Pure functions on plain values. Each raises a ValueError that names the fault, the flag, and a value that works.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model must be divisible. None: its config.json does not say so under a usual name."""
+    """The sizes of a model that a layout must divide. None: config.json has no such value under a common name."""
 
     name: str
     attention_heads: int | None
@@ -34,7 +35,7 @@ class ModelShape:
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """From config.json as transformers writes it; the text part of a composed model."""
+    """Read config.json as transformers writes it; of a composed model, its text part."""
     path = Path(folder).expanduser() / "config.json"
     with path.open(encoding="utf-8") as file:
         config: dict[str, Any] = json.load(file)
@@ -43,7 +44,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     def number(*keys: str) -> int | None:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
 
-    latent = "kv_lora_rank" in text  # every rank holds the whole latent; heads are all alike
+    latent = "kv_lora_rank" in text  # every rank holds the whole latent, and all heads are alike
     linear = [number("linear_num_key_heads"), number("linear_num_value_heads")]
     return ModelShape(
         name=str(folder),
@@ -61,7 +62,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 
 def check_layout(layout: Layout, model: ModelShape) -> None:
-    for flag in (each.name for each in fields(Layout) if each.name.endswith("_parallel_size")):
+    """Raise ValueError unless the model can be divided by this layout."""
+    for flag in (field.name for field in fields(Layout) if field.name.endswith("_parallel_size")):
         if getattr(layout, flag) <= 0:
             raise ValueError(f"{flag} must be > 0, got {getattr(layout, flag)}; use --{flag} 1")
     check_all(
@@ -75,13 +77,13 @@ def check_layout(layout: Layout, model: ModelShape) -> None:
 
 
 def _check_tensor_parallel(layout: Layout, model: ModelShape) -> None:
-    """What megatron-core 0.16 demands."""
+    """Check the divisibility that megatron-core 0.16 requires."""
     tp = layout.tensor_model_parallel_size
     problem = _tensor_parallel_problem(tp, model)
     if problem:
         flag = "tensor_model_parallel_size"
-        works = _sizes_that_work(layout, flag, lambda size: not _tensor_parallel_problem(size, model))
-        advice = _use(flag, works)
+        valid = _valid_sizes(layout, flag, lambda size: not _tensor_parallel_problem(size, model))
+        advice = _advice(flag, valid)
         raise ValueError(f"tensor_model_parallel_size ({tp}) {problem} of {model.name}{advice}")
 
 
@@ -106,32 +108,32 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> None:
     given = [size for size in (layout.first_stage_layers, layout.last_stage_layers) if size is not None]
 
     def layers_of_stages(stages: int) -> set[int] | None:
-        """How many layers a pipeline stage holds; None: they cannot be split evenly."""
+        """Return the layers per pipeline stage, each distinct number once; None: they cannot be split evenly."""
         rest, rest_stages = layers + layout.extra_layers - sum(given), stages - len(given)
         if rest <= 0 or rest_stages <= 0:
             return set(given) if rest == 0 and rest_stages == 0 else None
         return {*given, rest // rest_stages} if rest % rest_stages == 0 else None
 
-    held = layers_of_stages(stages)
-    if held is None:
+    stage_layers = layers_of_stages(stages)
+    if stage_layers is None:
         flag = "pipeline_model_parallel_size"
-        works = _sizes_that_work(layout, flag, lambda size: layers_of_stages(size) is not None)
+        valid = _valid_sizes(layout, flag, lambda size: layers_of_stages(size) is not None)
         raise ValueError(
-            f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, less those that "
-            "--decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers give to the end stages, plus "
-            f"those that the account_for flags count{_use(flag, works)}, or set these flags"
+            f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, minus those "
+            "that --decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers assign to the end stages, "
+            f"plus those that the --account_for_... flags add{_advice(flag, valid)}, or set these flags"
         )
     if virtual > 1 and stages == 1:
         raise ValueError(
-            f"virtual_pipeline_model_parallel_size ({virtual}) cuts the stages of a pipeline, and "
+            f"virtual_pipeline_model_parallel_size ({virtual}) subdivides the stages of a pipeline, and "
             "pipeline_model_parallel_size is 1; use --pipeline_model_parallel_size 2, or leave it out"
         )
-    if any(size % virtual for size in held):
-        works = [v for v in range(1, max(held) + 1) if not any(size % v for size in held)]
+    if any(size % virtual for size in stage_layers):
+        valid = [v for v in range(1, max(stage_layers) + 1) if not any(size % v for size in stage_layers)]
         raise ValueError(
             f"virtual_pipeline_model_parallel_size ({virtual}) must divide the layers of every pipeline stage "
-            f"({' and '.join(map(str, sorted(held)))} of the {layers} of {model.name})"
-            f"{_use('virtual_pipeline_model_parallel_size', works)}"
+            f"({' and '.join(map(str, sorted(stage_layers)))} of the {layers} of {model.name})"
+            f"{_advice('virtual_pipeline_model_parallel_size', valid)}"
         )
 
 
@@ -146,14 +148,14 @@ def _check_experts(layout: Layout, model: ModelShape) -> None:
             if size > 1:
                 raise ValueError(f"{flag} ({size}) needs experts, and {model.name} has none; use --{flag} 1")
         return
-    works = [
+    valid = [
         n for n in range(1, model.experts + 1) if model.experts % n == 0 and layout.world_size % (n * etp * pp) == 0
     ]
-    if ep not in works:
+    if ep not in valid:
         raise ValueError(
-            f"expert_model_parallel_size ({ep}) must divide the {model.experts} experts of {model.name}, and times "
-            f"expert_tensor_parallel_size ({etp}) times pipeline_model_parallel_size ({pp}) the world size "
-            f"({layout.world_size}){_use('expert_model_parallel_size', works)}"
+            f"expert_model_parallel_size ({ep}) must divide the {model.experts} experts of {model.name}, and its "
+            f"product with expert_tensor_parallel_size ({etp}) and pipeline_model_parallel_size ({pp}) must divide the "
+            f"world size ({layout.world_size}){_advice('expert_model_parallel_size', valid)}"
         )
     if model.expert_ffn is not None and model.expert_ffn % etp:
         raise ValueError(
@@ -168,38 +170,43 @@ def _check_experts(layout: Layout, model: ModelShape) -> None:
 
 
 def _check_vllm_tensor_parallel(layout: Layout, model: ModelShape) -> None:
-    def suits(size: int) -> bool:
+    def divides_heads(size: int) -> bool:
         heads, kv_heads = model.attention_heads or size, model.kv_heads or size
         return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
-    works = [size for size in range(1, layout.world_size + 1) if layout.world_size % size == 0 and suits(size)]
-    if layout.vllm_tensor_parallel_size not in works:
+    sizes = range(1, layout.world_size + 1)
+    valid = [size for size in sizes if layout.world_size % size == 0 and divides_heads(size)]
+    if layout.vllm_tensor_parallel_size not in valid:
         raise ValueError(
             f"vllm_tensor_parallel_size ({layout.vllm_tensor_parallel_size}) must divide world size "
-            f"({layout.world_size}) and suit num_attention_heads ({model.attention_heads}) and num_key_value_heads "
-            f"({model.kv_heads}) of {model.name}{_use('vllm_tensor_parallel_size', works)}"
+            f"({layout.world_size}), num_attention_heads ({model.attention_heads}) and num_key_value_heads "
+            f"({model.kv_heads}, or be a multiple of it) of {model.name}"
+            f"{_advice('vllm_tensor_parallel_size', valid)}"
         )
 
 
-def _sizes_that_work(layout: Layout, flag: str, suits: Callable[[int], bool]) -> list[int]:
-    """The values of a flag that suit the model and divide the world size, with the other flags as they are."""
+def _valid_sizes(layout: Layout, flag: str, fits_model: Callable[[int], bool]) -> list[int]:
+    """Return the values of a flag that fit the model and divide the world size, with the other flags unchanged."""
     flags = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     rest = math.prod(getattr(layout, other) for other in flags if other != flag)
-    return [n for n in range(1, layout.world_size + 1) if layout.world_size % (n * rest) == 0 and suits(n)]
+    return [n for n in range(1, layout.world_size + 1) if layout.world_size % (n * rest) == 0 and fits_model(n)]
 
 
-def _use(flag: str, works: Sequence[int]) -> str:
-    return f"; use --{flag} {' or '.join(map(str, works))}" if works else ""
+def _advice(flag: str, valid: Sequence[int]) -> str:
+    return f"; {use_flag(flag, valid)}" if valid else ""
 
 
 def check_interleaving(layout: Layout, micro_batches: int | None) -> None:
-    """`micro_batches`: of one optimizer step on each data-parallel rank; None: a token budget forms them."""
+    """Check the schedule of a virtual pipeline.
+
+    `micro_batches`: their number in one optimizer step on each data-parallel rank; None: a token budget sets it.
+    """
     stages, group = layout.pipeline_model_parallel_size, layout.microbatch_group_size_per_vp_stage
     if layout.virtual_pipeline_model_parallel_size == 1:
         if group is not None:
             raise ValueError(
-                f"--microbatch_group_size_per_vp_stage {group} belongs to --virtual_pipeline_model_parallel_size; "
-                "leave it out or set both"
+                f"--microbatch_group_size_per_vp_stage {group} has no effect without "
+                "--virtual_pipeline_model_parallel_size; leave it out or set both"
             )
         return
     if group is not None and group < stages:

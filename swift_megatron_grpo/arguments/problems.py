@@ -1,4 +1,4 @@
-"""Collect what is wrong with the arguments, so that a user gets every problem at once."""
+"""Collect the problems of several checks, so that a user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def check_all(checks: Iterable[Callable[[], object]]) -> None:
         except ValueError as problem:
             problems.append(str(problem))
     if problems:
-        raise ValueError("\n".join(dict.fromkeys(problems)))  # two checks may find the same
+        raise ValueError("\n".join(dict.fromkeys(problems)))  # two checks may report the same problem
 
 
 @contextmanager
 def prefix_problems(subject: str) -> Iterator[None]:
-    """Begin the text of a problem with its subject."""
+    """Prefix the message of a ValueError with its subject."""
     try:
         yield
     except ValueError as problem:

@@ -1,7 +1,7 @@
-"""Every check of the arguments of one run, in the three orders in which ms-swift lets them run.
+"""Run every check of the arguments of one run, in the three orders that ms-swift requires.
 
-The checks themselves are pure functions in the other files of this folder. Each raises ValueError with the fault, the
-flag, and a value that works; all faults are reported together, before a model loads.
+The checks themselves are pure functions in the other files of this folder. Each raises a ValueError that names the
+fault, the flag, and a value that works; all faults are reported together, before a model loads.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
-from swift_megatron_grpo.arguments.support_table import refusals
+from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.recording import folder as recording
 
 STOCK_TRAINER = f"{SWITCH}=off for ms-swift's own trainer"
-# --report_to none, as under transformers: ms-swift's Megatron takes it for the name of a callback
+# --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
 
 
 def check_command_line(args: DerivedArguments) -> None:
-    """Check what the user typed, before ms-swift resolves it."""
+    """Check the values that the user typed, before ms-swift resolves them."""
     plugins = as_list(args.external_plugins) + as_list(args.custom_register_path)
     values.check_plugin_files(plugins)
-    # Reward functions register themselves. ms-swift imports the files again later, which changes nothing.
+    # Importing the files registers reward functions. ms-swift imports them again later, which changes nothing.
     for plugin in plugins:
         import_external_file(plugin)
     check_all(
@@ -60,7 +60,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: check_recording(args),
             lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout),
             lambda: _check_servers(args),
-            lambda: _check_ahead(args),
+            lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
             values.check_vllm_installed,
         ]
@@ -68,7 +68,7 @@ def check_command_line(args: DerivedArguments) -> None:
 
 
 def check_with_model_config(args: DerivedArguments) -> None:
-    """Check what depends on the model's config; ms-swift has read it, and has made nothing yet."""
+    """Check what depends on the model's config, which ms-swift has read; it has created nothing else yet."""
     check_all(
         [
             lambda: check_flags(args),
@@ -93,30 +93,33 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_turns(args),
             lambda: check_recording(args),
             lambda: _check_servers(args),
-            lambda: _check_ahead(args),
+            lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
         ]
     )
 
 
 def check_flags(args: DerivedArguments) -> None:
-    problems = refusals({each.name: getattr(args, each.name) for each in fields(args)}, STOCK_TRAINER)
+    """Refuse unsupported flags, and combinations that no other check covers."""
+    problems = unsupported_flags({field.name: getattr(args, field.name) for field in fields(args)}, STOCK_TRAINER)
     if args.ref_model is not None and args.has_adapter:
         problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
     if args.has_adapter and args.expert_tensor_parallel_size > 1:
         problems.append(
-            f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge has no LoRA for cut "
-            "experts; use --expert_tensor_parallel_size 1, and --expert_model_parallel_size to spread experts"
+            f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge does not support LoRA on "
+            "tensor-parallel experts; use --expert_tensor_parallel_size 1, and distribute whole experts with "
+            "--expert_model_parallel_size"
         )
     if args.recompute_elementwise and not args.fast_kernels:
         problems.append(
-            "--recompute_elementwise true comes with the kernels that --fast_kernels false turns off; leave one out"
+            "--recompute_elementwise true needs the kernels that --fast_kernels false disables; leave one of them out"
         )
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def check_rewards(args: DerivedArguments) -> None:
+    """Check reward functions and weights; skipped while the servers' part in grading is unknown."""
     if args.servers_may_grade:
         return
     if args.reward_funcs or not args.grades_by_environment:
@@ -125,6 +128,7 @@ def check_rewards(args: DerivedArguments) -> None:
 
 
 def check_recording(args: DerivedArguments) -> None:
+    """Check the recording flags, and the folders on disk against the settings of this run."""
     rollouts.check_recording(args.rollout_dump, args.rollout_replay, args.rollout_only)
     if args.dump_folder is not None and not args.servers_may_grade:
         recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes)
@@ -133,9 +137,10 @@ def check_recording(args: DerivedArguments) -> None:
 
 
 def check_layout(args: DerivedArguments) -> None:
+    """Check the layouts of training and of the reference copy against the model's config.json."""
     checkpoint = Path(args.model_dir if "model_dir" in vars(args) else args.model or "").expanduser()
     if not (checkpoint / "config.json").is_file():
-        return  # on a hub: checked again when ms-swift has fetched it
+        return  # on a hub: checked again after ms-swift has downloaded it
     layouts.check_layout(args.layout, layouts.read_model_shape(checkpoint))
     if args.reference_layout is not None:
         with prefix_problems("the reference copy (--ref_...)"):
@@ -149,7 +154,7 @@ def _check_callbacks(args: DerivedArguments) -> None:
 
 
 def _check_model_path(args: DerivedArguments) -> None:
-    resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json names the model
+    resumed_from = args.mcore_model or args.mcore_adapter or args.adapters  # their args.json contains the model
     if args.model is None and not resumed_from:
         raise ValueError("no model is set; use --model with a folder or a hub id")
     for flag in ("model", "ref_model"):
@@ -168,9 +173,9 @@ def _check_reference(args: DerivedArguments) -> None:
     if layout is None:
         return
     if args.beta == 0 or args.has_adapter:
-        why = "a LoRA run is the model without its adapter" if args.has_adapter else "--beta 0 is not there"
+        reason = "the reference of a LoRA run is the model without its adapter" if args.has_adapter else "--beta is 0"
         raise ValueError(
-            f"the --ref_..._parallel_size flags lay out a frozen copy, and the reference of {why}; leave them out"
+            f"the --ref_..._parallel_size flags need a frozen reference copy, and {reason}; leave them out"
         )
     resolve(
         layout,
@@ -191,7 +196,7 @@ def _check_modality(args: DerivedArguments) -> None:
 
 
 def _check_precision(args: DerivedArguments) -> None:
-    """Refuse checkpoints that ms-swift would train in fp16; support_table.NOT_YET has the reason."""
+    """Refuse checkpoints that ms-swift would train in fp16; support_table.NOT_YET gives the reason."""
     if args.fp16 is None and args.torch_dtype in (torch.float16, torch.float32):
         raise ValueError(
             f"--model {args.model} has torch_dtype {str(args.torch_dtype).removeprefix('torch.')}, which ms-swift "
@@ -200,9 +205,9 @@ def _check_precision(args: DerivedArguments) -> None:
 
 
 def _check_lengths(args: DerivedArguments) -> None:
-    """Check lengths against vLLM in the training processes; a server reports its own limit."""
-    engine = None if args.uses_servers else args.vllm_max_model_len
-    values.check_lengths(args.max_length, args.max_completion_length, engine)
+    """Check lengths against vLLM in the training processes; a server reports its own limit later."""
+    max_model_len = None if args.uses_servers else args.vllm_max_model_len
+    values.check_lengths(args.max_length, args.max_completion_length, max_model_len)
 
 
 def _check_adapter_sync(args: DerivedArguments) -> None:
@@ -220,8 +225,8 @@ def _check_servers(args: DerivedArguments) -> None:
         servers.check_combinations(args.rollout_replay)
 
 
-def _check_ahead(args: DerivedArguments) -> None:
-    rollouts.check_ahead(
+def _check_async(args: DerivedArguments) -> None:
+    rollouts.check_async(
         args.async_generate, args.max_staleness, args.uses_servers, args.rollout_replay, args.rollout_only
     )
 
@@ -237,10 +242,10 @@ def _check_algorithm(args: DerivedArguments) -> None:
 
 
 def _check_turns(args: DerivedArguments) -> None:
-    if args.uses_servers:  # a server has the schedulers and environments, and reports its own
+    if args.uses_servers:  # a server has its own schedulers and environments, and reports them later
         turns.check_max_turns(args.max_turns)
         return
-    with_own_run = [name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run]
+    with_own_run = [name for name, scheduler in multi_turns.items() if scheduler.run is not MultiTurnScheduler.run]
     turns.check_multi_turn(
         args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, with_own_run, envs
     )

@@ -1,4 +1,4 @@
-"""The lines that a run logs first: which trainer it is, the layout, the batch arithmetic, and notes on flags."""
+"""The first lines that a run logs: the trainer, the layout, the batch plan, and notes on flags."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 
 
 def start_up_lines(args: DerivedArguments) -> list[str]:
+    """Return the lines to log at start."""
     plan = args.batch_plan()
     return [
         f"swift_megatron_grpo {__version__} trains this run ({SWITCH}=off turns it off): {_layout(args)}",
         *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
         *plan.notes,
         *_offload_notes(args),
-        *servers.notes(args.vllm_mode, vars(args)),
-        *rollouts.notes_ahead(args.rollouts_ahead, vars(args)),
-        *algorithm.notes(algorithm.flags_of(vars(args))),
+        *servers.start_up_notes(args.vllm_mode, vars(args)),
+        *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
+        *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
     ]
 
 
@@ -35,6 +36,6 @@ def _offload_notes(args: DerivedArguments) -> list[str]:
     if not flags or args.sleep_level or args.uses_servers:
         return []
     return [
-        f"{', '.join(flags)}: nothing leaves the GPU once vLLM has started, because at --sleep_level 0 vLLM keeps "
-        "its memory; use --sleep_level 2 to let them take turns"
+        f"{', '.join(flags)}: nothing is offloaded once vLLM has started, because at --sleep_level 0 vLLM keeps its "
+        "GPU memory; use --sleep_level 2 to let trainer and vLLM alternate"
     ]

@@ -1,5 +1,7 @@
-"""What becomes of every flag of ms-swift's `megatron rlhf`. Each is in exactly one of four lists; a test demands it, so
-a new flag of a new ms-swift release fails that test by name instead of being ignored in silence.
+"""The support of every flag of ms-swift's `megatron rlhf`: each is in exactly one of four lists.
+
+A test requires this, so a flag that a new ms-swift release adds fails that test by name instead of being silently
+ignored.
 """
 
 from __future__ import annotations
@@ -9,28 +11,30 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from swift_megatron_grpo.arguments.advice import typed_value, use_flag
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A flag this trainer serves at some values only."""
+    """A flag of which this trainer supports only some values."""
 
-    allowed: tuple[Any, ...]  # its default is one of them
+    allowed: tuple[Any, ...]  # the default is one of them
     why: str
-    stock: bool = True  # ms-swift's own trainer does it
+    stock: bool = True  # True if ms-swift's own trainer supports the other values
 
 
-_TEACHER = "distillation from a teacher is not there yet"
+_TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
-_LOW_BITS = "training below 16 bits is not there yet"
-_OVERLAP = "this overlap is not there yet"
+_LOW_BITS = "training below 16 bits is not supported yet"
+_OVERLAP = "this overlap is not supported yet"
 _ORIGIN = "the reference is --ref_model or, with LoRA, the model without its adapter"
-_IMAGES = "models with an image or audio part are not there yet"
-_LENGTHS = "this trainer's packed micro batches differ in length"
+_IMAGES = "models with an image or audio part are not supported yet"
+_LENGTHS = "packed micro batches differ in length"
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
     "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
-    "calculate_per_token_loss": Refusal((False, None), "losses come normalised over the whole step"),
+    "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
     "loss_scale": Refusal(
         ("last_round", "last_round+ignore_empty_think"), "exactly the tokens that the policy generated are trained"
     ),
@@ -40,69 +44,69 @@ NOT_YET: Mapping[str, Refusal] = {
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
     "completion_length_limit_scope": Refusal(
-        ("per_round",), "each turn may take --max_completion_length tokens, and all of them --vllm_max_model_len"
+        ("per_round",), "--max_completion_length limits each turn, and --vllm_max_model_len the whole conversation"
     ),
-    "offload_bridge": Refusal((False,), "weights go to vLLM from GPU to GPU"),
-    "move_model_batches": Refusal((None,), "weights go to vLLM one tensor at a time", stock=False),
+    "offload_bridge": Refusal((False,), "weights are sent to vLLM from GPU to GPU"),
+    "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
-    "reward_model": Refusal((None,), "reward models are not there yet", stock=False),
-    "reward_model_plugin": Refusal((None,), "reward models are not there yet", stock=False),
+    "reward_model": Refusal((None,), "reward models are not supported yet", stock=False),
+    "reward_model_plugin": Refusal((None,), "reward models are not supported yet", stock=False),
     "teacher_model": Refusal((None,), _TEACHER),
     "teacher_model_type": Refusal((None,), _TEACHER),
     "teacher_model_revision": Refusal((None,), _TEACHER),
     "teacher_model_server": Refusal((None,), _TEACHER),
     "offload_teacher_model": Refusal((False,), _TEACHER),
-    "sync_ref_model": Refusal((False,), "the reference stays what it is", stock=False),
+    "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
     "mcore_ref_model": Refusal((None,), _ORIGIN),
     "mcore_ref_adapter": Refusal((None,), _ORIGIN),
     "ref_adapters": Refusal(([],), _ORIGIN),
     # data
-    "truncation_strategy": Refusal((None, "left"), "prompts beyond --max_length are cut on the left"),
+    "truncation_strategy": Refusal((None, "left"), "prompts longer than --max_length are truncated on the left"),
     "streaming": Refusal((False,), "the dataset's length must be known"),
     "packing": Refusal((False,), "completions are packed after they are generated"),
-    "cached_dataset": Refusal(([],), "prompts come from --dataset"),
-    "cached_val_dataset": Refusal(([],), "prompts come from --val_dataset"),
-    "data_sharding": Refusal((False,), "every rank knows the order of all prompts"),
+    "cached_dataset": Refusal(([],), "prompts are read from --dataset"),
+    "cached_val_dataset": Refusal(([],), "prompts are read from --val_dataset"),
+    "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
     "tuner_type": Refusal(("full", "lora"), _IMAGES),
-    "tuner_backend": Refusal(("peft",), "adapters are peft's", stock=False),
+    "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
     "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
     "language_model_only": Refusal((False,), _IMAGES),
-    "new_special_tokens": Refusal(([],), "vLLM runs the vocabulary of the checkpoint"),
-    "rope_scaling": Refusal((None,), "vLLM runs the positions of the checkpoint; set rope_scaling in its config.json"),
-    "max_model_len": Refusal((None,), "vLLM runs the positions of the checkpoint; --vllm_max_model_len bounds it"),
+    "new_special_tokens": Refusal(([],), "vLLM uses the vocabulary of the checkpoint"),
+    "rope_scaling": Refusal((None,), "vLLM uses the positions of the checkpoint; set rope_scaling in its config.json"),
+    "max_model_len": Refusal((None,), "vLLM uses the positions of the checkpoint; --vllm_max_model_len limits length"),
     "quant_method": Refusal((None,), _LOW_BITS, stock=False),
     "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
-    "bridge_backend": Refusal(("mcore-bridge",), "weights go through mcore-bridge"),
+    "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
     "vit_lr": Refusal((None,), _IMAGES),
     "aligner_lr": Refusal((None,), _IMAGES),
     # precision
-    "fp16": Refusal((None, False), "fp16 needs a loss scale that skips steps, and a step that fails stops the run"),
+    "fp16": Refusal((None, False), "fp16 needs a loss scaler, which skips steps, and a failed step stops the run"),
     "fp8_format": Refusal((None,), _LOW_BITS),
     "fp8_param_gather": Refusal((False,), _LOW_BITS),
     "fp4_format": Refusal((None,), _LOW_BITS),
     "fp4_param_gather": Refusal((False,), _LOW_BITS),
     # layout and communication
-    "pipeline_model_parallel_layout": Refusal((None,), "hand-written pipeline layouts are not there yet"),
+    "pipeline_model_parallel_layout": Refusal((None,), "custom pipeline layouts are not supported yet"),
     "padding_free": Refusal((True,), _PACKED),
     "mlp_padding_free": Refusal((False,), _PACKED),
     "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "auto"), _PACKED),
-    "sequence_packing_scheduler": Refusal((None,), "this trainer packs by itself"),
-    "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks hold zigzag pieces"),
+    "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
+    "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
     "tp_comm_overlap": Refusal((False,), _LENGTHS),
     "overlap_param_gather": Refusal((False,), _OVERLAP),
     "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
-    "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not there yet"),
+    "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),
     # optimizer
-    "optimizer": Refusal(("adam", "sgd"), "Muon is not there yet"),
-    "optimizer_cpu_offload": Refusal((False,), "--offload_optimizer moves its state while vLLM generates"),
+    "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
+    "optimizer_cpu_offload": Refusal((False,), "--offload_optimizer offloads its state while vLLM generates"),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
-    "use_ray": Refusal((False,), "ranks come from torchrun"),
-    "ray_exp_name": Refusal((None,), "ranks come from torchrun"),
-    "device_groups": Refusal((None,), "ranks come from torchrun"),
-    "skip_megatron_init": Refusal((False,), "ranks come from torchrun"),
+    "use_ray": Refusal((False,), "ranks are started by torchrun"),
+    "ray_exp_name": Refusal((None,), "ranks are started by torchrun"),
+    "device_groups": Refusal((None,), "ranks are started by torchrun"),
+    "skip_megatron_init": Refusal((False,), "ranks are started by torchrun"),
 }
 
 
@@ -139,8 +143,8 @@ USED_HERE = _flags(
     """
 )
 
-# ms-swift reads these around this trainer: parsing, datasets, template, model, optimizer, checkpoints, callbacks, and
-# the reward functions of its registry.
+# Read by ms-swift's own code, which this trainer runs: parsing, datasets, template, model, optimizer, checkpoints,
+# callbacks, and the reward functions of its registry.
 USED_BY_SWIFT = _flags(
     """
     model model_type model_revision torch_dtype local_repo_path use_hf hub_token model_kwargs enable_npu_model_patch
@@ -185,8 +189,8 @@ USED_BY_SWIFT = _flags(
     """
 )
 
-# Nothing depends on these: they belong to other training types or engines and ms-swift's own GRPO does not read them
-# either; or they refine a flag that NOT_YET refuses; or they tune worker processes that read prompts.
+# No effect: flags of other training types or engines, which ms-swift's own GRPO does not read either; flags that refine
+# one that NOT_YET refuses; flags that tune the worker processes of a data loader.
 NO_EFFECT = _flags(
     """
     rpo_alpha reference_free label_smoothing f_divergence_type desirable_weight undesirable_weight calculate_KL
@@ -212,29 +216,25 @@ NO_EFFECT = _flags(
 )
 
 
-def refusals(values: Mapping[str, Any], stock_trainer: str) -> list[str]:
-    """A sentence for every flag whose value this trainer does not serve. `stock_trainer`: how to get ms-swift's."""
+def unsupported_flags(values: Mapping[str, Any], stock_trainer: str) -> list[str]:
+    """Return an error message for every flag whose value this trainer does not support.
+
+    `stock_trainer` is the advice to run ms-swift's own trainer.
+    """
     return [
-        _sentence(flag, values[flag], refusal, stock_trainer)
+        _refusal_message(flag, values[flag], refusal, stock_trainer)
         for flag, refusal in NOT_YET.items()
-        if _plain(values[flag]) not in refusal.allowed
+        if not _is_allowed(values[flag], refusal)
     ]
 
 
-def _sentence(flag: str, value: Any, refusal: Refusal, stock_trainer: str) -> str:
-    choices = [_typed(choice) for choice in refusal.allowed if choice not in (None, False, [])]
-    remedies = [f"use --{flag} {' or '.join(choices)}" if choices else "leave it out"]
+def _is_allowed(value: Any, refusal: Refusal) -> bool:
+    return (value.name if isinstance(value, Enum) else value) in refusal.allowed
+
+
+def _refusal_message(flag: str, value: Any, refusal: Refusal, stock_trainer: str) -> str:
+    choices = [choice for choice in refusal.allowed if choice not in (None, False, [])]
+    remedies = [use_flag(flag, choices) if choices else "leave it out"]
     if refusal.stock:
         remedies.append(stock_trainer)
-    return f"--{flag} {_typed(value)}: {refusal.why}; {', or '.join(remedies)}"
-
-
-def _plain(value: Any) -> Any:
-    return value.name if isinstance(value, Enum) else value
-
-
-def _typed(value: Any) -> str:
-    """As one types it on a command line."""
-    if isinstance(value, list):
-        return " ".join(_typed(each) for each in value)
-    return str(value).lower() if isinstance(value, bool) else str(_plain(value))
+    return f"--{flag} {typed_value(value)}: {refusal.why}; {', or '.join(remedies)}"

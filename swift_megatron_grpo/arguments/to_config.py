@@ -1,4 +1,4 @@
-"""From what was typed to what the stages take. After this nobody sees the arguments."""
+"""Convert the arguments into the frozen settings of the stages, which do not read the arguments themselves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 
 def configure(args: GRPOArguments) -> GRPOConfig:
-    """For the stages. After ms-swift has finished parsing."""
+    """Return the settings of all stages. Call it after ms-swift has finished parsing."""
     plan = args.batch_plan()
     weights = args.reward_weights or [1.0] * len(args.reward_names)
     turns = None if args.uses_servers else args.multi_turn_scheduler
@@ -124,7 +124,7 @@ def _loss(args: GRPOArguments) -> LossConfig:
 
 
 def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
-    per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
+    completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     return VllmConfig(
         model_dir=args.model_dir,
         model_type=args.model_type,
@@ -132,7 +132,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         tensor_parallel_size=args.vllm_tensor_parallel_size,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
         max_model_len=args.vllm_max_model_len,
-        max_num_seqs=args.vllm_max_num_seqs or per_engine,
+        max_num_seqs=args.vllm_max_num_seqs or completions_per_engine,
         enforce_eager=args.vllm_enforce_eager,
         enable_prefix_caching=args.vllm_enable_prefix_caching,
         disable_cascade_attn=args.vllm_disable_cascade_attn,
@@ -141,18 +141,19 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
-        lora_rank=_room_for_adapter(args),
+        lora_rank=_vllm_lora_rank(args),
     )
 
 
-def _room_for_adapter(args: GRPOArguments) -> int | None:
-    """The next of the ranks that vLLM makes room for."""
+def _vllm_lora_rank(args: GRPOArguments) -> int | None:
+    """Return the smallest of vLLM's adapter ranks that fits --lora_rank; None: vLLM runs merged weights."""
     if not args.vllm_enable_lora:
         return None
     return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
 
 
 def configure_server(args: GRPOArguments) -> ServerConfig | None:
+    """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
         return None
     urls, turns = args.server_urls, args.turn_flags_for_servers

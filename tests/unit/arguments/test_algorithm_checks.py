@@ -1,4 +1,4 @@
-"""Flags of the algorithm that contradict each other are refused at start, with what to set instead."""
+"""Contradictory flags of the algorithm are refused at start, with the values to set instead."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PLAIN = dict(
 )  # fmt: skip
 REAL = {"loss_type": "real", "micro_batch_size": 8}
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "loss": ({"loss_type": "ppo"}, ["--loss_type ppo: not known", "use --loss_type grpo or bnpo"]),
-    "estimator": ({"advantage_estimator": "gae"}, ["--advantage_estimator gae: not known", "or rloo"]),
-    "scale": ({"scale_rewards": "half"}, ["--scale_rewards half: not known", "group or batch or none or gdpo"]),
-    "level": ({"importance_sampling_level": "word"}, ["--importance_sampling_level word: not known"]),
-    "mode": ({"rollout_importance_sampling_mode": "x"}, ["--rollout_importance_sampling_mode x: not known"]),
-    "k4": ({"kl_estimator": "k4"}, ["--kl_estimator k4: not known; use --kl_estimator k1 or abs or k2 or k3"]),
+    "loss": ({"loss_type": "ppo"}, ["--loss_type ppo: unknown value", "use --loss_type grpo or bnpo"]),
+    "estimator": ({"advantage_estimator": "gae"}, ["--advantage_estimator gae: unknown value", "or rloo"]),
+    "scale": ({"scale_rewards": "half"}, ["--scale_rewards half: unknown value", "group or batch or none or gdpo"]),
+    "level": ({"importance_sampling_level": "word"}, ["--importance_sampling_level word: unknown value"]),
+    "mode": ({"rollout_importance_sampling_mode": "x"}, ["--rollout_importance_sampling_mode x: unknown value"]),
+    "k4": ({"kl_estimator": "k4"}, ["--kl_estimator k4: unknown value; use --kl_estimator k1 or abs or k2 or k3"]),
     "quantile 0": ({"top_entropy_quantile": 0.0}, ["--top_entropy_quantile 0.0 must be above 0 and at most 1"]),
     "quantile 20": ({"top_entropy_quantile": 20.0}, ["--top_entropy_quantile 20.0", "use 0.2"]),
     "threshold": ({"rollout_importance_sampling_threshold": 0.0}, ["--rollout_importance_sampling_threshold 0.0"]),
@@ -53,8 +53,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "kl target 0": ({"kl_target": 0.0}, ["--kl_target 0.0 must be above 0"]),
     "delta": ({"delta": 1.1}, ["--delta 1.1 must be above 1 + epsilon_high = 1.2"]),
     "dual": ({"dual_clip": 1.3, "epsilon_high": 0.4}, ["--dual_clip 1.3 must be above 1 + epsilon_high = 1.4"]),
-    "both": ({"dual_clip": 3.0, "delta": 3.0}, ["--delta and --dual_clip are the same bound"]),
-    "delta cispo": ({"loss_type": "cispo", "delta": 3.0}, ["--loss_type cispo clips none; leave it out"]),
+    "both": ({"dual_clip": 3.0, "delta": 3.0}, ["--delta and --dual_clip bound the same tokens"]),
+    "delta cispo": ({"loss_type": "cispo", "delta": 3.0}, ["--loss_type cispo does not clip ratios; leave it out"]),
     "real splits": ({"loss_type": "real"}, ["micro_batch_size (1) splits groups", "use --micro_batch_size 8"]),
     "real splits 12": ({"loss_type": "real", "micro_batch_size": 12}, ["use --micro_batch_size 16"]),
     "real budget": ({**REAL, "max_tokens_per_micro_batch": 4096}, ["--max_tokens_per_micro_batch", "leave it out"]),
@@ -63,15 +63,18 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**REAL, "top_entropy_quantile": 0.2},
         ["--top_entropy_quantile 0.2", "scores whole completions"],
     ),
-    "real weights": ({**REAL, "rollout_importance_sampling_mode": "token_mask"}, ["token_mask is for tokens"]),
+    "real weights": (
+        {**REAL, "rollout_importance_sampling_mode": "token_mask"},
+        ["applies to single tokens"],
+    ),
     "real plain": ({**REAL, "advantage_estimator": "reinforce_plus_plus_plain"}, ["--loss_type real needs groups"]),
     "resample 0": ({"dynamic_sample": True, "max_resample_times": 0}, ["never samples again"]),
     "resample one": (
         {"dynamic_sample": True, "num_generations": 1, "advantage_estimator": "reinforce_plus_plus_plain"},
-        ["--dynamic_sample looks for prompts", "--dynamic_sample false"],
+        ["--dynamic_sample keeps prompts", "--dynamic_sample false"],
     ),
 }
-WORKS: list[dict[str, Any]] = [
+ACCEPTED: list[dict[str, Any]] = [
     {},
     *({"loss_type": name, "micro_batch_size": 8} for name in LOSSES),
     *({"advantage_estimator": name} for name in get_args(config.Estimator)),
@@ -87,7 +90,7 @@ WORKS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_contradictions_are_refused_with_what_to_set(name: str) -> None:
+def test_contradictions_are_refused_with_the_values_to_set(name: str) -> None:
     changes, parts = REFUSED[name]
     with pytest.raises(ValueError) as caught:
         checks.check_algorithm(checks.flags_of(PLAIN | changes))
@@ -95,12 +98,12 @@ def test_contradictions_are_refused_with_what_to_set(name: str) -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("changes", WORKS, ids=str)
-def test_what_works_is_not_refused(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", ACCEPTED, ids=str)
+def test_valid_combinations_are_accepted(changes: dict[str, Any]) -> None:
     checks.check_algorithm(checks.flags_of(PLAIN | changes))
 
 
-def test_the_choices_are_those_that_exist() -> None:
+def test_the_choices_are_those_of_losses_and_config() -> None:
     assert set(checks.LOSSES) == set(LOSSES)
     assert get_args(config.Estimator) == checks.ESTIMATORS
     assert get_args(config.ScaleRewards) == checks.SCALES
@@ -110,32 +113,30 @@ def test_the_choices_are_those_that_exist() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
-def test_defaults_of_an_estimator_are_ms_swifts(estimator: str) -> None:
+def test_defaults_of_an_estimator_equal_ms_swifts(estimator: str) -> None:
     import inspect
 
     from swift.megatron.arguments.megatron_args import RLHFMegatronArgumentsMixin
 
     source = inspect.getsource(RLHFMegatronArgumentsMixin._init_grpo)
     branches = source.split("if self.scale_rewards is None:")[1].split("self.advantage_estimator == ")[1:]
-    theirs = next(
-        b.split("self.scale_rewards = '")[1].split("'")[0] for b in branches if b.startswith(f"'{estimator}'")
-    )
-    assert checks.defaults_of(estimator) == {"scale_rewards": theirs, "kl_in_reward": estimator != "grpo"}
+    scale = next(b.split("self.scale_rewards = '")[1].split("'")[0] for b in branches if b.startswith(f"'{estimator}'"))
+    assert checks.defaults_of(estimator) == {"scale_rewards": scale, "kl_in_reward": estimator != "grpo"}
 
 
 def test_flags_without_effect_are_named_in_the_log() -> None:
     def notes(**changes: Any) -> list[str]:
-        return checks.notes(checks.flags_of(PLAIN | changes))
+        return checks.start_up_notes(checks.flags_of(PLAIN | changes))
 
     assert notes() == []
     assert notes(loss_type="sapo", tau_pos=2.0) == []
-    assert "--tau_pos belong to --loss_type sapo and have no effect on grpo" in notes(tau_pos=2.0)[0]
+    assert "--tau_pos: for --loss_type sapo, without effect on --loss_type grpo" in notes(tau_pos=2.0)[0]
     assert "--epsilon_high has no effect on --loss_type sapo" in notes(loss_type="sapo", epsilon_high=0.3)[0]
-    assert "--epsilon_high 5 is usual" in notes(loss_type="cispo")[0]
+    assert "--epsilon_high 5 is common" in notes(loss_type="cispo")[0]
     assert notes(loss_type="cispo", epsilon_high=5.0) == []
 
 
-def test_a_command_line_with_a_contradiction_stops_at_once(typed: dict[str, Any]) -> None:  # noqa: F811
+def test_a_command_line_with_a_contradiction_is_refused(typed: dict[str, Any]) -> None:  # noqa: F811
     assert "--scale_rewards gdpo" in refuse(typed, scale_rewards="gdpo", kl_in_reward=True)
     assert "--loss_type real compares" in refuse(typed, loss_type="real")
     assert "no reward function is set" in refuse(typed, dynamic_sample=True, reward_funcs=[])

@@ -1,4 +1,4 @@
-"""The batch arithmetic, its refusals, and that what a refusal proposes does work."""
+"""The batch arithmetic, its errors, and the suggestions of these errors, which must be valid."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from swift_megatron_grpo.arguments.batch_sizes import BatchError
 from swift_megatron_grpo.config import BatchPlan
 from swift_megatron_grpo.layout import Layout
 
-SIZES = [each.name for each in fields(Layout)]
+SIZES = [field.name for field in fields(Layout)]
 
 
 def plan(**settings: Any) -> BatchPlan:
-    """Resolve sizes of a layout and of batches; what is left out is small."""
+    """Resolve sizes of a layout and of batches; sizes that are left out are small."""
     given = {"world_size": 1, "micro_batch_size": 1, "global_batch_size": 16, "num_generations": 8} | settings
     layout = Layout(**{name: given.pop(name) for name in SIZES if name in given})
     return resolve(layout, **given)
@@ -33,7 +33,7 @@ def error_of(**settings: Any) -> BatchError:
 
 
 def test_the_worked_example_of_siirl() -> None:
-    got = plan(
+    resolved = plan(
         world_size=8,
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=4,
@@ -41,12 +41,12 @@ def test_the_worked_example_of_siirl() -> None:
         global_batch_size=16 * 8,
         generation_batch_size=128 * 8,
     )
-    assert got.data_parallel == 1
-    assert got.generation_batch_size == 1024
-    assert got.steps_per_generation == 8
-    assert got.gradient_accumulation == 16
-    assert (got.rollout_prompts, got.train_prompts, got.prompts_per_dp_group) == (128, 16, 16)
-    assert got.notes == ()
+    assert resolved.data_parallel == 1
+    assert resolved.generation_batch_size == 1024
+    assert resolved.steps_per_generation == 8
+    assert resolved.gradient_accumulation == 16
+    assert (resolved.rollout_prompts, resolved.train_prompts, resolved.prompts_per_dp_group) == (128, 16, 16)
+    assert resolved.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_the_worked_example_of_siirl() -> None:
         ({"generation_batch_size": 64, "steps_per_generation": 4}, 64, 4),
     ],
 )
-def test_what_was_not_typed_is_filled_in(typed: dict[str, int], generation: int, steps: int) -> None:
-    got = plan(**typed)
-    assert (got.generation_batch_size, got.steps_per_generation) == (generation, steps)
+def test_sizes_that_are_left_out_are_filled_in(typed: dict[str, int], generation: int, steps: int) -> None:
+    resolved = plan(**typed)
+    assert (resolved.generation_batch_size, resolved.steps_per_generation) == (generation, steps)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,12 @@ def test_what_was_not_typed_is_filled_in(typed: dict[str, int], generation: int,
         ),
     ],
 )
-def test_a_refusal_says_what_is_wrong_and_what_would_work(typed: dict[str, int], message: str) -> None:
+def test_an_error_states_the_fault_and_valid_sizes(typed: dict[str, int], message: str) -> None:
     assert str(error_of(**typed)) == message
 
 
 @pytest.mark.parametrize(
-    ("typed", "words"),
+    ("typed", "phrase"),
     [
         ({"world_size": 4, "global_batch_size": 16}, "num_rollout_prompt (2) = generation_batch_size (16) // num_gen"),
         ({"micro_batch_size": 4}, "Per-device rollout prompt count (2) = (generation_batch_size (16) // num_generati"),
@@ -126,19 +126,19 @@ def test_a_refusal_says_what_is_wrong_and_what_would_work(typed: dict[str, int],
         ),
     ],
 )
-def test_what_only_ms_swift_cannot_do_is_accepted_with_one_note(typed: dict[str, int], words: str) -> None:
+def test_sizes_that_only_ms_swift_refuses_are_accepted_with_one_note(typed: dict[str, int], phrase: str) -> None:
     (note,) = plan(**typed).notes
-    assert words in note
+    assert phrase in note
     assert "\n" not in note
 
 
 def test_a_step_may_train_part_of_a_group() -> None:
-    got = plan(global_batch_size=4, steps_per_generation=2)
-    assert (got.rollout_prompts, got.train_prompts, got.prompts_per_dp_group) == (1, 1, 0.5)
+    resolved = plan(global_batch_size=4, steps_per_generation=2)
+    assert (resolved.rollout_prompts, resolved.train_prompts, resolved.prompts_per_dp_group) == (1, 1, 0.5)
 
 
 def test_the_table_shows_every_number_of_the_plan() -> None:
-    got = plan(
+    resolved = plan(
         world_size=8,
         tensor_model_parallel_size=2,
         micro_batch_size=3,
@@ -146,7 +146,7 @@ def test_the_table_shows_every_number_of_the_plan() -> None:
         steps_per_generation=2,
         num_generations=24,
     )
-    rows = re.findall(r"^  (\S+(?: \S+)*) +([\d.]+)   \S", format_table(got), re.MULTILINE)
+    rows = re.findall(r"^  (\S+(?: \S+)*) +([\d.]+)   \S", format_table(resolved), re.MULTILINE)
     assert dict(rows) == {
         "data parallel size": "4",
         "micro batch": "3",
@@ -189,24 +189,25 @@ def attempt(typed: dict[str, Any]) -> BatchPlan | BatchError:
 
 @settings(max_examples=400, deadline=None)
 @given(layouts, sizes)
-def test_a_plan_obeys_every_formula(layout: dict[str, int], typed: dict[str, Any]) -> None:
-    got = attempt(layout | typed)
-    if isinstance(got, BatchError):
+def test_a_plan_satisfies_every_formula(layout: dict[str, int], typed: dict[str, Any]) -> None:
+    outcome = attempt(layout | typed)
+    if isinstance(outcome, BatchError):
         return
     model_parallel = math.prod(size for name, size in layout.items() if name != "world_size")
-    assert got.data_parallel * model_parallel == layout["world_size"]
-    assert got.global_batch_size == got.micro_batch_size * got.data_parallel * got.gradient_accumulation
-    assert got.generation_batch_size == got.global_batch_size * got.steps_per_generation
-    assert got.rollout_prompts * got.num_generations == got.generation_batch_size
-    assert got.prompts_per_dp_group == pytest.approx(got.global_batch_size / got.num_generations / got.data_parallel)
-    assert typed["generation_batch_size"] in (None, got.generation_batch_size)
-    assert typed["steps_per_generation"] in (None, got.steps_per_generation)
-    assert len(got.notes) <= 1
+    assert outcome.data_parallel * model_parallel == layout["world_size"]
+    assert outcome.global_batch_size == outcome.micro_batch_size * outcome.data_parallel * outcome.gradient_accumulation
+    assert outcome.generation_batch_size == outcome.global_batch_size * outcome.steps_per_generation
+    assert outcome.rollout_prompts * outcome.num_generations == outcome.generation_batch_size
+    prompts = outcome.global_batch_size / outcome.num_generations / outcome.data_parallel
+    assert outcome.prompts_per_dp_group == pytest.approx(prompts)
+    assert typed["generation_batch_size"] in (None, outcome.generation_batch_size)
+    assert typed["steps_per_generation"] in (None, outcome.steps_per_generation)
+    assert len(outcome.notes) <= 1
 
 
 @settings(max_examples=400, deadline=None)
 @given(layouts, sizes)
-def test_what_a_refusal_proposes_works(layout: dict[str, int], typed: dict[str, Any]) -> None:
+def test_every_suggestion_of_an_error_is_valid(layout: dict[str, int], typed: dict[str, Any]) -> None:
     error = attempt(layout | typed)
     if isinstance(error, BatchPlan):
         return
@@ -215,24 +216,23 @@ def test_what_a_refusal_proposes_works(layout: dict[str, int], typed: dict[str, 
         assert error.suggestions
     for suggestion in error.suggestions:
         assert all(f"{value}" in str(error) for value in suggestion.values())
-        repaired = layout | typed | suggestion
-        outcome = attempt(repaired)
+        outcome = attempt(layout | typed | suggestion)
         if about_layout and isinstance(outcome, BatchError):
-            # The sizes are wrong for every layout that was tried: that comes next, and is no matter of the world size.
+            # The batch sizes fit none of the layouts that were tried: a separate error, which a new world size reveals.
             assert not str(outcome).startswith("world size")
         else:
             assert isinstance(outcome, BatchPlan), f"{typed} in {layout}: {error}, but {suggestion}: {outcome}"
 
 
 def ms_swift_resolves(layout: dict[str, int], typed: dict[str, Any]) -> tuple[int, int] | None:
-    """generation_batch_size and steps_per_generation, or None where ms-swift's own functions refuse."""
+    """Return ms-swift's generation_batch_size and steps_per_generation, or None if its own functions refuse."""
     from swift.megatron.arguments import MegatronArguments as Stock
 
     model_parallel = math.prod(size for name, size in layout.items() if name != "world_size")
     dp = layout["world_size"] // model_parallel
     group, micro = typed["num_generations"], typed["micro_batch_size"]
     if layout["world_size"] % model_parallel or min(group, micro, typed["global_batch_size"]) < 1:
-        return None  # it fails elsewhere, or divides by zero
+        return None  # ms-swift fails elsewhere, or divides by zero
     if typed["global_batch_size"] % (micro * dp):
         return None  # MegatronArguments._init_distributed
     try:
@@ -247,14 +247,14 @@ def ms_swift_resolves(layout: dict[str, int], typed: dict[str, Any]) -> tuple[in
 
 @settings(max_examples=800, deadline=None)
 @given(layouts, sizes)
-def test_what_ms_swift_accepts_is_accepted_and_what_only_it_refuses_gets_a_note(
+def test_sizes_that_ms_swift_accepts_are_accepted_and_those_that_only_it_refuses_get_a_note(
     layout: dict[str, int], typed: dict[str, Any]
 ) -> None:
-    theirs, ours = ms_swift_resolves(layout, typed), attempt(layout | typed)
-    if theirs is not None:
-        assert isinstance(ours, BatchPlan), str(ours)
-        assert (ours.generation_batch_size, ours.steps_per_generation) == theirs
-    if isinstance(ours, BatchPlan):
-        # ms-swift finds the last condition later, by an assertion
-        runs_there = theirs is not None and ours.generation_batch_size % ours.layout.world_size == 0
-        assert (ours.notes == ()) == runs_there
+    stock, resolved = ms_swift_resolves(layout, typed), attempt(layout | typed)
+    if stock is not None:
+        assert isinstance(resolved, BatchPlan), str(resolved)
+        assert (resolved.generation_batch_size, resolved.steps_per_generation) == stock
+    if isinstance(resolved, BatchPlan):
+        # ms-swift checks the last condition later, with an assertion
+        runs_there = stock is not None and resolved.generation_batch_size % resolved.layout.world_size == 0
+        assert (resolved.notes == ()) == runs_there

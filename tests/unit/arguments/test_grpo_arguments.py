@@ -1,4 +1,4 @@
-"""Every flag is served, refused by name, or known not to matter; nothing is left on disk after a refusal."""
+"""Command lines that are refused, with nothing left on disk, and the settings that follow from a valid one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
-from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.support_table import NO_EFFECT, NOT_YET, USED_BY_SWIFT, USED_HERE, refusals
+from swift_megatron_grpo.arguments.support_table import NOT_YET
 from tests.paths import REPOSITORY
 
 QWEN3 = {
@@ -41,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def typed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A command line without a fault, on one rank."""
+    """A valid command line, on one rank."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "1")
     return {
@@ -57,7 +55,7 @@ def typed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 
 def refuse(typed: dict[str, Any], **changes: Any) -> str:
-    """The message that these flags are refused with, and that nothing was written."""
+    """Return the error message for these flags, after a check that nothing was written."""
     from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
     before = sorted(Path.cwd().rglob("*"))
@@ -67,43 +65,11 @@ def refuse(typed: dict[str, Any], **changes: Any) -> str:
     return str(caught.value)
 
 
-def default_of(field: Field[Any]) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
-
-
-# ---- the table of flags
-
-
-def test_every_flag_is_in_exactly_one_list() -> None:
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    lists = {"NOT_YET": set(NOT_YET), "USED_HERE": USED_HERE, "USED_BY_SWIFT": USED_BY_SWIFT, "NO_EFFECT": NO_EFFECT}
-    places = Counter(flag for flags in lists.values() for flag in flags)
-    flags = {field.name for field in fields(GRPOArguments)}
-    assert flags - set(places) == set(), "flags in none of the lists of argument_table.py"
-    assert set(places) - flags == set(), "listed, but no flags"
-    assert {flag for flag, count in places.items() if count > 1} == set(), "in several lists"
-
-
-def test_defaults_are_not_refused() -> None:
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    assert refusals({field.name: default_of(field) for field in fields(GRPOArguments)}, "") == []
-
-
-def test_flags_of_this_package_have_help() -> None:
-    from swift.megatron.arguments import MegatronRLHFArguments
-
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    ours = {field.name for field in fields(GRPOArguments)} - {field.name for field in fields(MegatronRLHFArguments)}
-    assert {"bad_reward", "max_tokens_per_micro_batch", "offload_grad", "kl_estimator", "entropy_coef"} <= ours
-    assert ours <= USED_HERE
-    assert all(len(field.metadata["help"]) > 40 for field in fields(GRPOArguments) if field.name in ours)
+# ---- flags
 
 
 @pytest.mark.parametrize("flag", NOT_YET)
-def test_what_is_not_there_yet_is_refused_by_name(flag: str, typed: dict[str, Any]) -> None:
+def test_unsupported_values_are_refused_by_name(flag: str, typed: dict[str, Any]) -> None:
     allowed = NOT_YET[flag].allowed
     value: Any = True if allowed[-1] is False else False if allowed == (True,) else ["other"]
     message = refuse(typed, **{flag: value})
@@ -113,7 +79,7 @@ def test_what_is_not_there_yet_is_refused_by_name(flag: str, typed: dict[str, An
     assert ("SWIFT_MEGATRON_GRPO=off" in message) == NOT_YET[flag].stock
 
 
-def test_all_that_is_wrong_is_reported_at_once(typed: dict[str, Any]) -> None:
+def test_all_problems_are_reported_at_once(typed: dict[str, Any]) -> None:
     message = refuse(typed, loss_type="ppo", global_batch_size=50, reward_funcs=["nothing"], train_iters=None)
     for part in ("--loss_type ppo", "--global_batch_size 48", "'nothing' in --reward_funcs", "--num_train_epochs"):
         assert part in message
@@ -122,7 +88,7 @@ def test_all_that_is_wrong_is_reported_at_once(typed: dict[str, Any]) -> None:
 # ---- batch sizes and layout
 
 
-def test_batch_sizes_are_checked_with_the_world_of_the_launcher(
+def test_batch_sizes_are_checked_against_the_launchers_world_size(
     typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -131,11 +97,11 @@ def test_batch_sizes_are_checked_with_the_world_of_the_launcher(
     assert "world size (4) must be divisible" in refuse(typed, context_parallel_size=3)
 
 
-def test_other_training_types_have_other_arguments(typed: dict[str, Any]) -> None:
-    assert "are for --rlhf_type grpo, got dpo" in refuse(typed, rlhf_type="dpo")
+def test_other_rlhf_types_are_refused(typed: dict[str, Any]) -> None:
+    assert "are for --rlhf_type grpo, not dpo" in refuse(typed, rlhf_type="dpo")
 
 
-def test_one_completion_per_prompt_has_no_advantage(typed: dict[str, Any]) -> None:
+def test_a_single_completion_per_prompt_is_refused(typed: dict[str, Any]) -> None:
     assert "num_generations (1) must be at least 2" in refuse(typed, num_generations=1)
 
 
@@ -156,7 +122,7 @@ def test_one_completion_per_prompt_has_no_advantage(typed: dict[str, Any]) -> No
         ("1", {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size must be > 0, got 0"),
     ],
 )
-def test_a_layout_that_the_model_cannot_have(
+def test_a_layout_that_does_not_divide_the_model_is_refused(
     world: str, flags: dict[str, int], message: str, typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", world)
@@ -166,15 +132,15 @@ def test_a_layout_that_the_model_cannot_have(
 # ---- model, rewards, lengths, vLLM
 
 
-def test_a_model_that_is_not_there(typed: dict[str, Any], model: Path) -> None:
+def test_a_missing_model_is_refused(typed: dict[str, Any], model: Path) -> None:
     message = refuse(typed, model=str(model.parent / "tinny"))
-    assert f"there is no folder {model.parent / 'tinny'} (next to it: tiny)" in message
+    assert f"the folder {model.parent / 'tinny'} does not exist (next to it: tiny)" in message
     assert "no model is set; use --model" in refuse(typed, model=None)
     (model / "config.json").unlink()
-    assert "has no config.json, so it holds no model" in refuse(typed)
+    assert "has no config.json, so it is not a model" in refuse(typed)
 
 
-def test_unknown_reward_functions(typed: dict[str, Any]) -> None:
+def test_unknown_reward_functions_are_refused_with_close_names(typed: dict[str, Any]) -> None:
     message = refuse(typed, reward_funcs=["format", "acuracy"])
     assert "unknown name 'acuracy' in --reward_funcs; did you mean accuracy?" in message
     assert "soft_overlong" in message
@@ -182,17 +148,17 @@ def test_unknown_reward_functions(typed: dict[str, Any]) -> None:
     assert "3 values for 1 reward functions" in refuse(typed, reward_weights=[1.0, 2.0, 3.0])
 
 
-def test_unknown_trackers_and_callbacks(typed: dict[str, Any]) -> None:
+def test_unknown_trackers_and_callbacks_are_refused(typed: dict[str, Any]) -> None:
     assert "unknown name 'wanbd' in --report_to; did you mean wandb" in refuse(typed, report_to=["none", "wanbd"])
     assert "unknown name 'nothing' in --callbacks" in refuse(typed, callbacks=["print", "nothing"])
 
 
-def test_reward_functions_of_a_plugin_count(typed: dict[str, Any], tmp_path: Path) -> None:
+def test_reward_functions_of_a_plugin_are_registered(typed: dict[str, Any], tmp_path: Path) -> None:
     plugin = tmp_path / "my_rewards.py"
     plugin.write_text("from swift.rewards import orms\norms['of_a_plugin'] = lambda args=None: None\n")
     message = refuse(typed, external_plugins=[str(plugin)], reward_funcs=["of_a_plugin"], loss_type="dapo")
     assert "of_a_plugin" not in message
-    assert "there is no file" in refuse(typed, external_plugins=[str(tmp_path / "none.py")])
+    assert "none.py does not exist" in refuse(typed, external_plugins=[str(tmp_path / "none.py")])
 
 
 def test_prompt_and_completion_must_fit_into_the_engine(typed: dict[str, Any]) -> None:
@@ -204,33 +170,33 @@ def test_vllm_must_be_installed(typed: dict[str, Any], monkeypatch: pytest.Monke
     from swift_megatron_grpo.arguments import value_checks
 
     monkeypatch.setattr(value_checks, "find_spec", lambda name: None)
-    assert "vLLM is not installed" in refuse(typed)
+    assert "vLLM, which generates the completions, is not installed" in refuse(typed)
 
 
-def test_a_reference_beside_an_adapter(typed: dict[str, Any], model: Path) -> None:
+def test_a_reference_model_of_a_lora_run_is_refused(typed: dict[str, Any], model: Path) -> None:
     assert "--ref_model: the reference of a LoRA run" in refuse(typed, tuner_type="lora", ref_model=str(model))
 
 
-def test_adapters_on_cut_experts(typed: dict[str, Any]) -> None:
+def test_adapters_on_tensor_parallel_experts_are_refused(typed: dict[str, Any]) -> None:
     message = refuse(typed, tuner_type="lora", expert_tensor_parallel_size=2)
-    assert "--expert_tensor_parallel_size 2: mcore-bridge has no LoRA for cut experts; use" in message
+    assert "--expert_tensor_parallel_size 2: mcore-bridge does not support LoRA on tensor-parallel" in message
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"beta": 0.0}, "the reference of --beta 0 is not there; leave them out"),
+        ({"beta": 0.0}, "need a frozen reference copy, and --beta is 0; leave them out"),
         (
             {"beta": 0.1, "tuner_type": "lora"},
             "the reference of a LoRA run is the model without its adapter; leave them",
         ),
     ],
 )
-def test_a_layout_for_a_reference_that_is_no_copy(typed: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+def test_a_reference_layout_needs_a_frozen_copy(typed: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     assert message in refuse(typed, ref_context_parallel_size=1, **changes)
 
 
-def test_a_reference_layout_fits_the_ranks_and_the_model(
+def test_a_reference_layout_must_fit_the_ranks_and_the_model(
     typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
@@ -241,17 +207,17 @@ def test_a_reference_layout_fits_the_ranks_and_the_model(
     assert "the reference copy (--ref_...): tensor_model_parallel_size (3) must divide num_attention_heads" in message
 
 
-def test_rollouts_ahead_of_training_need_servers(typed: dict[str, Any]) -> None:
-    assert "use --vllm_mode server with a `swift rollout`" in refuse(typed, async_generate=True)
+def test_asynchronous_generation_needs_servers(typed: dict[str, Any]) -> None:
+    assert "use --vllm_mode server with `swift rollout`" in refuse(typed, async_generate=True)
     servers = {"vllm_mode": "server", "vllm_server_host": ["127.0.0.1"]}
-    assert "--async_generate true may be ahead; add that flag" in refuse(typed, **servers, max_staleness=1)
+    assert "may be ahead with --async_generate true; add that flag" in refuse(typed, **servers, max_staleness=1)
 
 
-def test_completions_are_trained_at_least_once(typed: dict[str, Any]) -> None:
+def test_at_least_one_iteration_is_required(typed: dict[str, Any]) -> None:
     assert "num_iterations must be > 0, got 0; use --num_iterations 1" in refuse(typed, num_iterations=0)
 
 
-# ---- what only ms-swift's reading of the model tells
+# ---- checks that need the model's config
 
 
 def test_models_with_images_are_refused_before_anything_is_written(typed: dict[str, Any], model: Path) -> None:
@@ -263,12 +229,12 @@ def test_models_with_images_are_refused_before_anything_is_written(typed: dict[s
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_model_that_ms_swift_would_train_in_fp16(dtype: str, typed: dict[str, Any], model: Path) -> None:
+def test_a_model_that_ms_swift_would_train_in_fp16_is_refused(dtype: str, typed: dict[str, Any], model: Path) -> None:
     typed["torch_dtype"] = dtype
     assert "use --torch_dtype bfloat16, or --fp16 false for fp32" in refuse(typed)
 
 
-# ---- a command line that is accepted
+# ---- a valid command line
 
 
 ACCEPTED = """
@@ -285,9 +251,9 @@ def parse(*more):
     return parse_args(GRPOArguments, [*sys.argv[1:], *more])[0]
 
 try:
-    parse("--output_dir", "refused/deep", "--recompute_method", "uniform")  # ms-swift refuses it, late
+    parse("--output_dir", "refused/deep", "--recompute_method", "uniform")  # refused late, by ms-swift
 except ValueError as error:
-    late = str(error)
+    late_error = str(error)
 assert not Path("refused").exists()
 
 from swift_megatron_grpo.arguments.to_config import configure
@@ -299,13 +265,12 @@ lora.save_args(lora.output_dir)
 
 turns = parse("--output_dir", "out", "--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:1",
               "--vllm_server_pass_dataset", "true", "--reward_weights", "1", "0.5")
-without, learned = copy(turns), []
+without_grading = copy(turns)
 turns.set_grading_of_servers(True)
-learned.append(turns.reward_names)
 try:
-    without.set_grading_of_servers(False)
+    without_grading.set_grading_of_servers(False)
 except ValueError as error:
-    learned.append(str(error))
+    grading_error = str(error)
 
 from datasets import Dataset
 
@@ -318,28 +283,29 @@ def init(rows, **values):
     except ValueError as error:
         return str(error)
 
-def ask(text):
+def row(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 print("RESULT" + json.dumps({
-    "late": late,
+    "late error": late_error,
     "lines": start_up_lines(full),
     "full": repr(configure(full)),
     "lora": repr(configure(lora)),
-    "learned": learned,
+    "reward names": turns.reward_names,
+    "grading error": grading_error,
     "turns": repr(configure(turns)),
     "saved": json.load(open("out/args.json"))["bad_reward"],
     "plan": [full.generation_batch_size, full.steps_per_generation, lora.generation_batch_size],
-    "iterations": init([ask("a")] * 8, train_iters=None, num_train_epochs=2),
-    "too few": init([ask("a")] * 3, train_iters=None, num_train_epochs=1),
-    "no messages": init([ask("a"), {"messages": []}]),
+    "iterations": init([row("a")] * 8, train_iters=None, num_train_epochs=2),
+    "too few": init([row("a")] * 3, train_iters=None, num_train_epochs=1),
+    "no messages": init([row("a"), {"messages": []}]),
 }))
 """
 
 
 @pytest.fixture(scope="module")
 def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """In a process of its own: parsing that succeeds leaves a process group behind."""
+    """Results of ACCEPTED in a separate process, because successful parsing leaves a process group behind."""
     folder = tmp_path_factory.mktemp("accepted")
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(QWEN3))
@@ -347,7 +313,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command += "--reward_funcs format --train_iters 2 --ddp_backend gloo"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     root = str(REPOSITORY)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", ACCEPTED, *command.split()],
         cwd=folder,
         env=os.environ | rank | {"PYTHONPATH": root},
@@ -355,25 +321,24 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         text=True,
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    result: dict[str, Any] = json.loads(done.stdout.split("RESULT")[1])
+    assert process.returncode == 0, process.stderr[-3000:]
+    result: dict[str, Any] = json.loads(process.stdout.split("RESULT")[1])
     return result
 
 
-def test_what_ms_swift_itself_refuses_leaves_nothing_behind_either(accepted: dict[str, Any]) -> None:
-    assert "recompute method" in accepted["late"]
+def test_a_refusal_by_ms_swift_leaves_nothing_on_disk(accepted: dict[str, Any]) -> None:
+    assert "recompute method" in accepted["late error"]
 
 
-def test_whether_environments_grade_is_learned_of_servers(accepted: dict[str, Any]) -> None:
-    """As in ms-swift, where the trainer's script leaves it out: so reward weights are counted afterwards."""
-    names, complaint = accepted["learned"]
-    assert names == ["Format", "gym_reward"]
-    assert "reward_weights has 2 values for 1 reward functions" in complaint
+def test_servers_decide_whether_environments_grade(accepted: dict[str, Any]) -> None:
+    """If the trainer's flags do not set it, as in ms-swift. Reward weights are therefore counted afterwards."""
+    assert accepted["reward names"] == ["Format", "gym_reward"]
+    assert "reward_weights has 2 values for 1 reward functions" in accepted["grading error"]
     assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
-    assert "turns=None, max_staleness=" in accepted["turns"]  # none in the training processes
+    assert "turns=None, max_staleness=" in accepted["turns"]  # no conversations in the training processes
 
 
-def test_settings_that_only_ms_swift_cannot_do_get_through_its_parsing(accepted: dict[str, Any]) -> None:
+def test_sizes_that_only_ms_swift_refuses_pass_its_parsing(accepted: dict[str, Any]) -> None:
     assert accepted["plan"] == [16, 1, 32]
     assert "ms-swift's own trainer refuses that" in accepted["lines"][-1]
 
@@ -387,7 +352,7 @@ def test_the_start_up_log_names_the_trainer_and_the_layout(accepted: dict[str, A
     assert len(table) == 10
 
 
-def test_the_configuration_says_what_was_typed(accepted: dict[str, Any]) -> None:
+def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) -> None:
     full, lora = accepted["full"], accepted["lora"]
     for part in (
         "epsilon_low=0.2, epsilon_high=0.3, beta=0.04, temperature=0.9",

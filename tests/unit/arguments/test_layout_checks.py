@@ -1,4 +1,4 @@
-"""The checks of arguments, on plain values: what megatron-core and vLLM can divide, what may be a model, what fits."""
+"""The checks of layouts and of single flags, on plain values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layout(world_size: int = 16, **changes: Any) -> Layout:
     return Layout(world_size, **{"sequence_parallel": True} | changes)
 
 
-def test_megatron_core_takes_key_value_heads_that_divide_or_are_divided() -> None:
+def test_tensor_parallel_sizes_that_megatron_core_accepts() -> None:
     """transformer_config.py: num_query_groups must be a multiple or divisor of tensor_model_parallel_size."""
     for tp in (1, 2, 4, 8, 16):
         check_layout(layout(tensor_model_parallel_size=tp), shape())
@@ -55,7 +55,7 @@ def test_megatron_core_takes_key_value_heads_that_divide_or_are_divided() -> Non
         ({"pipeline_model_parallel_size": 4, "extra_layers": 2}, True),
     ],
 )
-def test_layers_must_fill_the_pipeline(flags: dict[str, int], fits: bool) -> None:
+def test_layers_must_divide_over_the_pipeline_stages(flags: dict[str, int], fits: bool) -> None:
     if fits:
         check_layout(layout(**flags), shape())
     else:
@@ -63,7 +63,7 @@ def test_layers_must_fill_the_pipeline(flags: dict[str, int], fits: bool) -> Non
             check_layout(layout(**flags), shape())
 
 
-def test_experts_are_divided_evenly_and_want_sequence_parallelism() -> None:
+def test_experts_are_divided_evenly_and_need_sequence_parallelism() -> None:
     check_layout(layout(expert_model_parallel_size=4, expert_tensor_parallel_size=2), shape())
     with pytest.raises(ValueError, match="use --expert_model_parallel_size 1 or 2 or 4 or 8"):
         check_layout(layout(expert_model_parallel_size=3), shape())
@@ -75,36 +75,36 @@ def test_experts_are_divided_evenly_and_want_sequence_parallelism() -> None:
         check_layout(layout(tensor_model_parallel_size=2, sequence_parallel=False), shape())
 
 
-def test_what_a_config_does_not_say_is_not_checked(tmp_path: Path) -> None:
+def test_sizes_missing_in_a_config_are_not_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    silent = read_model_shape(tmp_path)
-    assert silent == ModelShape(str(tmp_path), None, None, None, None, None, None)
-    check_layout(layout(tensor_model_parallel_size=16), silent)
+    unknown = read_model_shape(tmp_path)
+    assert unknown == ModelShape(str(tmp_path), None, None, None, None, None, None)
+    check_layout(layout(tensor_model_parallel_size=16), unknown)
 
 
 def test_the_shape_of_composed_latent_and_sparse_models(tmp_path: Path) -> None:
     text = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "n_routed_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "num_hidden_layers": 6}))
-    got = read_model_shape(tmp_path)
-    assert (got.attention_heads, got.kv_heads, got.experts, got.layers) == (8, None, 4, 6)
+    model = read_model_shape(tmp_path)
+    assert (model.attention_heads, model.kv_heads, model.experts, model.layers) == (8, None, 4, 6)
 
 
 @pytest.mark.parametrize("name", ["./models/qwen", "/models/qwen", "../qwen", "~/qwen", "a/b/c", "qwen3"])
-def test_what_can_only_be_a_local_path_must_exist(name: str) -> None:
-    with pytest.raises(ValueError, match="there is no folder"):
+def test_a_local_path_must_exist(name: str) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
         check_model_path(name)
 
 
-def test_hub_ids_are_left_to_ms_swift() -> None:
+def test_hub_ids_are_accepted() -> None:
     check_model_path("Qwen/Qwen3-8B")
     check_model_path("gpt2", bare_ids=True)
 
 
-def test_a_callable_needs_no_registry() -> None:
+def test_a_callable_reward_function_needs_no_registry() -> None:
     check_reward_functions([len], [])
 
 
-def test_lengths_that_fit_and_that_do_not() -> None:
+def test_a_prompt_and_its_completion_must_fit_into_the_context() -> None:
     check_lengths(100, 50, 150)
     check_lengths(None, 149, 150)
     with pytest.raises(ValueError, match="use --vllm_max_model_len 151, or --max_completion_length 149"):
@@ -130,7 +130,7 @@ def test_lengths_that_fit_and_that_do_not() -> None:
         ),
     ],
 )
-def test_a_virtual_pipeline_divides_the_layers_of_every_stage(flags: dict[str, int], message: str) -> None:
+def test_a_virtual_pipeline_must_divide_the_layers_of_every_stage(flags: dict[str, int], message: str) -> None:
     model = shape(layers=16)
     check_layout(layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=4), model)
     with pytest.raises(ValueError, match=message):
@@ -145,17 +145,17 @@ def interleaved(group: int | None = None, virtual: int = 2) -> Layout:
     )
 
 
-def test_micro_batches_of_a_virtual_pipeline_come_in_groups() -> None:
+def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
     for micro_batches in (4, 8, None):
         check_interleaving(interleaved(), micro_batches)
-    check_interleaving(interleaved(5), 9)  # the rest, 4, still fills the pipeline
+    check_interleaving(interleaved(5), 9)  # the remaining 4 still fill the pipeline
     check_interleaving(interleaved(virtual=1), 3)
     for micro_batches in (2, 6):
         with pytest.raises(ValueError, match=r"make it a multiple of 4 with --global_batch_size or --micro_batch_size"):
             check_interleaving(interleaved(), micro_batches)
     with pytest.raises(ValueError, match="use --microbatch_group_size_per_vp_stage 4, or leave it out"):
         check_interleaving(interleaved(3), 12)
-    with pytest.raises(ValueError, match="belongs to --virtual_pipeline_model_parallel_size"):
+    with pytest.raises(ValueError, match="has no effect without --virtual_pipeline_model_parallel_size"):
         check_interleaving(interleaved(4, virtual=1), 12)
 
 
@@ -165,10 +165,10 @@ def test_micro_batches_of_a_virtual_pipeline_come_in_groups() -> None:
         ((0, None, None), "max_tokens_per_micro_batch must be at least 1, got 0; use --max_tokens_per_micro_batch 163"),
         ((None, -5, None), "infer_max_tokens_per_micro_batch must be at least 1, got -5"),
         ((None, None, 0), "infer_batch_size must be at least 1, got 0; use --infer_batch_size 16"),
-        ((None, 4096, 4), "--infer_max_tokens_per_micro_batch 4096 and --infer_batch_size 4 both say"),
+        ((None, 4096, 4), "--infer_max_tokens_per_micro_batch 4096 and --infer_batch_size 4 both set"),
     ],
 )
-def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | None], message: str) -> None:
+def test_invalid_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | None], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_micro_batches(*budgets)
     check_micro_batches(1, 1, None)
@@ -177,17 +177,20 @@ def test_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | Non
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"has_adapter": False}, "--vllm_enable_lora true is for --tuner_type lora"),
+        ({"has_adapter": False}, "--vllm_enable_lora true requires --tuner_type lora"),
         ({"rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
-        ({"mcore_model": "m"}, "vLLM runs the adapter on --model, and the trainer on --mcore_model m"),
+        (
+            {"mcore_model": "m"},
+            "adapter to --model, and the trainer applies it to --mcore_model m",
+        ),
         ({"sleep_level": 2}, "use --sleep_level 1"),
         ({"sync_check": "full"}, "use --sync_check canary, or --vllm_enable_lora false"),
     ],
 )
-def test_an_adapter_beside_the_checkpoint(flags: dict[str, Any], message: str) -> None:
-    fine: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None,
-                            "sync_check": "canary"}  # fmt: skip
-    check_adapter_sync(**fine)
-    check_adapter_sync(**{**fine, **flags, "enabled": False})
+def test_flags_that_exclude_sending_only_the_adapter(flags: dict[str, Any], message: str) -> None:
+    valid: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None,
+                             "sync_check": "canary"}  # fmt: skip
+    check_adapter_sync(**valid)
+    check_adapter_sync(**{**valid, **flags, "enabled": False})
     with pytest.raises(ValueError, match=message):
-        check_adapter_sync(**{**fine, **flags})
+        check_adapter_sync(**{**valid, **flags})

@@ -1,4 +1,4 @@
-"""Flags about rollouts on disk, deadlines and conversations that cannot work together."""
+"""Combinations of flags of recording, asynchronous generation, time limits and conversations."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments.rollout_checks import (
-    check_ahead,
+    check_async,
     check_deadlines,
     check_recording,
-    notes_ahead,
+    start_up_notes,
 )
 from swift_megatron_grpo.conversations.checks import check_multi_turn
 
 
-def test_recording_flags() -> None:
+def test_recording_flags_that_exclude_each_other() -> None:
     check_recording("dump", None, only=True)
     check_recording(None, "dump", only=False)
     for flags in (("a", "b", False), (None, "b", True), (None, None, True)):
@@ -23,7 +23,7 @@ def test_recording_flags() -> None:
             check_recording(*flags)
 
 
-def test_rollouts_ahead_of_training() -> None:
+def test_flags_that_exclude_asynchronous_generation() -> None:
     def check(
         on: bool = True,
         staleness: int | None = None,
@@ -31,31 +31,31 @@ def test_rollouts_ahead_of_training() -> None:
         replay: str | None = None,
         only: bool = False,
     ) -> None:
-        check_ahead(on, staleness, servers, replay, only)
+        check_async(on, staleness, servers, replay, only)
 
     check()
     check(staleness=0)
     check(staleness=3)
     check(on=False, servers=False, replay="folder")
-    for flags, complaint in (
-        ({"on": False, "staleness": 2}, "--max_staleness 2 bounds .*--async_generate true .*add that flag, or leave"),
+    for flags, message in (
+        ({"on": False, "staleness": 2}, "--max_staleness 2 limits .*--async_generate true; add that flag, or leave"),
         ({"staleness": -1}, "use --max_staleness 1"),
-        ({"servers": False}, "use --vllm_mode server with a `swift rollout` on GPUs of its own"),
-        ({"replay": "folder"}, "--rollout_replay generates nothing; leave one of them out"),
-        ({"only": True, "servers": False}, "--rollout_only true trains nothing; leave one of them out"),
+        ({"servers": False}, "use --vllm_mode server with `swift rollout` on separate GPUs"),
+        ({"replay": "folder"}, "--rollout_replay does not generate; leave one of them out"),
+        ({"only": True, "servers": False}, "--rollout_only true does not train; leave one of them out"),
     ):
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(ValueError, match=message):
             check(**flags)  # type: ignore[arg-type]
 
 
-def test_what_makes_log_probs_of_older_weights_misleading_is_said() -> None:
+def test_sampling_flags_that_distort_log_probs_of_older_weights_are_noted() -> None:
     plain: dict[str, Any] = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-    assert notes_ahead(1, plain) == [] == notes_ahead(0, {**plain, "top_p": 0.9})
-    [note] = notes_ahead(1, {**plain, "top_p": 0.9, "top_k": 50})
+    assert start_up_notes(1, plain) == [] == start_up_notes(0, {**plain, "top_p": 0.9})
+    [note] = start_up_notes(1, {**plain, "top_p": 0.9, "top_k": 50})
     assert "with --top_p 0.9 and --top_k 50" in note and note.endswith("use --top_p 1 --top_k -1")
 
 
-def test_deadline_flags() -> None:
+def test_time_limits_must_be_positive_and_nested() -> None:
     check_deadlines(None, 0)
     check_deadlines(60, 3600)
     check_deadlines(60, 0)
@@ -65,14 +65,14 @@ def test_deadline_flags() -> None:
             check_deadlines(*flags)
 
 
-def test_multi_turn_flags() -> None:
+def test_flags_of_conversations_must_name_registered_schedulers_and_environments() -> None:
     def check(scheduler: str | None = None, **flags: Any) -> None:
         given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
         check_multi_turn(scheduler, **given, schedulers=["a", "b"], with_own_run=["b"], environments=["e"])
 
     check()
     check("a", max_turns=3, gym_env="e", use_gym_env=True)
-    for scheduler, flags, complaint in (
+    for scheduler, flags, message in (
         (None, {"max_turns": 3}, "--max_turns 3 needs .*add --multi_turn_scheduler"),
         (None, {"gym_env": "e"}, "--gym_env e needs .*add --multi_turn_scheduler with gym_scheduler"),
         (None, {"use_gym_env": True}, "--use_gym_env True needs"),
@@ -85,5 +85,5 @@ def test_multi_turn_flags() -> None:
         ("b", {}, r"--multi_turn_scheduler b runs the conversation in its own run\(\)"),
         ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),
     ):
-        with pytest.raises(ValueError, match=complaint):
+        with pytest.raises(ValueError, match=message):
             check(scheduler, **flags)

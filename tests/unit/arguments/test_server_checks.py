@@ -1,4 +1,4 @@
-"""Which servers, from ms-swift's flags; and what of them is refused before anybody is asked."""
+"""Flags of rollout servers, the status that a server must report, and the messages that travel as JSON."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from swift_megatron_grpo.generation.remote.servers import problems_of, refusal
 from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
 
 
-def test_servers_by_host_and_port_or_by_address() -> None:
+def test_server_addresses_are_built_from_hosts_and_ports_or_from_urls() -> None:
     assert flags.server_urls(None, ["0.0.0.0", "::1"], [8000, 8001]) == ("http://127.0.0.1:8000", "http://[::1]:8001")
     assert flags.server_urls(["http://gpu7:8000/"], None, [8000]) == ("http://gpu7:8000",)
 
 
 @pytest.mark.parametrize(
-    ("urls", "hosts", "ports", "said"),
+    ("urls", "hosts", "ports", "message"),
     [
-        (None, None, [8000], "no server is named; use --vllm_server_host 127.0.0.1"),
-        (["gpu7:8000"], None, [8000], "give it as http://HOST:8000"),
+        (None, None, [8000], "needs the address of a running `swift rollout`; use --vllm_server_host 127.0.0.1"),
+        (["gpu7:8000"], None, [8000], "use the form http://HOST:8000"),
         (None, ["a", "b"], [8000], "--vllm_server_port has 1 values for the 2"),
-        (None, ["a", "a"], [8000, 8000], "named twice"),
+        (None, ["a", "a"], [8000, 8000], "listed twice"),
     ],
 )
-def test_servers_that_cannot_be(urls: Any, hosts: Any, ports: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_server_addresses_are_refused(urls: Any, hosts: Any, ports: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         flags.server_urls(urls, hosts, ports)
 
 
-def test_group_ports_count_up_from_one() -> None:
+def test_a_single_group_port_is_incremented_per_server() -> None:
     assert flags.group_ports(None, 2) == (0, 0)
     assert flags.group_ports([51216], 3) == (51216, 51217, 51218)
     with pytest.raises(ValueError, match="2 values for 3 servers"):
         flags.group_ports([1, 2], 3)
 
 
-def test_flags_of_the_other_mode() -> None:
+def test_flags_of_the_other_mode_are_refused_or_noted() -> None:
     defaults = {**flags._SERVER_ONLY, **flags._COLOCATE_ONLY}
     flags.check_mode("colocate", defaults)
-    with pytest.raises(ValueError, match="--vllm_server_host is for --vllm_mode server"):
+    with pytest.raises(ValueError, match="--vllm_server_host requires --vllm_mode server"):
         flags.check_mode("colocate", {**defaults, "vllm_server_host": ["127.0.0.1"]})
-    assert flags.notes("server", defaults) == []
-    assert "--sleep_level: " in flags.notes("server", {**defaults, "sleep_level": 2})[0]
+    assert flags.start_up_notes("server", defaults) == []
+    assert "--sleep_level: " in flags.start_up_notes("server", {**defaults, "sleep_level": 2})[0]
 
 
-def test_what_servers_are_not_for() -> None:
+def test_a_replay_excludes_servers() -> None:
     flags.check_combinations(None)
-    with pytest.raises(ValueError, match="--rollout_replay folder generates nothing, so no server is asked"):
+    with pytest.raises(ValueError, match="--rollout_replay folder does not generate, so no server is needed"):
         flags.check_combinations("folder")
 
 
-def test_which_flags_ask_for_conversations() -> None:
+def test_flags_that_request_conversations_are_listed_as_typed() -> None:
     left_out = {"multi_turn_scheduler": None, "max_turns": None, "gym_env": None, "use_gym_env": None,
                 "vllm_server_pass_dataset": False}  # fmt: skip
     assert flags.turn_flags(left_out) is None
@@ -82,23 +82,23 @@ CONFIG = ServerConfig(
 GYM = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
 
 
-def status(**said: Any) -> ServerStatus:
+def status(**changes: Any) -> ServerStatus:
     usual: dict[str, Any] = {
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "run": None, "weights_version": -1, "world_size": 1,
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
         "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
-    return ServerStatus(**{**usual, **said})
+    return ServerStatus(**{**usual, **changes})
 
 
-def test_a_server_that_suits() -> None:
+def test_a_suitable_server_is_accepted() -> None:
     assert problems_of(status(), CONFIG, PROTOCOL) == []
     assert "secret" not in repr(CONFIG)
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("changes", "problem"),
     [
         ({"protocol": PROTOCOL + 1}, "install the same version"),
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
@@ -107,35 +107,35 @@ def test_a_server_that_suits() -> None:
         ({"conversations": GYM}, "it runs multi-turn conversations"),
     ],
 )
-def test_a_server_that_does_not(said: dict[str, Any], problem: str) -> None:
-    [told] = problems_of(status(**said), CONFIG, PROTOCOL)
-    assert problem in told
+def test_an_unsuitable_server_is_refused(changes: dict[str, Any], problem: str) -> None:
+    [message] = problems_of(status(**changes), CONFIG, PROTOCOL)
+    assert problem in message
 
 
-def test_what_a_server_says_no_with() -> None:
+def test_a_rejected_status_request_is_explained() -> None:
     assert "pip install swift-megatron-grpo" in refusal("http://a", Refused(404, "Not Found"))
     assert "SWIFT_ROLLOUT_API_KEY" in refusal("http://a", Refused(401, "Missing bearer token"))
 
 
-def test_a_completion_travels_bit_by_bit() -> None:
-    answer = Completion([1, 2], [3, 4], [-0.10000000149011612, -5.632891654968262], "ab", "stop", 7)
-    assert Completion.from_json(answer.to_json()) == answer
+def test_a_completion_survives_json_bit_by_bit() -> None:
+    completion = Completion([1, 2], [3, 4], [-0.10000000149011612, -5.632891654968262], "ab", "stop", 7)
+    assert Completion.from_json(completion.to_json()) == completion
 
 
-def test_a_conversation_travels_with_what_environments_say() -> None:
+def test_a_conversation_survives_json_with_its_environments_infos() -> None:
     infos = {"total_reward": np.float32(0.5), "steps": np.array([1, 2]), "worst": float("-inf")}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    answer = Completion([1], [2, 3], [-0.5], "b", "stop", 7, [True, False], messages, infos)
-    sent = json.dumps(answer.to_json(), allow_nan=False)  # as web servers write it
-    told = Completion.from_json(json.loads(sent))
-    assert told.sampled == [True, False] and told.messages == messages
-    assert told.infos == {"total_reward": 0.5, "steps": [1, 2], "worst": float("-inf")}
+    completion = Completion([1], [2, 3], [-0.5], "b", "stop", 7, [True, False], messages, infos)
+    body = json.dumps(completion.to_json(), allow_nan=False)  # as web servers encode it
+    received = Completion.from_json(json.loads(body))
+    assert received.sampled == [True, False] and received.messages == messages
+    assert received.infos == {"total_reward": 0.5, "steps": [1, 2], "worst": float("-inf")}
     with pytest.raises(ValueError, match=r"rollout_infos of the conversation must be .* is of type set"):
-        replace(answer, infos={"seen": {1}}).to_json()
+        replace(completion, infos={"seen": {1}}).to_json()
 
 
-def test_a_status_travels() -> None:
-    for said in (status(), status(conversations=GYM)):
-        assert ServerStatus.from_json(json.loads(json.dumps(asdict(said)))) == said
+def test_a_status_survives_json() -> None:
+    for sent in (status(), status(conversations=GYM)):
+        assert ServerStatus.from_json(json.loads(json.dumps(asdict(sent)))) == sent
     older = {"protocol": PROTOCOL - 1, "plugin": "0.1", "multi_turn": False}
     assert "install the same version" in problems_of(ServerStatus.from_json(older), CONFIG, PROTOCOL)[0]
