@@ -1,4 +1,4 @@
-"""What each stage needs to know, frozen. configure.py fills these from the arguments; nobody passes `args` on."""
+"""Frozen settings of every stage. arguments/to_config.py fills them; `args` is not passed beyond that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "s
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Sizes that fit together. Made by `resolve`."""
+    """Batch sizes that fit together, created by `resolve`."""
 
     layout: Layout
     micro_batch_size: int
@@ -36,7 +36,7 @@ class BatchPlan:
 
     @property
     def gradient_accumulation(self) -> int:
-        """Micro batches of one optimizer step on each data-parallel rank."""
+        """Number of micro batches of one optimizer step on each data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
 
     @property
@@ -45,21 +45,21 @@ class BatchPlan:
 
     @property
     def train_prompts(self) -> int:
-        """Whole prompts of one optimizer step, at least one: a step may also end inside a prompt's completions."""
+        """Number of whole prompts of one optimizer step, at least 1: a step may end within a prompt's completions."""
         return max(1, self.global_batch_size // self.num_generations)
 
     @property
     def prompts_per_dp_group(self) -> float:
-        """global_batch_size / num_generations / data parallel size; ms-swift's page wants a whole number."""
+        """global_batch_size / num_generations / data parallel size; ms-swift's documentation requires an integer."""
         return self.global_batch_size / self.num_generations / self.data_parallel
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line if ms-swift's own trainer would refuse these sizes: nobody should learn it when switching back."""
+        """One line if ms-swift's own trainer would refuse these sizes, so that switching back is no surprise."""
         objection = self._objection_of_ms_swift()
         if objection is None:
             return ()
-        here = "ms-swift's own trainer refuses that; this one deals single completions to its ranks and works as set"
+        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
         return (f"{objection}. {here}.",)
 
     def _objection_of_ms_swift(self) -> str | None:
@@ -83,7 +83,7 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How completions are sampled. The loss divides logits by the same temperature."""
+    """Sampling of completions. The loss divides logits by the same temperature."""
 
     temperature: float
     top_p: float
@@ -91,12 +91,12 @@ class SamplingConfig:
     repetition_penalty: float
     max_completion_length: int
     stop_words: tuple[str, ...]
-    seed: int | None = None  # every completion is sampled with a seed of its own, from this one
+    seed: int | None = None  # every completion has its own seed, derived from this one; None: no seeds
 
 
 @dataclass(frozen=True, slots=True)
 class VllmConfig:
-    """A vLLM engine inside the training processes."""
+    """Settings of a vLLM engine inside the training processes."""
 
     model_dir: str
     model_type: str
@@ -113,14 +113,14 @@ class VllmConfig:
     engine_kwargs: dict[str, Any]
     sleep_level: int
     seed: int
-    lora_rank: int | None = None  # room for an adapter beside the checkpoint; None: adapters are merged into weights
+    lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTurnsConfig:
-    """Completions of several turns that servers lead: what of it this run demands. None: as the server does."""
+    """Requirements of this run on conversations that servers conduct. None: the server's setting applies."""
 
-    asked_by: str  # the flags that ask for several turns
+    requested_by: str  # the flags that request several turns, as typed
     scheduler: str | None = None
     max_turns: int | None = None
     gym_env: str | None = None
@@ -131,20 +131,20 @@ class ServerConfig:
     """vLLM behind one or more `swift rollout` processes."""
 
     urls: tuple[str, ...]
-    group_ports: tuple[int, ...]  # one per server, for the group that weights travel in; 0: any free one
-    timeout: float  # seconds until a server that does not answer counts as gone
+    group_ports: tuple[int, ...]  # one per server, for the group that transfers weights; 0: any free port
+    timeout: float  # seconds until a server that does not respond counts as lost
     request_timeout: float  # seconds for one completion, and for one transfer of weights
     api_key: str | None = field(repr=False)
     bucket_bytes: int
-    needed_length: int  # prompt and completion
-    model: dict[str, Any]  # of config.json: what must be the same there
-    lora_rank: int | None = None  # None: adapters are merged into what is sent
+    needed_length: int  # tokens of prompt and completion
+    model: dict[str, Any]  # values of config.json that must be equal on the server
+    lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
 
 
 @dataclass(frozen=True, slots=True)
 class SyncCheckConfig:
-    """The proof, after every weight sync, that the engine runs the trainer's weights."""
+    """Verification, after every weight sync, that the engine runs the trainer's weights."""
 
     mode: SyncCheckMode
     dtype: torch.dtype  # of the engine's weights
@@ -153,33 +153,39 @@ class SyncCheckConfig:
 
 @dataclass(frozen=True, slots=True)
 class MultiTurnConfig:
-    """Completions of several turns, led by one of ms-swift's schedulers."""
+    """Conversations of several turns, conducted by one of ms-swift's schedulers in the training processes."""
 
     scheduler: str  # key of swift.rollout.multi_turns
     max_turns: int | None
-    gym_env: str | None  # key of swift.rollout.envs, for rows that name none
+    gym_env: str | None  # key of swift.rollout.envs, for rows that name no environment
 
 
 @dataclass(frozen=True, slots=True)
 class GradingConfig:
+    """Rewards and advantages."""
+
     num_generations: int
     reward_names: tuple[str, ...]  # as ms-swift names the functions
     reward_weights: tuple[float, ...]  # one per reward function
     scale_rewards: ScaleRewards
     bad_reward: BadRewardPolicy
     estimator: Estimator = "grpo"
-    overlong_filter: bool = False  # truncated completions are compared with the others, but not trained
-    max_resample_times: int = 0  # how often new prompts replace groups of equal rewards; 0: --dynamic_sample is off
+    overlong_filter: bool = False  # truncated completions count in baselines but are not trained
+    max_resample_times: int = 0  # rounds that replace groups of equal rewards; 0: --dynamic_sample is off
 
 
 @dataclass(frozen=True, slots=True)
 class SapoConfig:
+    """Temperatures of the SAPO loss."""
+
     tau_pos: float = 1.0
     tau_neg: float = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class FipoConfig:
+    """Token weights of the FIPO loss."""
+
     decay_rate: float = 32.0  # half-life, in tokens
     clip_range: float | None = 0.2  # None or 0: the weight is not clipped
     clip_high_only: bool = True
@@ -188,7 +194,7 @@ class FipoConfig:
 
 @dataclass(frozen=True, slots=True)
 class CorrectionConfig:
-    """For the difference between the policy that generated, in the engine, and the same policy in the trainer."""
+    """Correction for the difference between the engine's log-probs and the trainer's under the same policy."""
 
     mode: CorrectionMode | None = None
     threshold: float = 2.0
@@ -198,10 +204,12 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
+    """The policy loss and its KL and entropy terms."""
+
     name: str  # key of training.loss.LOSSES
     epsilon_low: float
     epsilon_high: float
-    beta: float  # weight of the KL to the reference; 0 means no reference exists
+    beta: float  # weight of the KL to the reference; 0: there is no reference
     temperature: float
     level: RatioLevel = "token"
     delta: float | None = None
@@ -209,7 +217,7 @@ class LossConfig:
     kl_estimator: KlEstimator = "k3"
     entropy_coef: float = 0.0
     log_entropy: bool = False
-    max_completion_length: int | None = None  # what dr_grpo divides by
+    max_completion_length: int | None = None  # the denominator of dr_grpo
     real_tau: float = 0.5
     sapo: SapoConfig = SapoConfig()
     fipo: FipoConfig = FipoConfig()
@@ -218,49 +226,53 @@ class LossConfig:
 
 @dataclass(frozen=True, slots=True)
 class PackingConfig:
-    """Token budgets of packed micro batches. None: micro_batch_size completions each."""
+    """Token budgets of packed micro batches."""
 
-    max_tokens: int | None
-    infer_max_tokens: int | None  # of forward-only passes; None for this and the next: as in training
-    infer_micro_batch_size: int | None  # the same in completions
+    max_tokens: int | None  # None: micro_batch_size completions each
+    infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
+    infer_micro_batch_size: int | None  # in forward-only passes, in completions
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyConfig:
-    """What may leave the GPU while vLLM generates."""
+    """State that may be offloaded while vLLM generates."""
 
-    offload_model: bool  # the policy, and the frozen reference outside of its own pass
+    offload_model: bool  # the policy, and the frozen reference outside its own pass
     offload_optimizer: bool
     offload_grad: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """Where the reference policy comes from. Full tuning: a frozen copy; LoRA: the base under the adapter."""
+    """The reference policy. Full tuning: a frozen copy; LoRA: the base model without its adapter."""
 
     beta: float
-    model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: the base under the adapter
+    model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
     layout: Layout | None  # of the frozen copy; None: as in training
 
 
 @dataclass(frozen=True, slots=True)
 class KlConfig:
-    """The KL to the reference beyond the loss."""
+    """Uses of the KL to the reference outside the loss."""
 
-    in_reward: bool = False  # subtracted from rewards, and no part of the loss
+    in_reward: bool = False  # subtracted from rewards instead of added to the loss
     reward_estimator: KlEstimator = "k1"
-    target: float | None = None  # beta follows the KL towards it; None: beta is fixed
-    horizon: int = 10000  # completions over which it adapts
+    target: float | None = None  # KL per token towards which beta is adapted; None: beta is fixed
+    horizon: int = 10000  # number of completions over which beta adapts
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
+    """Order of the training prompts."""
+
     seed: int
     shuffle: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionLogConfig:
+    """The log of completions (--log_completions)."""
+
     enabled: bool
     output_dir: str
     report_to: tuple[str, ...]
@@ -269,27 +281,27 @@ class CompletionLogConfig:
 
 @dataclass(frozen=True, slots=True)
 class RecordingConfig:
-    """Rollouts on disk."""
+    """Folders of recorded rollouts."""
 
-    dump: Path | None = None  # where this run writes its own
-    replay: Path | None = None  # where it reads another's, instead of generating and grading
-    only: bool = False  # nothing is trained
+    dump: Path | None = None  # folder that this run writes to
+    replay: Path | None = None  # folder of another run, read instead of generating and grading
+    only: bool = False  # generate without training
 
 
 @dataclass(frozen=True, slots=True)
 class DeadlineConfig:
-    """In seconds."""
+    """Time limits in seconds."""
 
-    phase: float = 3600.0  # of a phase of the loop, or between two; 0: none
-    reward: float | None = None  # of one reward function; None: as the phase
+    phase: float = 3600.0  # one phase of the loop, or the time between two; 0: no limit
+    reward: float | None = None  # one reward function; None: only the limit of the phase
 
 
 @dataclass(frozen=True, slots=True)
 class GRPOConfig:
-    """One run."""
+    """All settings of one run."""
 
     batch: BatchPlan
-    num_iterations: int  # how often each completion is trained
+    num_iterations: int  # number of times each completion is trained
     data: DataConfig
     sampling: SamplingConfig
     vllm: VllmConfig
@@ -305,6 +317,6 @@ class GRPOConfig:
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
     deadlines: DeadlineConfig = DeadlineConfig()
-    turns: MultiTurnConfig | None = None  # in the training processes; None: one turn
-    max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: they take turns
-    top_entropy_quantile: float = 1.0  # share of a step's tokens, those of the highest entropy, in the policy loss
+    turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
+    max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
+    top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class RankFailure(RuntimeError):
-    """Another rank failed in a step that all ranks take together."""
+    """Another rank failed in a step that all ranks perform together."""
 
 
 class SharedFailure(RuntimeError):
-    """What failed is of all ranks. Each of them raises it, so each may still take part in saving a checkpoint."""
+    """A failure common to all ranks: every rank raises it, so all can still join in saving a checkpoint."""

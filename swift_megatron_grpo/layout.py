@@ -1,4 +1,4 @@
-"""How the ranks of a run share one model."""
+"""The parallel layout: how the ranks of a run share one model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of every kind of parallelism, under ms-swift's flag names. Not checked: see arguments/."""
+    """The sizes of every kind of parallelism, under ms-swift's flag names. arguments/ checks them."""
 
     world_size: int
     tensor_model_parallel_size: int = 1
@@ -20,9 +20,9 @@ class Layout:
     microbatch_group_size_per_vp_stage: int | None = None
     sequence_parallel: bool = False
     vllm_tensor_parallel_size: int = 1  # of a vLLM inside the training processes
-    first_stage_layers: int | None = None  # None: as many as the other stages
+    first_stage_layers: int | None = None  # None: the same number as the other stages
     last_stage_layers: int | None = None
-    extra_layers: int = 0  # the embedding and the loss, where each counts as a layer of its stage
+    extra_layers: int = 0  # the embedding and the loss, if they count as layers of their stages
 
     @property
     def model_parallel(self) -> int:

@@ -1,4 +1,4 @@
-"""What this rank is: a small typed view of megatron's process groups; and Python objects between ranks."""
+"""A small typed view of Megatron's process groups, and the exchange of Python objects between ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The layout and this rank's place in it."""
+    """The sizes of the layout and this rank's position in it."""
 
     rank: int
     world_size: int
@@ -36,6 +36,7 @@ class RankPosition:
 
     @classmethod
     def from_megatron(cls) -> RankPosition:
+        """Read the position from Megatron's process groups."""
         return cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -54,7 +55,10 @@ class RankPosition:
 
 
 class Coordinator:
-    """Python objects between ranks, over gloo: a slow rollout never meets NCCL's watchdog, the GPU takes no part."""
+    """Exchange Python objects between ranks over gloo, so that a slow rollout cannot trip NCCL's watchdog.
+
+    The GPU is not involved.
+    """
 
     def __init__(self, timeout: timedelta) -> None:
         self.rank = dist.get_rank()
@@ -62,43 +66,48 @@ class Coordinator:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order."""
         gathered: list[T] = [value] * self.world_size
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
-    def gather_samples(self, values: dict[int, T], place: RankPosition) -> dict[int, T]:
-        """Values by sample, from the ranks that have them to all. Of ranks that hold copies, one speaks."""
-        mine = values if place.tp_rank == 0 and place.cp_rank == 0 else {}
-        return {index: value for part in self.all_gather(mine) for index, value in part.items()}
+    def gather_samples(self, values: dict[int, T], position: RankPosition) -> dict[int, T]:
+        """Gather values by sample on all ranks. Among ranks that hold copies, only the first one sends."""
+        local = values if position.tp_rank == 0 and position.cp_rank == 0 else {}
+        return {index: value for part in self.all_gather(local) for index, value in part.items()}
 
     def all_gather_or_raise(self, work: Callable[[], T], what: str) -> list[T]:
-        """Runs `work` on every rank and exchanges the results; if any rank failed, all ranks raise the same story."""
+        """Run `work` on every rank and exchange the results; if it failed on any rank, raise on all of them.
+
+        `what` names the work in the error. A rank whose own work failed raises its own exception.
+        """
         outcome: tuple[T | None, Exception | None]
         try:
             outcome = (work(), None)
         except Exception as error:
             outcome = (None, error)
-        mine = outcome[1]
-        shared = str(mine) if isinstance(mine, SharedFailure) else None
-        told = self.all_gather((outcome[0], None if mine is None else f"{type(mine).__name__}: {mine}", shared))
-        if mine is not None:
-            raise mine
-        for _, _, failure in told:
+        local_error = outcome[1]
+        shared = str(local_error) if isinstance(local_error, SharedFailure) else None
+        message = None if local_error is None else f"{type(local_error).__name__}: {local_error}"
+        gathered = self.all_gather((outcome[0], message, shared))
+        if local_error is not None:
+            raise local_error
+        for _, _, failure in gathered:
             if failure is not None:
                 raise SharedFailure(failure)
-        failures = [f"rank {rank}: {story}" for rank, (_, story, _) in enumerate(told) if story is not None]
+        failures = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(gathered) if error is not None]
         if failures:
             raise RankFailure(f"{what} failed on " + "; ".join(failures))
-        return [value for value, _, _ in told]  # type: ignore[misc]
+        return [value for value, _, _ in gathered]  # type: ignore[misc]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """In-place sum over the world."""
+    """Sum over all ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.SUM)
     return values
 
 
 def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """In-place maximum over the world."""
+    """Take the maximum over all ranks, in place."""
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     return values

@@ -1,5 +1,8 @@
-"""The class that ms-swift builds for `--rlhf_type grpo`. It assembles the stages and hands every step to loop.py;
-models, optimizer, schedule, checkpoints and callbacks are its parent's."""
+"""The trainer class that ms-swift builds for `--rlhf_type grpo`.
+
+It assembles the stages and delegates every step to loop/step.py. Models, optimizer, schedule, checkpoints and
+callbacks belong to its parent class.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,8 @@ logger = get_logger()
 
 
 class MegatronGRPOTrainer(BaseMegatronTrainer):
+    """Replaces ms-swift's trainer of the same name."""
+
     args: GRPOArguments
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
@@ -56,7 +61,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        self.remote = self._reach_servers(args)
+        self.remote = self._connect_to_servers(args)
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.settings = configure(args)
@@ -66,8 +71,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.val_prompts: PromptSource | None = None
         super().__init__(args, template)
 
-    def _reach_servers(self, args: GRPOArguments) -> RemoteVllm | None:
-        """They are asked before the model loads."""
+    def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
+        """Check the rollout servers before the model loads; None: vLLM runs in the training processes."""
         config = configure_server(args)
         if config is None:
             return None
@@ -77,7 +82,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args.set_grading_of_servers(any(environments_grade))
         return remote
 
-    # ---- what the parent asks while it builds
+    # ---- called by the parent class during construction
 
     def prepare_model(self) -> None:
         super().prepare_model()
@@ -96,12 +101,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         super()._load_checkpoint()
 
     def _load_reference(self) -> FrozenReference | None:
-        """Load the frozen copy, where the reference policy is one."""
-        wanted, args = self.settings.reference, self.args
-        if wanted.beta == 0 or wanted.model_dir is None:
+        """Load the frozen copy; None if the reference policy is not a copy."""
+        settings, args = self.settings.reference, self.args
+        if settings.beta == 0 or settings.model_dir is None:
             return None
-        folder = safe_snapshot_download(wanted.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
-        layout = None if wanted.layout is None else ReferenceLayout(wanted.layout, args.ddp_timeout // 60)
+        folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
+        layout = None if settings.layout is None else ReferenceLayout(settings.layout, args.ddp_timeout // 60)
         with nullcontext() if layout is None else layout.active():
             models = get_mcore_model(args.with_reference_sizes(), self.template.config)
             for model in models:
@@ -112,13 +117,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
-        """Saving with --merge_lora: merged on the way out, instead of added to the weights and taken off again."""
+        """Merge adapters while weights are exported (--merge_lora), instead of adding and subtracting them in place."""
         self._merged.enter_context(merged_on_read(self.bridge, self.unwrapped_models))
 
     def unmerge_lora_adapters(self) -> None:
         self._merged.close()
 
-    # ---- what the parent asks while it trains
+    # ---- called by the parent class during training
 
     def setup_training(self, train_dataset: Any, val_dataset: Any) -> tuple[None, None]:
         self.setup_model_training()
@@ -184,10 +189,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 super().train(train_dataset, val_dataset)
         finally:
             if self.remote is not None:
-                self.remote.shutdown()  # servers go on, but not with what nobody waits for
+                self.remote.shutdown()  # servers keep running, but cancel the requests of this run
 
     def _roll_out_only(self, train_dataset: Any) -> None:
-        """As many rollouts as training would take. Callbacks count iterations; no checkpoint, nothing has changed."""
+        """Generate as many rollouts as training would use.
+
+        Iterations are counted for callbacks; no checkpoint is saved because weights do not change.
+        """
         self.setup_training(train_dataset, None)
         assert self.loop is not None
         while self.state.iteration < self.args.train_iters:
@@ -213,13 +221,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return [_tensors(metrics)], grad_norm, True
 
     def _save_before_stopping(self) -> None:
-        """The last complete step, unless it was saved already."""
+        """Save a checkpoint of the last complete step, unless there is one."""
         assert self.loop is not None
         folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.iteration}")
         if self.state.iteration > 0 and self.state.last_model_checkpoint != folder:
             self.loop.stages.residency.restore()
             self.save_checkpoint()
-            logger.info(f"the run stops; what it has learned so far is in {folder}")
+            logger.info(f"the run stops; the last complete step is saved in {folder}")
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None
@@ -231,7 +239,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
             self.call_event("on_eval_step")
             self._aggregated_metrics([_tensors(metrics)], rounds)
-        self.loop.stages.residency.restore()  # a checkpoint may be next
+        self.loop.stages.residency.restore()  # the next event may save a checkpoint
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds
@@ -252,5 +260,5 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
 
 def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-    """As the parent adds them up, on the device where it does."""
+    """Convert metrics to tensors on the device where the parent class aggregates them."""
     return {name: torch.tensor(value, device=torch.cuda.current_device()) for name, value in metrics.items()}

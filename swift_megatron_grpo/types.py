@@ -1,4 +1,4 @@
-"""The values that travel between the stages of one step.
+"""The values that the stages of one step pass to each other.
 
 Shapes in the comments: p prompt tokens, c completion tokens, t = p + c, n tokens of a packed micro batch,
 m completion tokens of a packed micro batch, s samples.
@@ -23,61 +23,62 @@ class Rollout:
     """One completion of one prompt, token by token as the engine produced it."""
 
     prompt: Prompt
-    prompt_ids: list[int]  # [p] what the engine saw
-    completion_ids: list[int]  # [c] what it sampled; in several turns also what tools and environments said between
+    prompt_ids: list[int]  # [p] as sent to the engine
+    completion_ids: list[int]  # [c] sampled tokens; with several turns also those of tools and environments
     logprobs: list[float] | None  # of the sampled tokens, under the engine's weights, at the sampling temperature
-    text: str  # of several turns the last one
+    text: str  # decoded completion; with several turns the last turn
     finish_reason: str  # "stop" or "length"
-    weights_version: int  # which weights generated it
-    sampled: list[bool] | None = None  # [c] which tokens are the policy's; None: all
-    messages: list[dict[str, Any]] | None = None  # of several turns, from the beginning to the last answer
+    weights_version: int  # version of the weights that generated it
+    sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
+    messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, last answer included
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
 
     @property
     def truncated(self) -> bool:
+        """True if the completion reached the length limit."""
         return self.finish_reason == "length"
 
     @property
     def sampled_mask(self) -> list[bool]:
-        """[c]"""
+        """True for each completion token that the policy sampled, [c]."""
         return [True] * len(self.completion_ids) if self.sampled is None else self.sampled
 
     @property
     def length(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(self.sampled_mask)
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A rollout with what the reward functions said of it."""
+    """A rollout with its rewards and advantage."""
 
     rollout: Rollout
-    rewards: list[float | None]  # one per reward function; None: that function does not apply
+    rewards: list[float | None]  # one per reward function; None: the function does not apply
     reward: float | None  # weighted sum; None: the completion has no valid reward and is not trained
     advantage: float
 
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:
-    """What the policy says of the trained tokens of one sample."""
+    """Log-probs and entropies of the completion tokens of one sample, under the policy."""
 
     logprobs: list[float]  # [c]
-    entropies: list[float] | None  # [c] of the whole distribution at each token; None: not asked for
+    entropies: list[float] | None  # [c] of the full distribution at each token; None: not requested
 
 
 @dataclass(slots=True)
 class Sample:
-    """What the engine trains on: one sequence and its per-token or per-sequence values."""
+    """One training sequence and its per-token and per-sequence values."""
 
     tokens: list[int]  # [t]
-    completion_mask: list[bool]  # [t] True where the policy chose the token and the token counts in the loss
+    completion_mask: list[bool]  # [t] True if the policy sampled the token and the loss counts it
     advantage: float
-    group: int = 0  # completions of one prompt share it
+    group: int = 0  # shared by the completions of one prompt
     truncated: bool = False
     old_logprobs: list[float] | None = None  # [c]
     ref_logprobs: list[float] | None = None  # [c]
     rollout_logprobs: list[float] | None = None  # [c]
-    selected: list[bool] | None = None  # [c] False: --top_entropy_quantile takes the token out of the policy loss
-    left_out: int = 0  # tokens --overlong_filter does not train; the loss's denominators count them, as in ms-swift
+    selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
+    left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
     extras: dict[str, Any] = field(default_factory=dict)  # model inputs beyond tokens (images)

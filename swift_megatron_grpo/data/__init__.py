@@ -1,0 +1,7 @@
+"""The dataset of prompts.
+
+checks.py   refuse datasets that cannot be trained on, before a model loads
+prompts.py  take prompts in an order that depends only on the seed
+
+Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.
+"""

@@ -1,6 +1,6 @@
-"""Prompts in an order that depends on the seed and on nothing else: not on the layout, not on batch sizes.
+"""Prompts in an order that depends only on the seed, not on the layout or on batch sizes.
 
-So a resumed run goes on where the first one stopped.
+A resumed run therefore continues with the prompt at which the first run stopped.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from swift_megatron_grpo.types import Prompt
 
 
 class PromptSource:
-    """Endless; every rank holds the same one and takes the same prompts."""
+    """An endless sequence of prompts; every rank has the same one and takes the same prompts."""
 
     def __init__(
         self,
         rows: Sequence[dict[str, Any]],
         seed: int,
         shuffle: bool,
-        default_system: str | None = None,  # the template's, for rows that bring none
+        default_system: str | None = None,  # the template's, for rows without a system message
         taken: int = 0,
-        label: str = "",  # what tells this source's prompt ids from another's
+        label: str = "",  # prefix of prompt ids, to distinguish them from those of another source
     ) -> None:
         if len(rows) == 0:
             raise ValueError("the training dataset has no rows")
@@ -36,6 +36,7 @@ class PromptSource:
         self._order_of_epoch = (-1, [0])
 
     def take(self, count: int) -> list[Prompt]:
+        """Return the next `count` prompts."""
         prompts = [self._prompt(index) for index in range(self.taken, self.taken + count)]
         self.taken += count
         return prompts
