@@ -88,8 +88,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     canary = _canary(config, models, run)
     sync = None
     if generation is not None:
-        adapter_alone = (config.vllm if config.server is None else config.server).lora_rank is not None
-        export = WeightExport(models.bridge, models.unwrapped, adapter_alone)
+        adapter_only = (config.vllm if config.server is None else config.server).lora_rank is not None
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only)
         sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
     prompts_done = run.rollouts_done * config.batch.rollout_prompts
     return Stages(

@@ -136,7 +136,7 @@ class WeightSync:
                 manifest = Manifest(self._config.dtype if full else None)
                 self._residency.for_weight_sync()
                 self._engine.load_weights(
-                    manifest.watch(self.export()), version, self.export.adapter, collect_checksums=full
+                    manifest.record(self.export()), version, self.export.adapter, collect_checksums=full
                 )
         return manifest, full
 
@@ -215,7 +215,7 @@ class WeightSync:
 
     def _export_problems(self, manifest: Manifest) -> list[Problem]:
         problems = changed_specs(self._specs, manifest.specs) if self._specs is not None else []
-        adapted, merged = self.export.adapted, self.export.take_merged()
+        adapted, merged = self.export.adapted_count, self.export.pop_merged_count()
         if merged != adapted and self.export.adapter is None:
             message = f"{adapted - merged} of {adapted} adapters were not merged into the weights sent"
             problems.append(Problem(f"rank {self._coordinator.rank}", message))

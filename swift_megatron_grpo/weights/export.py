@@ -1,7 +1,7 @@
-"""The trained weights under the names of the checkpoint, one after the other, through mcore-bridge.
+"""Exports the trained weights under checkpoint names, one after the other, through mcore-bridge.
 
-LoRA is merged into what goes out and into nothing else: while the bridge reads a layer, each adapted weight points to
-base + delta in a buffer of its own; afterwards it points to the base again, which was never written to.
+LoRA is merged into the exported tensors only: while the bridge reads a layer, each adapted weight points to a separate
+buffer with base + delta; afterwards it points to the base again, which is never written to.
 """
 
 from __future__ import annotations
@@ -18,52 +18,55 @@ ADAPTER = "default"
 
 
 class WeightExport:
-    """The same weights, time and again. `adapter_alone`: those of the adapter, without what it is on."""
+    """Exports the same weights in every weight sync. `adapter_only`: the adapter's weights, without the base."""
 
-    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_alone: bool = False) -> None:
+    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_only: bool = False) -> None:
         self._bridge = bridge
         self._models = list(models)
         self._merged: set[LoraParallelLinear] = set()
-        self.adapter = adapter_config(models[0]) if adapter_alone else None  # what an engine must know of it
+        self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.adapter is not None:
             return export_adapter(self._bridge, self._models)
         return export_weights(self._bridge, self._models, self._merged)
 
-    def take_merged(self) -> int:
-        """How many modules of this rank went out with their adapter merged in, since this was asked last."""
+    def pop_merged_count(self) -> int:
+        """Return the number of this rank's modules exported with a merged adapter since the last call."""
         count = len(self._merged)
         self._merged.clear()
         return count
 
     @property
-    def adapted(self) -> int:
-        """How many modules of this rank have an adapter."""
+    def adapted_count(self) -> int:
+        """Number of modules of this rank that have an adapter."""
         return sum(len(_adapted(model)) for model in self._models)
 
 
 def export_weights(
     bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All ranks together: shards are gathered as the iterator advances, and every rank gets every tensor. `merged`
-    tells which modules had an adapter that went out with them."""
+    """Export all weights, with adapters merged, on all ranks together.
+
+    Shards are gathered as the iterator advances, and every rank gets every tensor. Modules whose adapter was merged are
+    added to `merged`.
+    """
     with merged_on_read(bridge, models, merged):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
 def export_adapter(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The adapter alone, under peft's names. All ranks together."""
+    """Export the adapter's weights under peft's names, on all ranks together."""
     exported = False
     for name, tensor in bridge.export_weights(list(models), peft_format=True, adapter_name=ADAPTER):
         exported = True
         yield name, tensor
     if not exported:
-        raise RuntimeError("the adapter has no weight that can be exported; look at --target_modules")
+        raise RuntimeError("the adapter has no weights to export; check --target_modules")
 
 
 def adapter_config(model: GPTModel) -> dict[str, Any]:
-    """What of peft's configuration an engine needs to run the adapter, as JSON has it."""
+    """Return the part of peft's configuration that an engine needs to run the adapter, in JSON types."""
     config = model.peft_config[ADAPTER]
     targets = config.target_modules
     return {
@@ -80,7 +83,7 @@ def adapter_config(model: GPTModel) -> dict[str, Any]:
 def merged_on_read(
     bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
 ) -> Iterator[None]:
-    """While open, whatever the bridge exports has the adapters merged in. One layer is merged at a time."""
+    """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
     adapted = {module for model in models for module in _adapted(model)}
     if not adapted:
         yield
@@ -91,7 +94,7 @@ def merged_on_read(
     convert_layer = bridge._set_layer_state
 
     def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
-        # None: another pipeline stage holds this layer
+        # The layer is None if another pipeline stage holds it.
         with _merged(_adapted(layer) if layer is not None else [], merged):
             return convert_layer(layer, *args, **kwargs)
 
@@ -104,15 +107,16 @@ def _adapted(module: torch.nn.Module) -> list[LoraParallelLinear]:
 
 
 @contextmanager
-def _merged(modules: Iterable[LoraParallelLinear], told: set[LoraParallelLinear]) -> Iterator[None]:
+def _merged(modules: Iterable[LoraParallelLinear], merged: set[LoraParallelLinear]) -> Iterator[None]:
+    """Point the weights of `modules` to base + delta inside the context, and add the modules to `merged`."""
     bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     with torch.no_grad():
         for module in modules:
             for weight, delta in zip(_base_weights(module), module.get_delta_weights(ADAPTER), strict=True):
                 bases.append((weight, weight.data))
-                # in fp32: adding a small delta in bf16 loses most of it
+                # In fp32, because adding a small delta in bf16 loses most of it.
                 weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
-            told.add(module)
+            merged.add(module)
     try:
         yield
     finally:
@@ -127,7 +131,7 @@ def _base_weights(module: LoraParallelLinear) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def _replaced(owner: object, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """An instance attribute that hides a method for a while."""
+    """Replace a method by an instance attribute inside the context."""
     setattr(owner, name, value)
     try:
         yield

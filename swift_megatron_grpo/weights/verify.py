@@ -1,7 +1,8 @@
-"""Whether an engine runs the weights that were exported, and what is wrong if it does not. No process, no device here.
+"""Verifies that an engine runs the exported weights, and describes what is wrong if it does not.
 
-A manifest notes what one export sent. Against it stand the manifest of the export before (the same names, shapes and
-types), what the engines hold (`full`: a checksum for each tensor), and log-probs of a fixed text (`canary`).
+A manifest records what one export sends. It is compared with the manifest of the previous export (same names, shapes
+and types) and with the checksums of what the engines hold (`full`); log-probs of a fixed text are compared with the
+trainer's (`canary`). This file needs no process group and no device.
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ import torch
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
 
-NAMED = 8  # tensors of a kind that a message names
+NAMED = 8  # tensors that a message names for each kind of problem
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
+    """One finding of a check."""
+
     where: str  # an engine, or the trainer
     what: str
-    tensor: str = ""  # none: it is not about tensors
-    numbers_only: bool = False  # it shows in what the engine computes, and may come from anywhere
+    tensor: str = ""  # empty: the problem is not about a tensor
+    numbers_only: bool = False  # the engine's results differ, for an unknown reason
 
 
 def describe(problems: Iterable[Problem]) -> str:
-    """One line for each kind of problem."""
+    """Return one line for each kind of problem."""
     lines = []
-    for what, kind in groupby(sorted(set(problems), key=lambda each: each.what), key=lambda each: each.what):
-        found = list(kind)
-        tensors = _some({each.tensor for each in found if each.tensor}, NAMED)
-        lines.append(f"{_some({each.where for each in found}, 2)}: {what}" + (f": {tensors}" if tensors else ""))
+    for what, group in groupby(sorted(set(problems), key=lambda problem: problem.what), lambda problem: problem.what):
+        same_kind = list(group)
+        tensors = _some({problem.tensor for problem in same_kind if problem.tensor}, NAMED)
+        places = _some({problem.where for problem in same_kind}, 2)
+        lines.append(f"{places}: {what}" + (f": {tensors}" if tensors else ""))
     return "\n".join(lines)
 
 
@@ -48,19 +52,22 @@ def _some(names: Collection[str], number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
+    """Shape and type of a sent tensor."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class Manifest:
-    """What one export sends. `dtype`: of the engine's weights, for checksums; None: names and specs are enough."""
+    """Records what one export sends. `dtype`: of the engine's weights, to compute checksums; None: specs only."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self._dtype = dtype
         self._checksums: dict[str, torch.Tensor] = {}
 
-    def watch(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+    def record(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Record the tensors that pass through."""
         for name, tensor in weights:
             self.specs[name] = TensorSpec(tuple(tensor.shape), tensor.dtype)
             if self._dtype is not None:
@@ -68,15 +75,20 @@ class Manifest:
             yield name, tensor
 
     def checksums(self) -> dict[str, int]:
+        """Return the checksums of all recorded tensors."""
         return dict(zip(self._checksums, to_integers(self._checksums.values()), strict=True))
 
 
 def changed_specs(before: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec]) -> list[Problem]:
-    """Every export sends the same tensors."""
-    missing = [Problem("trainer", "not sent, and the sync before did", name) for name in before if name not in now]
-    new = [Problem("trainer", "sent, and the sync before did not", name) for name in now if name not in before]
-    shared = [name for name in now if name in before and now[name] != before[name]]
-    return [*missing, *new, *(Problem("trainer", "sent in another shape or type than before", name) for name in shared)]
+    """Return the differences between two exports, which must send the same tensors."""
+    missing = [Problem("trainer", "not sent, unlike in the sync before", name) for name in before if name not in now]
+    new = [Problem("trainer", "sent, unlike in the sync before", name) for name in now if name not in before]
+    changed = [name for name in now if name in before and now[name] != before[name]]
+    return [
+        *missing,
+        *new,
+        *(Problem("trainer", "sent in another shape or type than before", name) for name in changed),
+    ]
 
 
 # ---- what an engine holds
@@ -85,89 +97,101 @@ def changed_specs(before: Mapping[str, TensorSpec], now: Mapping[str, TensorSpec
 def compare_with_sent(
     specs: Mapping[str, TensorSpec], checksums: Mapping[str, int], held_weights: Iterable[WorkerWeights]
 ) -> tuple[list[Problem], set[str]]:
-    """What engines hold against what was sent; and the tensors that cannot be read back. Each engine's workers are all
-    there."""
+    """Compare what engines hold with what was sent. Returns problems, and the tensors that cannot be read back.
+
+    `held_weights` must include all workers of each engine.
+    """
     by_engine: dict[str, list[WorkerWeights]] = defaultdict(list)
-    for holding in held_weights:
-        by_engine[holding.engine].append(holding)
+    for worker_weights in held_weights:
+        by_engine[worker_weights.engine].append(worker_weights)
     problems = [
         Problem(engine, what, tensor)
         for engine, workers in by_engine.items()
-        for what, tensor in _faults(specs, checksums, workers)
+        for what, tensor in _engine_problems(specs, checksums, workers)
     ]
     return problems, {name for workers in by_engine.values() for worker in workers for name in worker.unreadable}
 
 
-def _faults(
+def _engine_problems(
     specs: Mapping[str, TensorSpec], checksums: Mapping[str, int], workers: Sequence[WorkerWeights]
 ) -> Iterator[tuple[str, str]]:
-    """Of one engine."""
+    """Yield the problems of one engine, each with the name of a tensor."""
     ignored = set.intersection(*(set(worker.ignored) for worker in workers))
     unreadable = {name for worker in workers for name in worker.unreadable}
-    for name, form in specs.items():
-        pieces = [held for worker in workers for held in worker.held.get(name, ())]
-        fault = None if name in unreadable else _fault(pieces, torch.Size(form.shape).numel(), checksums[name])
+    for name, spec in specs.items():
+        slices = [held for worker in workers for held in worker.held.get(name, ())]
+        problem = (
+            None if name in unreadable else _tensor_problem(slices, torch.Size(spec.shape).numel(), checksums[name])
+        )
         if name in ignored:
-            yield "sent, and the engine has no place for it", name
-        elif fault is not None:
-            yield fault, name
+            yield "sent, but the engine has no parameter for it", name
+        elif problem is not None:
+            yield problem, name
     for worker in workers:
         yield from (("not sent", name) for name in worker.held if name not in specs)
-        yield from (("weights that nothing sent is for", name) for name in worker.unwritten)
+        yield from (("parameters of the engine that no sent tensor writes", name) for name in worker.unwritten)
 
 
-def _fault(pieces: Sequence[HeldSlice], numel: int, expected: int) -> str | None:
-    different = {held.piece: held.checksum for held in pieces}  # workers may hold copies of one piece
-    if any(different[held.piece] != held.checksum for held in pieces):
+def _tensor_problem(slices: Sequence[HeldSlice], numel: int, expected: int) -> str | None:
+    distinct = {held.piece: held.checksum for held in slices}  # workers may hold copies of one slice
+    if any(distinct[held.piece] != held.checksum for held in slices):
         return "two copies in the engine differ"
-    if sum(piece.numel for piece in different) != numel:
+    if sum(piece.numel for piece in distinct) != numel:
         return "the engine holds only a part of it"
-    if sum(different.values()) % 2**64 != expected:
+    if sum(distinct.values()) % 2**64 != expected:
         return "the engine holds other values than were sent"
     return None
 
 
-# ---- what it computes
+# ---- what an engine computes
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of log-probs per token, in absolute value."""
+    """Absolute difference of log-probs per token."""
 
     mean: float
     max: float
 
     @classmethod
     def of(cls, one: Sequence[float], other: Sequence[float]) -> Difference:
+        """Compare the log-probs of two sides; infinite if they cannot be compared."""
         if not one or len(one) != len(other):
             return cls(math.inf, math.inf)
-        apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
-        if not all(map(math.isfinite, apart)):
+        gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
+        if not all(map(math.isfinite, gaps)):
             return cls(math.inf, math.inf)
-        return cls(sum(apart) / len(apart), max(apart))
+        return cls(sum(gaps) / len(gaps), max(gaps))
 
     @classmethod
     def largest(cls, differences: Iterable[Difference]) -> Difference:
-        found = list(differences)
-        return cls(max((each.mean for each in found), default=0.0), max((each.max for each in found), default=0.0))
+        """Return the largest mean and the largest maximum."""
+        all_of_them = list(differences)
+        return cls(max((d.mean for d in all_of_them), default=0.0), max((d.max for d in all_of_them), default=0.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far log-probs of the same weights may be apart: two implementations round differently."""
+    """Accepted difference of log-probs of the same weights: two implementations round differently."""
 
-    mean: float  # never more
-    max: float  # never more, at any token
-    jump: float  # never this many times as far as after the syncs before, ...
-    floor: float  # ... unless it is less than this
+    mean: float  # upper bound of the mean
+    max: float  # upper bound at any token
+    jump: float  # upper bound of the mean as a multiple of the mean after earlier syncs, ...
+    floor: float  # ... if the mean is above this
 
-    def exceeded(self, found: Difference, usual: float | None) -> str | None:
-        """`usual`: the mean after the syncs that were good. None: it is within the bound."""
-        what = f"log-probs of a fixed text are {found.mean:.2g} from the trainer's on average, {found.max:.2g} at most"
-        if found.mean > self.mean or found.max > self.max:
-            return f"{what}; rounding makes {self.mean:.2g} and {self.max:.2g}"
-        if usual is not None and found.mean > max(self.jump * usual, self.floor):
-            return f"{what}; on average it was {usual:.2g} so far"
+    def exceeded(self, difference: Difference, usual: float | None) -> str | None:
+        """Return a message if the difference exceeds the bound, else None.
+
+        `usual`: the mean after earlier syncs that passed; None before the first one.
+        """
+        message = (
+            f"log-probs of a fixed text differ from the trainer's by {difference.mean:.2g} on average, "
+            f"{difference.max:.2g} at most"
+        )
+        if difference.mean > self.mean or difference.max > self.max:
+            return f"{message}; rounding explains at most {self.mean:.2g} and {self.max:.2g}"
+        if usual is not None and difference.mean > max(self.jump * usual, self.floor):
+            return f"{message}; the average after earlier syncs was {usual:.2g}"
         return None
 
 

@@ -133,7 +133,7 @@ class Engine:
 
     def problems(self, sent: dict[str, torch.Tensor]) -> tuple[set[tuple[str, str]], set[str]]:
         manifest = Manifest(torch.float32)
-        assert dict(manifest.watch(sent.items())).keys() == sent.keys()
+        assert dict(manifest.record(sent.items())).keys() == sent.keys()
         workers = [json.loads(json.dumps(loaded.worker_weights().to_json())) for loaded in self.loaded]
         problems, unreadable = compare_with_sent(
             manifest.specs, manifest.checksums(), map(WorkerWeights.from_json, workers)
@@ -182,7 +182,7 @@ def test_the_first_sync_must_write_every_parameter_of_the_engine(missing: str, p
     engine, weights = Engine(), tensors()
     engine.load({name: tensor for name, tensor in weights.items() if name != missing})
     problems = engine.problems({name: tensor for name, tensor in weights.items() if name != missing})[0]
-    assert problems == {(parameter, "weights that nothing sent is for")}
+    assert problems == {(parameter, "parameters of the engine that no sent tensor writes")}
     engine.load(weights)  # traced once more
     assert engine.problems(weights) == (set(), set())
 
@@ -190,7 +190,7 @@ def test_the_first_sync_must_write_every_parameter_of_the_engine(missing: str, p
 def test_a_sent_tensor_without_a_parameter_is_a_problem() -> None:
     engine, weights = Engine(), tensors() | {"q_bias": torch.zeros(8)}
     engine.load(weights)
-    assert engine.problems(weights)[0] == {("q_bias", "sent, and the engine has no place for it")}
+    assert engine.problems(weights)[0] == {("q_bias", "sent, but the engine has no parameter for it")}
 
 
 def test_a_shard_that_no_worker_holds_is_a_problem() -> None:
