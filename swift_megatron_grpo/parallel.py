@@ -76,10 +76,10 @@ class Coordinator:
         local = values if position.tp_rank == 0 and position.cp_rank == 0 else {}
         return {index: value for part in self.all_gather(local) for index, value in part.items()}
 
-    def all_gather_or_raise(self, work: Callable[[], T], what: str) -> list[T]:
+    def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]:
         """Run `work` on every rank and exchange the results; if it failed on any rank, raise on all of them.
 
-        `what` names the work in the error. A rank whose own work failed raises its own exception.
+        `task` names the work in the error. A rank whose own work failed raises its own exception.
         """
         outcome: tuple[T | None, Exception | None]
         try:
@@ -97,7 +97,7 @@ class Coordinator:
                 raise SharedFailure(failure)
         failures = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(gathered) if error is not None]
         if failures:
-            raise RankFailure(f"{what} failed on " + "; ".join(failures))
+            raise RankFailure(f"{task} failed on " + "; ".join(failures))
         return [value for value, _, _ in gathered]  # type: ignore[misc]
 
 

@@ -30,7 +30,7 @@ class GRPOArguments(DerivedArguments):
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
         checks.check_command_line(self)
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
-            if getattr(self, flag) is None:  # ms-swift sets these for its own estimators only
+            if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
         existing = _existing_folders(Path(self.output_dir or "megatron_output").expanduser())
         try:

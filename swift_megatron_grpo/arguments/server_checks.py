@@ -40,7 +40,7 @@ _TURN_FLAGS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "v
 
 
 def server_urls(base_urls: Sequence[str] | None, hosts: Sequence[str] | None, ports: Sequence[int]) -> tuple[str, ...]:
-    """Return the addresses of the servers, without a trailing slash. Raises ValueError for duplicates."""
+    """Return the addresses of the servers, without a trailing slash. Raises if one is invalid or listed twice."""
     if base_urls:
         urls = [url.rstrip("/") for url in base_urls]
         for url in urls:
@@ -118,7 +118,7 @@ def start_up_notes(mode: str | None, values: Mapping[str, Any]) -> list[str]:
     given = _given(_COLOCATE_ONLY, values) if mode == "server" else []
     if not given:
         return []
-    return [f"{', '.join(given)}: without effect with --vllm_mode server; set the flags of `swift rollout` instead"]
+    return [f"{', '.join(given)}: without effect with --vllm_mode server, where the flags of `swift rollout` apply"]
 
 
 def _given(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> list[str]:

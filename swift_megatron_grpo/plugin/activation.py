@@ -10,7 +10,7 @@ from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin.command_line import MODES, RANK, ROLLOUT, SWIFT_MEGATRON, classify, program_of
 
 _SERVER_MODULE = "swift_megatron_grpo.server"
-_MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
+_MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 
 
 def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str, str]) -> None:
