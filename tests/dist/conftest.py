@@ -1,15 +1,19 @@
-"""Real torchrun ranks, started once for 1, 2 and 4 of them: starting takes longer than most of what they do."""
+"""Ranks of tests/dist: each job is forked from a preloaded process when the first test asks for its result."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Variant, Task, base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Task, Variant, base_flags, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
+from tests.forking.client import fork_server
 
 TUNERS = ["full", "lora"]
 LAYOUTS = {
@@ -50,110 +54,112 @@ OFFLOADED = {
     "experts": ("moe", "full", ["--beta", "0.1", "--expert_model_parallel_size", "2", "--use_precision_aware_optimizer",
                                 "true"]),
 }  # fmt: skip
+_MODELS = {
+    "dense": ("dense", []),
+    "moe": ("moe", []),
+    "tied": ("dense", ["--tie"]),
+    "dense-for-gpus": ("dense", SIZE_FOR_GPUS),
+    "moe-for-gpus": ("moe", SIZE_FOR_GPUS),
+}
+_BATCHES = ["on-policy", "off-policy"]
+_RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the ranks left what they computed."""
+    """Runs jobs on forked ranks, each once, and finds their results."""
 
     folder: Path
+    _done: set[str] = field(default_factory=set)
+
+    def run(self, name: str, ranks: int, tasks: Sequence[Task]) -> None:
+        """Run tasks one after the other on this many ranks, unless the job of this name has run already."""
+        if name in self._done:
+            return
+        job, log = self.folder / f"{name}.job.json", self.folder / f"{name}.txt"
+        job.write_text(json.dumps(list(tasks)))
+        with log.open("w") as output:
+            code = fork_server("trainer").start("tasks", [str(job)], ranks, self.folder, output, {}).wait()
+        assert code == 0, f"{name} on {ranks} ranks ended with code {code}:\n{log.read_text()[-6000:]}"
+        self._done.add(name)
+
+    def report(self, name: str, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
+        return found
 
     def model(self, kind: str) -> Path:
-        return self.folder / f"{kind}-model"
+        path = self.folder / f"{kind}-model"
+        if not path.exists():
+            make_model(path, *_MODELS[kind])
+        return path
 
-    def layouts(self, kind: str, tuner: str) -> str:
-        return str(self.folder / f"{kind}-{tuner}")
+    def adapter(self, kind: str) -> str:
+        name = f"{kind}-adapter"
+        flags = self.flags(kind, "lora", "float32")
+        path = str(self.folder / name)
+        self.run(name, 1, [task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=path)])
+        return path
+
+    def flags(self, kind: str, tuner: str, dtype: str, extra: Sequence[str] = ()) -> list[str]:
+        settings = argparse.Namespace(
+            model=str(self.model(kind)), tuner=tuner, dtype=dtype, attention_backend="flash", extra=list(extra)
+        )
+        return base_flags(settings, str(self.folder))
+
+    def layout_flags(self, kind: str, tuner: str) -> list[str]:
+        flags = self.flags(kind, tuner, "float32")
+        return [*flags, "--adapters", self.adapter(kind)] if tuner == "lora" else flags
+
+    def layouts(self, kind: str, tuner: str, *names: str) -> str:
+        """Return the folder with the results of these layouts, and of one rank."""
+        folder = self.folder / f"{kind}-{tuner}"
+        folder.mkdir(exist_ok=True)
+        for name in ("one", *names):
+            self.run(f"{kind}-{tuner}-{name}", Variant.parse(name).ranks, [self.layout_task(kind, tuner, name)])
+        return str(folder)
+
+    def layout_task(self, kind: str, tuner: str, name: str) -> Task:
+        folder = str(self.folder / f"{kind}-{tuner}")
+        return task(_RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
+
+    def generic_head(self, kind: str, tuner: str) -> str:
+        """Return the folder of layouts with one more: the head's path for models whose logits are no plain product."""
+        folder = self.layouts(kind, tuner)
+        arguments = {"flags": self.layout_flags(kind, tuner), "batches": _BATCHES, "folder": folder}
+        self.run(f"{kind}-{tuner}-generic", 1, [task("tests.dist.generic_head:run_layout", **arguments)])
+        return folder
 
     def descent(self, kind: str) -> Path:
-        return self.folder / f"{kind}-descent"
+        folder = self.folder / f"{kind}-descent"
+        folder.mkdir(exist_ok=True)
+        flags = self.flags(kind, "full", "float32", DESCENT)
+        descent = task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder))
+        self.run(f"{kind}-descent", 1, [descent])
+        return folder
 
-    def told(self, what: str, rank: int) -> Path:
-        return self.folder / f"{what}.{rank}.json"
+    def losses(self, layout: str) -> dict[str, Any]:
+        """One step of every loss on a layout."""
+        still = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
+        flags, out = self.flags("dense", "full", "float32", still), str(self.folder / "losses")
+        main = task("tests.dist.every_loss:main", out=out, layout=layout, flags=flags)
+        self.run(f"losses-{layout}", Variant.parse(layout).ranks, [main])
+        found: dict[str, Any] = json.loads((self.folder / f"losses.{layout}.json").read_text())
+        return found
+
+    def engine(
+        self, name: str, run: str, ranks: int, extra: Sequence[str] = (), kind: str = "dense", **more: Any
+    ) -> None:
+        """Run a function of engine_runs.py in fp32; its reports have the name."""
+        flags = self.flags(kind, "full", "float32", extra)
+        call = task(f"tests.dist.engine_runs:{run}", out=str(self.folder / name), flags=flags, **more)
+        self.run(name, ranks, [call])
+
+    def call(self, name: str, function: str, ranks: int, flags: Sequence[str], **more: Any) -> None:
+        """Run a function of tests/dist; its reports have the name."""
+        out = str(self.folder / name)
+        self.run(name, ranks, [task(f"tests.dist.{function}", out=out, flags=list(flags), **more)])
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    folder = tmp_path_factory.mktemp("ranks")
-    ranks = Ranks(folder)
-    tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
-    for kind in ("dense", "moe"):
-        make_model(ranks.model(kind), kind)
-    for (kind, tuner), layouts in LAYOUTS.items():
-        flags = make_flags(ranks, kind, tuner, "float32")
-        if tuner == "lora":
-            adapter = str(folder / f"{kind}-adapter")
-            tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
-            flags = [*flags, "--adapters", adapter]
-        Path(ranks.layouts(kind, tuner)).mkdir()
-        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": ranks.layouts(kind, tuner)}
-        for number, found in layout_tasks(job, ["one", *layouts]).items():
-            tasks[number] += found
-    for kind in ("dense", "moe"):
-        ranks.descent(kind).mkdir()
-        descent = {
-            "flags": make_flags(ranks, kind, "full", "float32", DESCENT),
-            "batches": ["given"],
-            "folder": str(ranks.descent(kind)),
-        }
-        tasks[1] += layout_tasks(descent, ["one"])[1]
-    still = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
-    for name in ("one", *LOSS_LAYOUTS):
-        arguments = {"out": str(folder / "losses"), "layout": name}
-        arguments["flags"] = make_flags(ranks, "dense", "full", "float32", still)
-        tasks[Variant.parse(name).ranks].append(task("tests.dist.every_loss:main", **arguments))
-    for kind, layout in (("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
-                         ("moe", ["--expert_model_parallel_size", "2"])):  # fmt: skip
-        flags = make_flags(ranks, kind, "lora", "bfloat16", layout)
-        tasks[2].append(task("tests.dist.lora_export:main", out=str(folder / f"export-{kind}"), kind=kind, flags=flags))
-    for number, found in head_tasks(ranks).items():
-        tasks[number] += found
-    flags = make_flags(ranks, "dense", "full", "bfloat16", ["--tensor_model_parallel_size", "2"])
-    tasks[2].append(task("tests.dist.engine_faults:main", out=str(folder / "faults"), flags=flags))
-    tasks[1] += engine_tasks(ranks, "golden", [])
-    tasks[1] += engine_tasks(ranks, "quiet", [])
-    for kind in ("dense", "moe"):
-        make_model(ranks.model(f"{kind}-for-gpus"), kind, SIZE_FOR_GPUS)
-        tasks[1] += engine_tasks(ranks, "one_step", [], name=f"{kind}-step", kind=f"{kind}-for-gpus")
-    two = ["--pipeline_model_parallel_size", "2", "--virtual_pipeline_model_parallel_size", "2"]
-    others = [{"infer_max_tokens": 64}, {"infer_max_tokens": 400}, {"infer_micro_batch_size": 1},
-              {"infer_micro_batch_size": 8}]  # fmt: skip
-    tasks[1] += engine_tasks(ranks, "inference", [], others=others, name="inference-one")
-    tasks[2] += engine_tasks(ranks, "inference", two, others=others)
-    tasks[2] += engine_tasks(ranks, "odd_batches", ["--lr", "0"])
-    for name, (kind, layout) in REFERENCE_LAYOUTS.items():
-        tasks[2] += engine_tasks(ranks, "reference", ["--beta", "0.1", *layout.split()], name=name, kind=kind)
-    for what, (kind, tuner, extra) in OFFLOADED.items():
-        if tuner == "lora":
-            extra = [*extra, "--adapters", str(folder / f"{kind}-adapter")]
-        flags = make_flags(ranks, kind, tuner, "bfloat16", extra)
-        tasks[2].append(task("tests.dist.offloading:main", out=str(folder / f"offload-{what}"), flags=flags))
-    for number in sorted(tasks):
-        last = task("tests.dist.engine_runs:threads", out=str(folder / f"threads-{number}"))
-        launch(number, [*tasks[number], last], folder)
-    return ranks
-
-
-def engine_tasks(
-    ranks: Ranks, run: str, extra: list[str], name: str | None = None, kind: str = "dense", **arguments: object
-) -> list[Task]:
-    flags = make_flags(ranks, kind, "full", "float32", extra)
-    return [task(f"tests.dist.engine_runs:{run}", out=str(ranks.folder / (name or run)), flags=flags, **arguments)]
-
-
-def head_tasks(ranks: Ranks) -> dict[int, list[dict[str, object]]]:
-    """A weight that is also the embedding's, on several layouts; and the head's two paths on the same model."""
-    make_model(ranks.model("tied"), "dense", ["--tie"])
-    Path(ranks.layouts("tied", "full")).mkdir()
-    jobs = [{"flags": make_flags(ranks, "tied", "full", "float32"), "folder": ranks.layouts("tied", "full")},
-            {"flags": [*make_flags(ranks, "dense", "lora", "float32"), "--adapters", str(ranks.folder / "dense-adapter")],
-             "folder": ranks.layouts("dense", "lora")}]  # fmt: skip
-    batches = ["on-policy", "off-policy"]
-    tasks = layout_tasks({**jobs[0], "batches": batches}, ["one", *TIED_LAYOUTS])
-    tasks[1] += [task("tests.dist.generic_head:run_layout", batches=batches, **job) for job in jobs]
-    return tasks
-
-
-def make_flags(ranks: Ranks, kind: str, tuner: str, dtype: str, extra: list[str] | None = None) -> list[str]:
-    model = str(ranks.model(kind))
-    settings = argparse.Namespace(model=model, tuner=tuner, dtype=dtype, attention_backend="flash", extra=extra or [])
-    return base_flags(settings, str(ranks.folder))
+    return Ranks(tmp_path_factory.mktemp("ranks"))

@@ -61,8 +61,8 @@ def make_samples(engine: Any, vocab_size: int) -> list[Any]:
 def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     """The entropy threshold and the KL of completions, as the loop finds them. Selects tokens."""
     from swift_megatron_grpo.loop.kl_controller import divergences
-    from swift_megatron_grpo.parallel import Coordinator
     from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
+    from swift_megatron_grpo.parallel import Coordinator
     from swift_megatron_grpo.types import TokenValues
 
     coordinator = Coordinator(timedelta(minutes=1))

@@ -1,8 +1,8 @@
-"""For one rank: what check_layouts.run_layout does, through the head's path for models whose logits are no plain product."""
+"""Run a layout through the head's path for models whose logits are no plain product. For one rank."""
 
 from __future__ import annotations
 
-from scripts import check_layouts
+from swift_megatron_grpo.tools import check_layouts
 
 
 def run_layout(flags: list[str], batches: list[str], folder: str) -> None:

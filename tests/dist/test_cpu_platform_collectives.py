@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.paths import REPOSITORY
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.paths import REPOSITORY
 
 VOCABULARY, MICRO_BATCHES, LENGTHS = 264, 4, (16, 24, 8)

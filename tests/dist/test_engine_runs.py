@@ -89,7 +89,7 @@ def test_odd_batches(ranks: Ranks, rank: int) -> None:
     assert "0 completions cannot be split" in found["none"]
     assert "outputs must be ('logprob',) or ('logprob', 'entropy'), got ('entropy',)" in found["outputs"]
     assert "the loss function returned loss = a tensor of shape [" in found["shape"]
-    assert "the loss function returned kl = 0.5; the loss and each metric are tensors" in found["metric"]
+    assert "the loss function returned kl = 0.5; the loss and every metric must be tensors" in found["metric"]
     assert math.isfinite(found["after"]["loss"])
 
 

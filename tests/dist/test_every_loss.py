@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.dist.conftest import LOSS_LAYOUTS, Ranks
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("layout", LOSS_LAYOUTS)
 def test_a_layout_computes_what_one_rank_computes(ranks: Ranks, layout: str) -> None:
-    one, other = (json.loads((ranks.folder / f"losses.{name}.json").read_text()) for name in ("one", layout))
+    one, other = (ranks.losses(name) for name in ("one", layout))
     assert len(one) == 12 and set(one) == set(other)
     for name, numbers in one.items():
         assert other[name] == pytest.approx(numbers, rel=1e-4, abs=1e-6), name
@@ -23,7 +21,7 @@ def test_a_layout_computes_what_one_rank_computes(ranks: Ranks, layout: str) -> 
 
 
 def test_there_was_something_to_compare(ranks: Ranks) -> None:
-    one = json.loads((ranks.folder / "losses.one.json").read_text())
+    one = ranks.losses("one")
     assert len({round(numbers["loss"], 7) for numbers in one.values() if "loss" in numbers}) >= 10
     assert all(numbers["grad_norm"] > 1e-3 for numbers in one.values() if "loss" in numbers)
     assert one["grpo"]["clip_ratio/region_mean"] > 0.01 and one["grpo"]["rollout_correction/clipped_frac"] > 0.01

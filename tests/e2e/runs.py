@@ -8,15 +8,16 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import safe_open
 
+from tests.forking.client import ForkedProcess, fork_server
 from tests.paths import REPOSITORY
 
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
@@ -72,55 +73,100 @@ class Finished:
         return max(self.folder.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
+def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = ()) -> list[str]:
+    """Flags of a small run; later flags win over the ones here."""
+    model_type = json.loads((model / "config.json").read_text())["model_type"]
+    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
+            "--dataset", str(dataset), "--output_dir", str(folder),
+            "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS),
+            "--reward_funcs", "letters",
+            "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
+            "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
+            "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
+            "--train_iters", "2", "--lr", "1e-3", "--beta", "0", "--save_steps", "2", "--logging_steps", "1",
+            "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
+            "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
+            "--recompute_granularity", "none", "--temperature", "1.0",
+            "--report_to", "none", *SMALL_CACHE, *flags]  # fmt: skip
+
+
 def megatron_rlhf(
     model: Path,
     dataset: Path,
     folder: Path,
     ranks: int,
     flags: Sequence[str] = (),
-    environment: dict[str, str] | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: int = 600,
+    on_line: Callable[[str], object] | None = None,
+) -> Finished:
+    """Run `megatron rlhf --rlhf_type grpo` on forked ranks; on a GPU, the real command.
+
+    A forked rank has imported everything already and runs what torchrun would start. The entry point, torchrun and the
+    end of a process are not in it: for these, use `megatron_command`.
+    """
+    if not ON_CPU:
+        return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
+    arguments, variables = grpo_flags(model, dataset, folder, flags), dict(environment or {})
+
+    def start(output: IO[str]) -> ForkedProcess:
+        return fork_server("trainer").start("megatron rlhf", arguments, ranks, folder.parent, output, variables)
+
+    return _follow(start, folder, timeout, on_line)
+
+
+def megatron_command(
+    model: Path,
+    dataset: Path,
+    folder: Path,
+    ranks: int,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     command: Sequence[str] = ("megatron", "rlhf"),
     timeout: int = 600,
-    meanwhile: Callable[[str], object] | None = None,
+    on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """`megatron rlhf --rlhf_type grpo`, small; later flags win over the ones here. `meanwhile` gets every line."""
-    model_type = json.loads((model / "config.json").read_text())["model_type"]
+    """Run the real command line: entry point, argument parsing, torchrun, and the end of every process."""
     script = Path(sys.executable).with_name(command[0])
     # installed without its scripts where packages lie in a folder of their own
     program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
-    program += command[1:]
-    arguments = ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
-                 "--dataset", str(dataset), "--output_dir", str(folder),
-                 "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS),
-                 "--reward_funcs", "letters",
-                 "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
-                 "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
-                 "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
-                 "--train_iters", "2", "--lr", "1e-3", "--beta", "0", "--save_steps", "2", "--logging_steps", "1",
-                 "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
-                 "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
-                 "--recompute_granularity", "none", "--temperature", "1.0",
-                 "--report_to", "none", *SMALL_CACHE, *flags]  # fmt: skip
+    program += [*command[1:], *grpo_flags(model, dataset, folder, flags)]
     variables = {
         **environment_of_processes(),
         "NPROC_PER_NODE": str(ranks),
         "MASTER_PORT": str(random.randint(20000, 32000)),
         **(environment or {}),
     }
-    process = subprocess.Popen([*program, *arguments], env=variables, text=True, cwd=folder.parent,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+    def start(output: IO[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(program, env=variables, text=True, cwd=folder.parent, stdout=output,
+                                stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+    return _follow(start, folder, timeout, on_line)
+
+
+def _follow(
+    start: Callable[[IO[str]], ForkedProcess | subprocess.Popen[str]],
+    folder: Path,
+    timeout: float,
+    on_line: Callable[[str], object] | None,
+) -> Finished:
+    """Pass every line of a process on as it comes; kill its group when it is out of time."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as output:
+        process = start(output)
     out_of_time = Timer(timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
     out_of_time.start()
     lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if meanwhile is not None:
-            meanwhile(line)
+    with open(reading, errors="replace") as printed:
+        for line in printed:
+            lines.append(line)
+            if on_line is not None:
+                on_line(line)
     out_of_time.cancel()
-    output = "".join(lines)
-    folder.with_suffix(".txt").write_text(output)
-    return Finished(process.wait(), output, folder)
+    text = "".join(lines)
+    folder.with_suffix(".txt").write_text(text)
+    return Finished(process.wait(), text, folder)
 
 
 def hf_difference(checkpoint: Path, base: Path | None = None) -> dict[str, float]:

@@ -1,11 +1,10 @@
-"""`swift rollout` processes of the tests: the real command, in a process group that can be killed."""
+"""`swift rollout` processes of the tests, forked or by the real command, each in a process group that can be killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,17 @@ from typing import Any
 import psutil
 
 from swift_megatron_grpo.protocol.messages import RUN_HEADER
-from tests.e2e.runs import SMALL_CACHE, environment_of_processes
+from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes
+from tests.forking.client import ForkedProcess, fork_server, free_port
 
 HOST = "127.0.0.1"
 KEY = "a key for tests"
 
 
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+def _command() -> list[str]:
+    script = Path(sys.executable).with_name("swift")
+    # installed without its scripts where packages lie in a folder of their own
+    return [str(script), "rollout"] if script.exists() else [sys.executable, "-m", "swift_megatron_grpo.server"]
 
 
 @dataclass
@@ -38,25 +38,29 @@ class RolloutServer:
     flags: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    process: subprocess.Popen[str] | None = None
+    command: bool = False  # start the real `swift rollout` instead of a fork
+    process: subprocess.Popen[str] | ForkedProcess | None = None
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> RolloutServer:
-        """Returns at once; `wait` for it."""
-        script = Path(sys.executable).with_name("swift")
-        # installed without its scripts where packages lie in a folder of their own
-        program = [str(script), "rollout"] if script.exists() else [sys.executable, "-m", "swift_megatron_grpo.server"]
-        command = [*program, "--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
-                   "--port", str(self.port), "--api_key", KEY, "--torch_dtype", "float32",
-                   "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
-                   "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip
-        environment = {**environment_of_processes(), **self.environment}
+        """Start the server and return at once; `wait` returns when it answers."""
+        arguments = ["--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
+                     "--port", str(self.port), "--api_key", KEY, "--torch_dtype", "float32",
+                     "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
+                     "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(command, env=environment, text=True, cwd=self.log.parent, stdout=log,
-                                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            if ON_CPU and not self.command:
+                self.process = fork_server("rollout").start(
+                    "swift rollout", arguments, 0, self.log.parent, log, self.environment
+                )
+            else:
+                environment = {**environment_of_processes(), **self.environment}
+                self.process = subprocess.Popen([*_command(), *arguments], env=environment, text=True,
+                                                cwd=self.log.parent, stdout=log, stderr=subprocess.STDOUT,
+                                                start_new_session=True)  # fmt: skip
         return self
 
     def wait(self, seconds: float = 300) -> RolloutServer:

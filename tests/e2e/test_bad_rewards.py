@@ -17,20 +17,11 @@ PLUGIN = Path(__file__).with_name("bad_rewards.py")
 REPLAY = Path(__file__).with_name("canned_completions.py")
 
 
-@pytest.mark.parametrize(
-    ("function", "complaint"),
-    [
-        ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
-        ("says_nan", "reward function SaysNaN returned nan for prompt"),
-    ],
-)
-def test_the_default_stops_the_run_and_names_the_function(
-    folder: Path, dense: Path, dataset: Path, function: str, complaint: str
-) -> None:
-    flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", function]
-    run = megatron_rlhf(dense, dataset, folder / function, ranks=2, flags=flags)
+def test_the_default_stops_the_run_and_names_the_function(folder: Path, dense: Path, dataset: Path) -> None:
+    flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(REPLAY), "--reward_funcs", "raises"]
+    run = megatron_rlhf(dense, dataset, folder / "raises", ranks=2, flags=flags)
     assert run.code != 0
-    assert complaint in run.output, run.output[-3000:]
+    assert "reward function Raises raised KeyError: 'solution' (prompt" in run.output, run.output[-3000:]
     assert not list(run.folder.glob("checkpoint-*"))
 
 

@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, make_dataset
-from tests.e2e.servers import HOST, free_port
+from tests.e2e.hf_check import check_by_hand
+from tests.e2e.runs import Finished, make_dataset
+from tests.e2e.servers import HOST
+from tests.forking.client import free_port
 from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.e2e
@@ -77,33 +78,3 @@ def test_the_template_with_a_server(tmp_path: Path, dense: Path) -> None:
     assert run.code == 0, run.output[-4000:]
     for step in run.log:
         assert step["rollout/k3_kl"] < 1e-9 and step["num_turns"] == 3 and step["rewards/gym_reward/mean"] > 0
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_changes_answers_and_never_ends(tmp_path: Path, dense: Path) -> None:
-    """What it cut off is gone, what it put in is not trained, and the conversation ends where there is no room left."""
-    dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
-    flags = ["--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100", "--multi_turn_scheduler", "hints",
-             "--max_turns", "50", "--external_plugins", str(REWARDS), str(HERE / "hints.py"), "--reward_funcs",
-             "letters", "--use_gym_env", "false", "--gym_env", "math_env"]  # fmt: skip
-    run = run_template(dense, dataset, tmp_path / "run", flags)
-    assert run.code == 0, run.output[-4000:]
-    first, second = run.log
-    assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
-    assert first["num_turns"] > 3 and "num_turns/lost" not in first
-    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # of the last answer there was room for
-    dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
-    rows = [json.loads(line) for line in dumped.read_text().splitlines()]
-    for row in rows:
-        # Of the first turn four tokens are trained: five were kept, and the first was taken out of the loss.
-        hint = b" wait, "
-        assert row["sampled"][: 4 + len(hint)] == [True] * 4 + [False] * len(hint)
-        assert row["finish_reason"] == "length" and len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
-    check_by_hand(first, dense, dumped)
-
-
-def check_by_hand(step: dict[str, Any], model: Path, dumped: Path) -> None:
-    command = [sys.executable, str(HERE / "hf_conversations.py"), str(model), str(dumped), "4"]
-    by_hand = json.loads(subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    assert by_hand["logprob_difference"] < 1e-4 and by_hand["grad_norm"] > 0.01
-    assert step["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, megatron_rlhf
+from tests.e2e.runs import REWARDS, megatron_command
 
 HERE = Path(__file__).parent
 
@@ -26,8 +26,8 @@ def test_same_numbers_as_the_stock_trainer(
 
     def run(plugin: str, name: str, mode: str, *more: str) -> Path:
         plugins = ["--external_plugins", str(REWARDS), str(HERE / plugin)]
-        finished = megatron_rlhf(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
-                                 {"SWIFT_MEGATRON_GRPO": mode, "RECORD": str(record)})  # fmt: skip
+        finished = megatron_command(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
+                                    {"SWIFT_MEGATRON_GRPO": mode, "RECORD": str(record)})  # fmt: skip
         assert finished.code == 0, finished.output[-4000:]
         assert ("trains this run" in finished.output) == (mode == "on")
         return finished.folder

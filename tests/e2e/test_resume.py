@@ -8,7 +8,7 @@ import pytest
 
 from tests.e2e.runs import megatron_rlhf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 TENSOR_PARALLEL = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
 
 

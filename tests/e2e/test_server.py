@@ -229,7 +229,7 @@ def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path
     fault = str(Path(__file__).with_name("misnamed_adapter.py"))
     run = train(dense, dataset, folder / "misnamed", [*ADAPTER, "--external_plugins", str(REWARDS), fault])
     assert run.code != 0
-    assert "modules of the adapter are none of vLLM's, which would leave them out: " in run.output
+    assert "modules of the adapter, because it has no modules of these names: " in run.output
     assert "feed_forward" in run.output and "Use --vllm_enable_lora false" in run.output
 
 

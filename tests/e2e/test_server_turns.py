@@ -24,6 +24,7 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Completion, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from tests.e2e.hf_check import check_by_hand
 from tests.e2e.riddles import WAIT
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
@@ -209,7 +210,12 @@ def test_a_scheduler_that_changes_answers_and_never_ends(folder: Path, dense: Pa
     finally:
         server.stop()
     check_same(remote, local)
+    first = local[0].log[0]
+    assert first["num_turns"] > 3 and "num_turns/lost" not in first
+    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # of the last answer there was room for
+    check_by_hand(first, dense, folder / "local hints.rollouts" / "rollout-000000.jsonl")
     for row in remote[1]:
+        assert len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
         hint = b" wait, "
         assert row["sampled"][: 4 + len(hint)] == [True] * 4 + [False] * len(hint)
         assert row["finish_reason"] == "length" and row["infos"]["num_turns"] > 3

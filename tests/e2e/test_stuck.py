@@ -1,4 +1,4 @@
-"""A run that gets stuck ends, on all ranks, soon and with a reason."""
+"""A run that gets stuck ends, on all ranks, soon and with a reason. The real command: torchrun ends ranks too."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, megatron_command
 
 pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ def run(
         str(HERE / "canned_completions.py"),
         str(HERE / "stuck.py"),
     ]
-    return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
+    return megatron_command(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
 
 
 def sections(run: Finished) -> dict[str, str]:

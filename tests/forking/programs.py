@@ -1,0 +1,111 @@
+"""What a fork server imports ahead, and what a forked process runs. Each program is one of the commands of a user."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import logging
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# A rank of torchrun has the logger of ms-swift at ERROR unless its local rank is 0; it reads LOCAL_RANK at import.
+_RANK_LOGGERS = ("swift", "modelscope")
+
+
+def preload_trainer() -> None:
+    """Import what a rank of `megatron rlhf --rlhf_type grpo` imports, CPU platform and plugin included."""
+    from swift_megatron_grpo.platforms.cpu import activate, cuda
+
+    activate()
+    from swift_megatron_grpo.plugin.register import register
+
+    register()
+    import_all(
+        "swift.megatron.pipelines.train.rlhf",
+        "swift_megatron_grpo.trainer",
+        "swift_megatron_grpo.arguments.grpo_arguments",
+        "swift_megatron_grpo.tools.check_layouts",
+        "swift.infer_engine",
+        "vllm.v1.engine.llm_engine",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.models.qwen3_moe",
+        "datasets",
+        "pandas",
+    )
+    from swift.infer_engine import GRPOVllmEngine
+    from swift.megatron import megatron_rlhf_main
+
+    cuda.install()  # vLLM's CPU worker puts its own stream into torch.cuda; in a run Megatron has taken its by then
+    del GRPOVllmEngine, megatron_rlhf_main  # ms-swift resolves names lazily
+
+
+def preload_rollout() -> None:
+    """Import what the processes of `swift rollout` import."""
+    from swift_megatron_grpo.platforms.cpu import prepare_server_environment
+
+    prepare_server_environment()
+    multiprocessing.set_start_method("fork")  # ms-swift spawns otherwise, and imports everything once more
+    import_all(
+        "swift_megatron_grpo.server.deploy",
+        "swift_megatron_grpo.server.weight_receiver",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.model_executor.models.qwen3",
+        "vllm.model_executor.models.qwen3_moe",
+    )
+
+
+def import_all(*names: str) -> None:
+    for name in names:
+        importlib.import_module(name)
+
+
+PRELOAD: dict[str, Callable[[], None]] = {"trainer": preload_trainer, "rollout": preload_rollout}
+
+
+def run_megatron_rlhf(arguments: list[str]) -> None:
+    """Run a rank as torchrun does: `python .../swift/cli/_megatron/rlhf.py ARGUMENTS`."""
+    if os.environ["LOCAL_RANK"] != "0":
+        for name in _RANK_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+    from swift.megatron import megatron_rlhf_main
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    sys.argv = [_script("_megatron/rlhf.py"), *arguments]
+    megatron_rlhf_main()
+
+
+def run_swift_rollout(arguments: list[str]) -> None:
+    from swift_megatron_grpo.server.__main__ import main
+
+    sys.argv = [_script("rollout.py"), *arguments]
+    main()
+
+
+def run_tasks(arguments: list[str]) -> None:
+    """Run the tasks of a job file of tools/check_layouts.py on this rank."""
+    from swift_megatron_grpo.tools.check_layouts import run_tasks as run
+
+    run(json.loads(Path(arguments[0]).read_text()))
+
+
+def _script(name: str) -> str:
+    """Return the path of a command's script in ms-swift, as it stands in sys.argv[0]."""
+    package = importlib.util.find_spec("swift")
+    assert package is not None and package.submodule_search_locations is not None
+    return str(Path(package.submodule_search_locations[0], "cli", name))
+
+
+PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
+    "megatron rlhf": run_megatron_rlhf,
+    "swift rollout": run_swift_rollout,
+    "tasks": run_tasks,
+}

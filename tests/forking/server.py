@@ -1,0 +1,137 @@
+"""A process that has imported everything and forks the ranks of a run: `python -m tests.forking.server KIND FD`.
+
+Requests come as JSON over a socket of the process that started it, each with two file descriptors: where the run
+prints, and a pipe for its exit code. The server itself has one thread, because a fork copies no other. For each request
+it forks a leader in a process group of its own, which takes torchrun's part: it forks the ranks, ends all of them when
+one fails, and reports the exit code. The server ends, with every run, when its socket closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from tests.forking.programs import PRELOAD, PROGRAMS
+
+_LARGEST_REQUEST = 2**20
+_GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
+
+
+def main(kind: str, fd: int) -> None:
+    connection = socket.socket(fileno=fd)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines of ranks share one pipe
+    PRELOAD[kind]()
+    if threading.active_count() > 1:
+        raise SystemExit(f"imports of {kind} started threads, which a fork would lose: {threading.enumerate()}")
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy the pages of every imported object
+    connection.send(json.dumps({"ready": os.getpid()}).encode())
+    leaders: list[int] = []
+    while True:
+        data, fds, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 2)
+        leaders = [pid for pid in leaders if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        if not data:
+            break
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            _lead(json.loads(data), *fds)
+        for each in fds:
+            os.close(each)
+        leaders.append(pid)
+        connection.send(json.dumps({"pid": pid}).encode())
+    for pid in leaders:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
+    os.setsid()
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    os.chdir(request["folder"])
+    os.environ.update(request["environment"])
+    ranks = request["ranks"]
+    if ranks == 0:  # a command without torchrun: this process is the command
+        code = _run(request)
+    else:
+        pids = [_fork_rank(request, rank, status) for rank in range(ranks)]
+        signal.signal(signal.SIGTERM, lambda *_: _end(pids))
+        code = _wait(pids)
+    os.write(status, str(code).encode())
+    os._exit(code)
+
+
+def _fork_rank(request: dict[str, Any], rank: int, status: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.close(status)
+    ranks = request["ranks"]
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), GROUP_RANK="0",
+        NODE_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(request["port"]),
+    )  # fmt: skip
+    os._exit(_run(request))
+
+
+def _run(request: dict[str, Any]) -> int:
+    code: int = 0
+    try:
+        PROGRAMS[request["program"]](request["arguments"])
+    except SystemExit as end:
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    return code
+
+
+def _wait(pids: list[int]) -> int:
+    """Wait for all ranks; end the others when one fails, as torchrun does."""
+    remaining, failed = set(pids), 0
+    while remaining:
+        pid, waited = os.wait()
+        remaining.discard(pid)
+        code = os.waitstatus_to_exitcode(waited)
+        if code and not failed:
+            failed = 1
+            print(f"rank {pids.index(pid)} ended with exit code {code}; ending the others", file=sys.stderr)
+            _end(remaining)
+    return failed
+
+
+def _end(pids: Iterable[int]) -> None:
+    """Send SIGTERM now and SIGKILL after the grace period."""
+    _signal(pids, signal.SIGTERM)
+    signal.signal(signal.SIGALRM, lambda *_: _signal(pids, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, _GRACE)
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in list(pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
