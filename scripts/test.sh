@@ -1,15 +1,33 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in, on two CPU cores and without an accelerator. The cheap stages come
-# first and the first that fails ends it.
-#   scripts/test.sh [pytest arguments]     for example -k packing; they go to every pytest stage
+# Run everything that must hold before a change goes in, on two CPU cores and without an accelerator. Cheap stages come
+# first; the first stage that fails ends the run.
+#   scripts/test.sh                             all stages
+#   scripts/test.sh --quick                     checks, unit, contract, one layout, one run of the real command
+#   scripts/test.sh STAGE... [pytest arguments] stages: checks unit contract dist e2e
+#   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+all=(checks unit contract dist e2e)
+stages=() quick=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --quick) quick=1 ;;
+        checks | unit | contract | dist | e2e) stages+=("$1") ;;
+        *) break ;;
+    esac
+    shift
+done
+[ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+code=(swift_megatron_grpo scripts benchmarks templates tests)
 
 scripts/setup_venv.sh --test
 PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE=1
+# Xdist's workers are not shown by name, and pytest's own header says nothing new.
+pytest=(python -m pytest -q --durations=10)
 
-stage() { # stage NAME COMMAND...
+step() { # step NAME COMMAND...
     echo "== $1"
     local began=$SECONDS status=0
     "${@:2}" || status=$?
@@ -19,23 +37,36 @@ stage() { # stage NAME COMMAND...
     fi
     echo "== $1 passed in $((SECONDS - began)) s"
 }
-tests() { # tests FOLDER ARGUMENT...
-    # The ranks of tests/dist are started by the first test that asks for them, and take both cores.
-    local status=0 workers=(-n 2 --dist loadfile)
-    [ "$1" != dist ] || workers=()
-    python -m pytest "tests/$1" --durations=10 --alone no "${workers[@]}" "${@:2}" || status=$?
+
+checks() {
+    step "ruff check" ruff check "${code[@]}"
+    step "ruff format" ruff format --check "${code[@]}"
+    step "mypy" mypy
+    step "import contracts" lint-imports
+}
+
+tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone` because it measures time
+    local status=0
+    "${pytest[@]}" "tests/$1" --alone no -n 2 --dist loadfile "${@:2}" || status=$?
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
     if [ "$status" = 5 ] && [ $# -gt 1 ]; then status=0; fi
     [ "$status" = 0 ] || return "$status"
-    python -m pytest "tests/$1" --durations=10 --alone yes "${@:2}" || status=$?
+    "${pytest[@]}" "tests/$1" --alone yes "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status" # not every folder has tests that measure time
 }
-code=(swift_megatron_grpo scripts benchmarks templates tests)
 
-stage "ruff check" ruff check "${code[@]}"
-stage "ruff format" ruff format --check "${code[@]}"
-stage "mypy" mypy
-stage "import walls" lint-imports
-for tests in unit contract dist e2e; do
-    stage "pytest tests/$tests" tests "$tests" "$@"
+if [ -n "$quick" ]; then
+    checks
+    step "pytest tests/unit" "${pytest[@]}" tests/unit --alone no -n 2 --dist loadfile "$@"
+    step "pytest tests/contract" "${pytest[@]}" tests/contract --alone no -n 2 --dist loadfile "$@"
+    step "one layout" "${pytest[@]}" tests/dist/test_layouts.py -k "dense-full-tp2+sp]"
+    step "one run of the command" "${pytest[@]}" tests/e2e/test_cli.py -k test_full_tuning
+    exit
+fi
+for stage in "${stages[@]}"; do
+    if [ "$stage" = checks ]; then
+        checks
+    else
+        step "pytest tests/$stage" tests "$stage" "$@"
+    fi
 done

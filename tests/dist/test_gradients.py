@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.dist.conftest import LEARNING_RATE, Ranks
+from tests.forking.client import run_script
 from tests.paths import REPOSITORY
 
 
@@ -20,8 +19,7 @@ def test_gradients_match_plain_transformers_in_fp64(ranks: Ranks, tmp_path: Path
     model = ranks.model(kind)
     run = json.loads((ranks.descent(kind) / "one.json").read_text())
     moved = torch.load(run["weights"])
-    script = [sys.executable, "-m", "tests.dist.hf_gradients", str(model), str(tmp_path / "hf.pt")]
-    subprocess.run(script, check=True, cwd=REPOSITORY)
+    run_script(REPOSITORY / "tests" / "dist" / "hf_gradients.py", model, tmp_path / "hf.pt")
     reference = torch.load(tmp_path / "hf.pt")
     start = {name: tensor.double() for name, tensor in torch_weights(model).items()}
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 
-from tests.forking.client import ForkedProcess, fork_server
+from tests.forking.client import ForkedProcess, fork_server, run_script
 from tests.paths import REPOSITORY
 
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
@@ -38,8 +38,7 @@ def environment_of_processes() -> dict[str, str]:
 
 
 def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:
-    script = REPOSITORY / "scripts" / "make_tiny_model.py"
-    subprocess.run([sys.executable, str(script), "--out", str(folder), "--kind", kind, *extra], check=True)
+    run_script(REPOSITORY / "scripts" / "make_tiny_model.py", "--out", folder, "--kind", kind, *extra)
     return folder
 
 
@@ -170,8 +169,6 @@ def _follow(
 
 
 def hf_difference(checkpoint: Path, base: Path | None = None) -> dict[str, float]:
-    script = Path(__file__).with_name("hf_logprobs.py")
-    command = [sys.executable, str(script), str(checkpoint), *([str(base)] if base else [])]
-    done = subprocess.run(command, text=True, check=True, stdout=subprocess.PIPE)
-    difference: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_script(Path(__file__).with_name("hf_logprobs.py"), checkpoint, *([base] if base else []))
+    difference: dict[str, float] = json.loads(printed.splitlines()[-1])
     return difference

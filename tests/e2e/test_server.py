@@ -30,7 +30,7 @@ from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlh
 from tests.e2e.servers import HOST, KEY, RolloutServer
 from tests.forking.client import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")

@@ -29,7 +29,7 @@ from tests.e2e.riddles import WAIT
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 FLAGS = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--train_iters", "2",
          "--save_steps", "100", "--max_tokens_per_micro_batch", "512", "--clip_grad", "100"]  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, megatron_command
+from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.alone]
+pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 
 
@@ -19,7 +20,11 @@ def inputs(folder: Path, dense: Path, dataset: Path) -> tuple[Path, Path, Path]:
 
 
 def run(
-    inputs: tuple[Path, Path, Path], name: str, flags: list[str], environment: dict[str, str] | None = None
+    inputs: tuple[Path, Path, Path],
+    name: str,
+    flags: list[str],
+    environment: dict[str, str] | None = None,
+    start: Callable[..., Finished] = megatron_command,
 ) -> Finished:
     folder, model, dataset = inputs
     plugins = [
@@ -30,7 +35,7 @@ def run(
         str(HERE / "canned_completions.py"),
         str(HERE / "stuck.py"),
     ]
-    return megatron_command(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
+    return start(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
 
 
 def sections(run: Finished) -> dict[str, str]:
@@ -43,9 +48,10 @@ def sections(run: Finished) -> dict[str, str]:
     return {section[0]: section for section in found}
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("function", "name"), [("sleeps", "Sleeps"), ("awaits", "Awaits")])
 def test_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
-    done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
+    done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"], start=megatron_rlhf)
     assert done.code != 0  # the function would have slept for an hour
     said = (
         rf"RewardError: reward function {name} has not returned after [23]\.\d s \(--reward_timeout\), on 4 completions"

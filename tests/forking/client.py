@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,18 @@ class ForkServer:
 def fork_server(kind: str) -> ForkServer:
     """The preloaded process of this test process; the first use takes its imports' 20 s."""
     return ForkServer(kind)
+
+
+def run_script(script: Path, *arguments: object) -> str:
+    """Run a script of plain transformers in a fork and return what it prints."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = fork_server("plain").start("script", [str(script), *map(str, arguments)], 0, REPOSITORY, output, {})
+        code = process.wait()
+        output.seek(0)
+        printed = output.read()
+    if code != 0:
+        raise RuntimeError(f"{script.name} ended with exit code {code}:\n{printed[-4000:]}")
+    return printed
 
 
 def free_port() -> int:

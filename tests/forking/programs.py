@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,12 +64,29 @@ def preload_rollout() -> None:
     )
 
 
+def preload_plain() -> None:
+    """Import what scripts on plain transformers import: no platform, no Megatron, no ms-swift."""
+    import_all(
+        "torch",
+        "safetensors.torch",
+        "peft",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.qwen3.modeling_qwen3",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    )
+
+
 def import_all(*names: str) -> None:
     for name in names:
         importlib.import_module(name)
 
 
-PRELOAD: dict[str, Callable[[], None]] = {"trainer": preload_trainer, "rollout": preload_rollout}
+PRELOAD: dict[str, Callable[[], None]] = {
+    "trainer": preload_trainer,
+    "rollout": preload_rollout,
+    "plain": preload_plain,
+}
 
 
 def run_megatron_rlhf(arguments: list[str]) -> None:
@@ -97,6 +115,13 @@ def run_tasks(arguments: list[str]) -> None:
     run(json.loads(Path(arguments[0]).read_text()))
 
 
+def run_script(arguments: list[str]) -> None:
+    """Run `python FILE ARGUMENTS`."""
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def _script(name: str) -> str:
     """Return the path of a command's script in ms-swift, as it stands in sys.argv[0]."""
     package = importlib.util.find_spec("swift")
@@ -108,4 +133,5 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "megatron rlhf": run_megatron_rlhf,
     "swift rollout": run_swift_rollout,
     "tasks": run_tasks,
+    "script": run_script,
 }

@@ -22,8 +22,6 @@ from benchmarks.harness.workload import SHAPES, Lengths, Shape, Workload, row_of
 from scripts.make_tiny_model import make_tokenizer
 from tests.paths import REPOSITORY
 
-pytestmark = pytest.mark.alone
-
 # ---- workload
 
 
@@ -80,6 +78,7 @@ def test_shapes_have_as_many_parameters_as_their_names_say() -> None:
 # ---- clock
 
 
+@pytest.mark.alone
 def test_every_moment_of_a_step_belongs_to_one_phase() -> None:
     clock = Clock()
     clock.switch("before any step: not counted")

@@ -16,8 +16,6 @@ from swift_megatron_grpo.deadlines.collectives import format_entries
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded, interrupted_after
 from tests.paths import REPOSITORY
 
-pytestmark = pytest.mark.alone
-
 RANK = Path(__file__).with_name("stuck_rank.py")
 
 
@@ -50,6 +48,7 @@ def test_a_left_over_thread_does_not_keep_a_failed_run_alive(tmp_path: Path) -> 
     assert "ValueError: a step failed" in error and "the exit of the process after the error above" in error
 
 
+@pytest.mark.alone
 def test_phases_within_their_limit_are_not_reported(tmp_path: Path) -> None:
     """Twenty phases together take longer than the limit of one."""
     rank = start("fine", tmp_path / "stuck.txt")

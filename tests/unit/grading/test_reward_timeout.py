@@ -15,8 +15,6 @@ from swift_megatron_grpo.deadlines.interrupt import interrupted_after
 from swift_megatron_grpo.grading import RewardError, call_reward_functions
 from tests.unit.grading.test_rewards import functions, length, make_rollouts
 
-pytestmark = pytest.mark.alone
-
 SECONDS = 0.5
 
 
@@ -74,6 +72,7 @@ def times_itself(completions: list[str], **kwargs: Any) -> list[float]:
     return []
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("called", "name"),
     [
@@ -93,6 +92,7 @@ def test_the_function_that_times_out_is_named(called: list[Callable[..., Any]], 
     assert time.monotonic() - began < 5
 
 
+@pytest.mark.alone
 def test_functions_that_return_in_time_are_not_interrupted() -> None:
     rollouts = make_rollouts(["a", "bb"])
     assert call_reward_functions(rollouts, functions(length, times_itself, in_time), None, limit) == [

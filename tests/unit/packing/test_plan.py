@@ -21,8 +21,6 @@ from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, padded_lengths, plan_by_tokens, refill, regroup
 from tests.paths import REPOSITORY
 
-pytestmark = pytest.mark.alone
-
 PLAIN = Alignment(sequence=1, total=1)
 # Forward FLOPs; the smaller the model, the more attention weighs.
 SMALL = FlopsModel(per_token=0.88e9, per_token_squared=1.15e5, per_completion_token=0.31e9)  # Qwen3-0.6B
@@ -322,6 +320,7 @@ def test_the_same_plan_in_every_process_without_torch() -> None:
     assert outputs.pop().split()[1:] == ["False", "False"]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("budget", [4096, K16])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_4096_samples_are_planned_quickly(ranks: int, budget: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights from one process to another: real processes over gloo, and what happens when one of them dies."""
+"""Weights sent from one process to others, over gloo, also when a receiver dies or closes its channel."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
 from swift_megatron_grpo.protocol.channel import Channel, Rendezvous, listen
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 WEIGHTS = [
     ("a", torch.arange(7, dtype=torch.bfloat16)),
@@ -32,18 +30,18 @@ WEIGHTS = [
 
 
 @given(st.integers(1, 10_000))
-def test_buckets_hold_everything_bit_by_bit(nbytes: int) -> None:
-    parts = list(buckets(iter(WEIGHTS), nbytes))
-    there = [pair for bucket in parts for pair in unpack(bucket.header, bucket.data)]
-    assert [name for name, _ in there] == [name for name, _ in WEIGHTS]
-    for (_, sent), (_, received) in zip(WEIGHTS, there, strict=True):
+def test_tensors_are_bit_identical_after_packing_into_buckets(nbytes: int) -> None:
+    packed = list(buckets(iter(WEIGHTS), nbytes))
+    unpacked = [pair for bucket in packed for pair in unpack(bucket.header, bucket.data)]
+    assert [name for name, _ in unpacked] == [name for name, _ in WEIGHTS]
+    for (_, sent), (_, received) in zip(WEIGHTS, unpacked, strict=True):
         assert received.dtype == sent.dtype and torch.equal(received, sent)
-    for bucket in parts:
+    for bucket in packed:
         assert len(bucket.entries) == 1 or sum(entry.nbytes for entry in bucket.entries) <= nbytes
 
 
-def receive(rendezvous: dict[str, Any], rank: int, dies: str, told: Connection) -> None:
-    """A worker of a server."""
+def receive(rendezvous: dict[str, Any], rank: int, failure: str, results: Connection) -> None:
+    """Receive all weights as a worker of a server does, and send their sums to the test."""
     channel = Channel(Rendezvous(**rendezvous), rank, CPU)
     received: list[tuple[str, float]] = []
     while True:
@@ -51,28 +49,28 @@ def receive(rendezvous: dict[str, Any], rank: int, dies: str, told: Connection) 
         if header.get("end"):
             break
         received += [(name, tensor.double().sum().item()) for name, tensor in unpack(header, data)]
-        if dies == "killed":
+        if failure == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        if dies == "refuses":
+        if failure == "closed":
             channel.close()
             time.sleep(60)
-    told.send(received)
+    results.send(received)
 
 
-def start(workers: int, dies: str = "") -> tuple[WeightConnection, list[Any], list[Connection]]:
+def start(workers: int, failure: str = "") -> tuple[WeightConnection, list[Any], list[Connection]]:
     store = listen("127.0.0.1", 0)
     STORES.append(store)
     rendezvous = {"host": "127.0.0.1", "port": store.port, "size": workers + 1, "session": "s", "timeout": 60.0}
     context = multiprocessing.get_context("spawn")
-    processes, told = [], []
+    processes, results = [], []
     for rank in range(1, workers + 1):
-        ours, its = context.Pipe()
-        process = context.Process(target=receive, args=(rendezvous, rank, dies, its), daemon=True)
+        parent_end, child_end = context.Pipe()
+        process = context.Process(target=receive, args=(rendezvous, rank, failure, child_end), daemon=True)
         process.start()
         PROCESSES.append(process)
         processes.append(process)
-        told.append(ours)
-    return WeightSender(CPU, 100).join(rendezvous), processes, told
+        results.append(parent_end)
+    return WeightSender(CPU, 100).join(rendezvous), processes, results
 
 
 STORES: list[Any] = []
@@ -88,10 +86,10 @@ def _clean() -> Iterator[None]:
     STORES.clear()
 
 
-def test_every_worker_of_every_server_receives_all_and_a_dead_server_holds_up_nobody() -> None:
-    well, _, told = start(workers=2)
-    killed, _, _ = start(workers=1, dies="killed")
-    refusing, _, _ = start(workers=1, dies="refuses")
+def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blocks_no_other() -> None:
+    healthy, _, results = start(workers=2)
+    killed, _, _ = start(workers=1, failure="killed")
+    closed, _, _ = start(workers=1, failure="closed")
     exported = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,17 +97,17 @@ def test_every_worker_of_every_server_receives_all_and_a_dead_server_holds_up_no
             exported.append(name)
             yield name, tensor
 
-    failures = WeightSender(CPU, 100).send(export(), [well, killed, refusing])
+    failures = WeightSender(CPU, 100).send(export(), [healthy, killed, closed])
     assert failures[0] is None
     assert [type(failure) for failure in failures[1:]] == [RuntimeError, RuntimeError], failures
-    assert len(exported) == 100  # all of it, or the other ranks would wait
+    assert len(exported) == 100  # the export must be exhausted, or the other ranks of the trainer would hang
     expected = [(name, tensor.double().sum().item()) for name, tensor in WEIGHTS * 20]
-    for connection in told:
+    for connection in results:
         assert connection.poll(60) and connection.recv() == expected
 
 
-def test_closing_a_line_frees_its_sender() -> None:
-    """As when the server has answered that it could not load what it got, and receives no more."""
+def test_closing_a_connection_unblocks_its_sender() -> None:
+    """This happens when the server reports that it could not load the weights, and receives no more."""
     store = listen("127.0.0.1", 0)
     STORES.append(store)
     rendezvous = {"host": "127.0.0.1", "port": store.port, "size": 2, "session": "s", "timeout": 60.0}
@@ -117,15 +115,15 @@ def test_closing_a_line_frees_its_sender() -> None:
     process = context.Process(target=join_only, args=(rendezvous,), daemon=True)
     process.start()
     PROCESSES.append(process)
-    line = WeightSender(CPU, 100).join(rendezvous)
-    line.begin()
+    connection = WeightSender(CPU, 100).join(rendezvous)
+    connection.begin()
     large = torch.zeros(200_000_000)
     began = time.monotonic()
     for bucket in buckets([("large", large)], 1):
-        line.put(bucket)
+        connection.put(bucket)
     time.sleep(1)
-    line.close()
-    assert line.finish({"end": True}) is not None
+    connection.close()
+    assert connection.finish({"end": True}) is not None
     assert time.monotonic() - began < 30
 
 
@@ -135,7 +133,7 @@ def join_only(rendezvous: dict[str, Any]) -> None:
     channel.close()
 
 
-def test_the_rendezvous_listens_on_its_address_alone() -> None:
+def test_the_rendezvous_listens_on_its_address_only() -> None:
     store = listen("127.0.0.1", 0)
     STORES.append(store)
     addresses = {line.split()[3] for line in os.popen(f"ss -ltn 'sport = :{store.port}'").read().splitlines()[1:]}

@@ -11,8 +11,6 @@ from aiohttp import web
 from swift_megatron_grpo.generation.remote.client import Client, RequestTimeout, Unreachable, make_session
 from swift_megatron_grpo.protocol.messages import Routes
 
-pytestmark = pytest.mark.alone
-
 
 async def _never(_: web.Request) -> web.Response:
     await asyncio.sleep(60)

@@ -21,8 +21,6 @@ from swift_megatron_grpo.protocol.messages import SERVER_UNUSABLE, Completion, R
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.unit.arguments.test_server_checks import CONFIG, status
 
-pytestmark = pytest.mark.alone
-
 SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=())
 
 
@@ -218,6 +216,7 @@ def test_a_new_server_gets_the_weights_of_a_generation_at_once_while_they_are_th
     collect(generation, newest=0, number=2)
 
 
+@pytest.mark.alone
 def test_the_server_timeout_applies_only_while_the_trainer_waits(cluster: Cluster) -> None:
     """A server may be lost for longer than --vllm_server_timeout while the trainer trains."""
     [server, _], [fake, _] = cluster.servers.all, cluster.fakes
