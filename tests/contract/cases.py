@@ -1,4 +1,4 @@
-"""Steps that ms-swift's own trainer and this package's losses are both given."""
+"""Steps on which ms-swift's own trainer and this package's losses are compared."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Case:
 
 
 def _cases() -> dict[str, Case]:
-    found = {}
+    cases = {}
     for seed, name in enumerate(LOSSES):
         plain = replace(PLAIN, name=name)
-        found[name] = Case(plain, seed)
+        cases[name] = Case(plain, seed)
         for level in ("sequence", "sequence_token"):
-            found[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
-        found[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
-        found[f"{name}-off-policy-mask"] = Case(replace(plain, correction=CorrectionConfig(mask_delta=0.02)), seed)
-        if name != "real":  # ours takes a completion out of REAL's sums, ms-swift leaves it in with a score of 0
-            found[f"{name}-overlong"] = Case(plain, seed, truncated=(2, 5), overlong_filter=True)
-            found[f"{name}-delta"] = Case(replace(plain, delta=1.4), seed)
-    del found["real-off-policy-mask"]
+            cases[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
+        cases[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
+        cases[f"{name}-off-policy-mask"] = Case(replace(plain, correction=CorrectionConfig(mask_delta=0.02)), seed)
+        if name != "real":  # here the completion is excluded from REAL's sums; ms-swift includes it with a score of 0
+            cases[f"{name}-overlong"] = Case(plain, seed, truncated=(2, 5), overlong_filter=True)
+            cases[f"{name}-delta"] = Case(replace(plain, delta=1.4), seed)
+    del cases["real-off-policy-mask"]
     for mode in MODES:
-        found[mode] = Case(replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)))
-    found["fipo-wide"] = Case(replace(PLAIN, name="fipo", fipo=FipoConfig(3.0, 0.5, False, 1.2)))
-    return found
+        cases[mode] = Case(replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)))
+    cases["fipo-wide"] = Case(replace(PLAIN, name="fipo", fipo=FipoConfig(3.0, 0.5, False, 1.2)))
+    return cases
 
 
 CASES = _cases()

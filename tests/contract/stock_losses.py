@@ -1,4 +1,7 @@
-"""What ms-swift's own loss_func makes of a step, in a process of its own: it needs process groups. JSON on stdout."""
+"""Run ms-swift's own loss_func on all cases and print the results as JSON.
+
+Runs as a separate process, because ms-swift needs initialized process groups.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def grid(rows: list[list[float]], fill: float = 0.0) -> torch.Tensor:
 
 
 def trainer(config: LossConfig, case: Case, sequences: int) -> Any:
-    """ms-swift's trainer with what its loss_func reads, and without a model."""
+    """Return ms-swift's trainer without a model, with the attributes that its loss_func reads."""
     stock = object.__new__(Stock)
     fipo, correction = config.fipo, config.correction
     settings = {
@@ -83,8 +86,8 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     mpu.initialize_model_parallel()
     Stock._has_teacher = False
-    found = {name: stock_step(case, make_step(LENGTHS, seed=case.seed)) for name, case in CASES.items()}
-    sys.stdout.write("SEEN " + json.dumps(found) + "\n")
+    results = {name: stock_step(case, make_step(LENGTHS, seed=case.seed)) for name, case in CASES.items()}
+    sys.stdout.write("RESULT " + json.dumps(results) + "\n")
 
 
 if __name__ == "__main__":

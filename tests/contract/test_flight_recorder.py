@@ -1,4 +1,4 @@
-"""torch's flight recorder is on by itself and says what deadlines/collectives.py reads of it."""
+"""torch's flight recorder is enabled by default and contains what deadlines/collectives.py reads from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ dist.destroy_process_group()
 
 
 def test_a_collective_is_recorded(tmp_path: Path) -> None:
-    """In a process of its own: the recorder is the process's."""
+    """Runs in a separate process, because the recorder belongs to the whole process."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "store")]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY)
     assert "gloo:barrier of [] in group 0 default_pg" in done.stdout

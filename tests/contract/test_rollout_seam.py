@@ -1,4 +1,4 @@
-"""The seams of the rollout server with ms-swift's `swift rollout` and vLLM's asynchronous engine."""
+"""Names and behaviour of ms-swift's `swift rollout` and vLLM's AsyncLLM that the rollout server relies on."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.contract.test_swift_seam import look
+from tests.contract.interpreter import result_of
 
 
 @cache
 def upstream() -> dict[str, Any]:
-    seen: dict[str, Any] = look(
+    result: dict[str, Any] = result_of(
         """
         import swift.cli.main as swift_cli
         from swift.arguments import RolloutArguments
@@ -26,14 +26,13 @@ def upstream() -> dict[str, Any]:
         import swift.cli.rollout as script
 
         deploy = rollout.SwiftRolloutDeploy
-        seen = {
+        result = {
             "route": swift_cli.ROUTE_MAPPING["rollout"],
             "script": source(script),
             "rollout_main": source(rollout.rollout_main),
             "async_llm_worker": source(rollout.async_llm_worker),
             "get_infer_engine": source(deploy.get_infer_engine),
             "get_rollout_engine_type": source(rollout.get_rollout_engine_type),
-            "infer_async": source(VllmEngine.infer_async),
             "set_default_max_tokens": parameters(VllmEngine.set_default_max_tokens),
             "__init__": source(deploy.__init__),
             "lifespan": source(deploy.lifespan),
@@ -48,7 +47,7 @@ def upstream() -> dict[str, Any]:
                                                "shutdown", "vllm_config") if hasattr(AsyncLLM, name)],
             "AsyncLLM": source(AsyncLLM.__init__),
             "generate": parameters(AsyncLLM.generate),
-            "given_up": source(AsyncLLM.generate),
+            "generate_source": source(AsyncLLM.generate),
             "errored": source(AsyncLLM.errored.fget),
             "infer_async": source(GRPOVllmEngine.__mro__[1].infer_async),
             "adapter": parameters(GRPOVllmEngine._get_grpo_lora_request_async),
@@ -59,17 +58,17 @@ def upstream() -> dict[str, Any]:
         }
         """
     )
-    return seen
+    return result
 
 
-def test_swift_rollout_is_this_script_and_runs_this_class() -> None:
-    assert upstream()["route"] == "swift.cli.rollout"  # autoload.py knows the process by it
+def test_swift_rollout_runs_this_script_and_this_class() -> None:
+    assert upstream()["route"] == "swift.cli.rollout"  # plugin/command_line.py recognises the process by it
     assert "rollout_main()" in upstream()["script"]
     assert "SwiftRolloutDeploy(args).main()" in upstream()["rollout_main"]
 
 
 def test_the_worker_builds_its_engine_from_names_in_its_module() -> None:
-    """server/worker.py puts another class in their place, in a process of its own."""
+    """server/worker.py replaces the class, in a separate process."""
     source = upstream()["async_llm_worker"]
     assert "SwiftRolloutDeploy.get_infer_engine(args" in source
     assert "connection.send({'status': 'ready'})" in source and "command['type'] == 'shutdown'" in source
@@ -79,22 +78,22 @@ def test_the_worker_builds_its_engine_from_names_in_its_module() -> None:
     assert "'logprobs_mode'] = 'processed_logprobs'" in source
 
 
-def test_the_worker_builds_its_scheduler_from_a_name_in_its_module_as_well() -> None:
-    """server/worker.py leads with that very one."""
+def test_the_worker_builds_its_scheduler_from_a_name_in_its_module() -> None:
+    """server/worker.py runs conversations with the same scheduler."""
     assert "get_rollout_engine_type(args, engine)" in upstream()["async_llm_worker"]
     source = upstream()["get_rollout_engine_type"]
     assert "if args.multi_turn_scheduler:" in source and "scheduler_cls(infer_engine=engine" in source
 
 
-def test_the_engine_looks_for_room_when_it_has_encoded_a_prompt() -> None:
-    """server/conversations.py refuses there, in the task of the conversation."""
+def test_the_engine_checks_the_length_limit_after_it_has_encoded_a_prompt() -> None:
+    """server/conversations.py rejects prompts at this point, in the task of the conversation."""
     source = upstream()["infer_async"]
-    encoded, asked = source.index("self.template.encode"), source.index("self._infer_full_async")
-    assert encoded < source.index("self.set_default_max_tokens(request_config, inputs)") < asked
+    encode, generate = source.index("self.template.encode"), source.index("self._infer_full_async")
+    assert encode < source.index("self.set_default_max_tokens(request_config, inputs)") < generate
     assert upstream()["set_default_max_tokens"] == ["self", "request_config", "inputs"]
 
 
-def test_the_server_starts_its_workers_when_it_is_built_and_waits_for_them_in_its_lifespan() -> None:
+def test_the_server_starts_its_workers_in_init_and_waits_for_them_in_its_lifespan() -> None:
     source = upstream()["__init__"]
     assert source.index("_register_rl_rollout_app()") < source.index("self._start_data_parallel_workers()")
     assert "self.connections = []" in source and "self.processes = []" in source
@@ -103,59 +102,59 @@ def test_the_server_starts_its_workers_when_it_is_built_and_waits_for_them_in_it
     assert "uvicorn.run(self.app, host=args.host, port=args.port" in upstream()["run"]
 
 
-def test_every_route_but_health_is_guarded() -> None:
+def test_every_route_except_health_requires_the_api_key() -> None:
     assert upstream()["_require_api_key"] == ["self"]
     routes = [line for line in upstream()["routes"].splitlines() if "self.app." in line and "/health" not in line]
     assert len(routes) > 10 and all("dependencies=guard" in line for line in routes)
 
 
-def test_defaults_that_we_change() -> None:
+def test_defaults_that_this_package_changes() -> None:
     assert upstream()["defaults"] == ["0.0.0.0", 8000, None]
     assert "get_device_count()" in upstream()["checks"][0]
     assert "self.vllm_use_async_engine = False" in upstream()["checks"][1]
 
 
 @pytest.mark.parametrize("name", ["collective_rpc", "reset_prefix_cache", "reset_encoder_cache", "errored", "shutdown"])
-def test_the_asynchronous_engine_has(name: str) -> None:
+def test_the_asynchronous_engine_has_attribute(name: str) -> None:
     assert name in upstream()["asynchronous"]
 
 
-def test_each_replica_can_be_asked_for_itself_and_with_the_adapter() -> None:
-    """server/worker.py: the log-probs of the fixed text."""
+def test_requests_can_select_a_replica_and_an_adapter() -> None:
+    """server/worker.py computes the log-probs of a fixed text with every replica."""
     assert {"lora_request", "data_parallel_rank"} <= set(upstream()["generate"])
     assert upstream()["adapter"] == ["self", "adapter_request"]
 
 
-def test_a_request_is_given_up_when_its_task_is_cancelled() -> None:
-    """server/disconnect.py: a client that has gone."""
-    source = upstream()["given_up"]
+def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
+    """server/cancel_on_disconnect.py relies on it when a client disconnects."""
+    source = upstream()["generate_source"]
     assert "except (asyncio.CancelledError, GeneratorExit):" in source and "await self.abort(" in source
 
 
-def test_an_engine_whose_core_was_killed_says_so() -> None:
-    """server/worker.py: failure()."""
+def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
+    """Read by failure() in server/worker.py."""
     assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
 
 
-def test_a_prompt_is_encoded_by_the_template_in_another_thread() -> None:
+def test_the_template_encodes_prompts_in_another_thread() -> None:
     """server/completions.py encodes prompts as infer_async does."""
     source = upstream()["infer_async"]
     assert "self.template.set_mode('vllm')" in source
     assert "run_in_executor(None, self.template.encode, infer_request, True)" in source
 
 
-def test_vllm_mixes_our_class_into_its_worker() -> None:
+def test_vllm_mixes_the_extension_class_into_its_worker() -> None:
     assert "worker_extension_cls" in upstream()["extension"]
     assert {"data_parallel_index", "tensor_parallel_size"} <= set(upstream()["parallel"])
     assert "self.vllm_config = vllm_config" in upstream()["AsyncLLM"]
 
 
-def test_what_the_cpu_platform_mends_is_still_there() -> None:
+def test_the_code_that_the_cpu_platform_fixes_still_exists() -> None:
     """platforms/cpu/fixes.py: reset_generators_of_partial_prefills."""
     assert "gen.set_offset(gen.get_offset() - 4)" in upstream()["bookkeeping"]
     assert "self.discard_request_mask.np[:num_reqs]" in upstream()["bookkeeping"]
 
 
-def test_requests_have_seeds_and_the_trainer_a_client_that_we_leave_out() -> None:
+def test_requests_have_seeds_and_the_trainer_creates_its_client_in_one_method() -> None:
     assert upstream()["seeded"] == [True, True]
     assert upstream()["_prepare_vllm_client"] == ["self"]

@@ -1,7 +1,7 @@
-"""ms-swift 4.6.0's own loss_func and ours, on the same step in one micro batch: loss, gradients and metrics by name.
+"""ms-swift 4.6.0's own loss_func against ours on the same step in one micro batch: loss, gradients and metrics.
 
-In one micro batch on one rank ms-swift's means of micro batches are means of the step, so the two must agree; what
-ms-swift gets wrong needs several.
+With one micro batch on one rank, ms-swift's means over micro batches are means over the step, so both must agree.
+ms-swift's errors appear only with several micro batches.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def stock() -> dict[str, Any]:
     program = [sys.executable, "-m", "tests.contract.stock_losses"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.rsplit("SEEN ", 1)[1])
-    return found
+    results: dict[str, Any] = json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    return results
 
 
 def prepared(case: Case) -> Step:
-    """As the loop hands it over: selected by entropy, truncated completions left out."""
+    """Return the step as the loop passes it to the loss: selected by entropy, without truncated completions."""
     step = make_step(LENGTHS, seed=case.seed)
     if case.quantile < 1:
         threshold = numpy.quantile([e for row in step.entropies for e in row], 1 - case.quantile)
@@ -39,34 +39,40 @@ def prepared(case: Case) -> Step:
             sample.selected = [entropy >= threshold for entropy in entropies]
     if case.overlong_filter:
         for i in case.truncated:
-            out = step.samples[i]
-            out.completion_mask, out.left_out = [False] * len(out.tokens), LENGTHS[i]
-            out.old_logprobs = out.ref_logprobs = out.rollout_logprobs = []
+            sample = step.samples[i]
+            sample.completion_mask, sample.left_out = [False] * len(sample.tokens), LENGTHS[i]
+            sample.old_logprobs = sample.ref_logprobs = sample.rollout_logprobs = []
             step.logprobs[i], step.entropies[i] = [], []
     return step
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_are_ms_swifts(name: str) -> None:
-    theirs, ours = stock()[name], run(prepared(CASES[name]), CASES[name].config)
-    assert ours.loss == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
+def test_loss_and_gradients_equal_those_of_ms_swift(name: str) -> None:
+    expected, ours = stock()[name], run(prepared(CASES[name]), CASES[name].config)
+    assert ours.loss == pytest.approx(expected["loss"], rel=1e-5, abs=1e-6)
     for i, gradient in ours.gradients.items():
-        assert gradient == pytest.approx(theirs["gradients"][i][: len(gradient)], rel=1e-4, abs=1e-6)
+        assert gradient == pytest.approx(expected["gradients"][i][: len(gradient)], rel=1e-4, abs=1e-6)
 
 
-# Of whole micro batches in ms-swift and of completions here: its extreme of one micro batch is its mean.
-OURS_IS_FINER = {"clip_ratio/low_min", "clip_ratio/high_max"}
-ELSEWHERE = {"completions/mean_length", "completions/max_length", "completions/min_length", "entropy/entropy_threshold"}
+# Extremes over micro batches in ms-swift and over completions here; in one micro batch ms-swift's extreme is its mean.
+PER_COMPLETION = {"clip_ratio/low_min", "clip_ratio/high_max"}
+COMPUTED_ELSEWHERE = {
+    "completions/mean_length",
+    "completions/max_length",
+    "completions/min_length",
+    "entropy/entropy_threshold",
+}
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.overlong_filter])
-def test_metrics_are_ms_swifts(name: str) -> None:
+def test_metrics_equal_those_of_ms_swift(name: str) -> None:
     case = CASES[name]
     ours = effective_sample_size(run(prepared(case), case.config).metrics)
-    theirs = {key: value for key, value in stock()[name]["metrics"].items() if key not in OURS_IS_FINER | ELSEWHERE}
-    theirs.pop("loss")
-    if case.config.correction.mask_delta is not None:  # ms-swift leaves masked sequences out of these, we count them
-        theirs = {key: value for key, value in theirs.items() if not key.startswith(("clip_", "cispo_", "fipo/", "kl"))}
-    assert set(theirs) <= set(ours)
-    assert {key: ours[key] for key in theirs} == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+    excluded = {"loss"} | PER_COMPLETION | COMPUTED_ELSEWHERE
+    expected = {key: value for key, value in stock()[name]["metrics"].items() if key not in excluded}
+    if case.config.correction.mask_delta is not None:  # ms-swift excludes masked sequences from these, we include them
+        different = ("clip_", "cispo_", "fipo/", "kl")
+        expected = {key: value for key, value in expected.items() if not key.startswith(different)}
+    assert set(expected) <= set(ours)
+    assert {key: ours[key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert all(map(math.isfinite, ours.values()))

@@ -1,49 +1,25 @@
-"""The seams with the real ms-swift, mcore-bridge, megatron-core and torch: a name that we lean on and that moves
-upstream fails here, by name, and not in the middle of a run.
+"""Names and behaviour of ms-swift, mcore-bridge, megatron-core, vLLM and torch that this package relies on.
 
-The packages import on a machine without CUDA only under the CPU platform, which changes the process, so they are
-looked at in processes of their own.
+If one of them changes upstream, a test fails here by name, before a run does.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import textwrap
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
 import pytest
 
-LOOK = """
-import inspect, json, sys
-import torch
-if not torch.cuda.is_available():
-    from swift_megatron_grpo.platforms.cpu import activate
-    activate()
-
-def parameters(function):
-    return list(inspect.signature(function).parameters)
-
-def source(function):
-    return inspect.getsource(function)
-"""
-
-
-def look(code: str) -> Any:
-    """Run the code after LOOK in a fresh interpreter; what it assigns to `seen` comes back through JSON."""
-    program = LOOK + textwrap.dedent(code) + "\nprint('SEEN ' + json.dumps(seen))\n"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout.rsplit("SEEN ", 1)[1])
+from tests.contract.interpreter import result_of
 
 
 @cache
 def upstream() -> dict[str, Any]:
-    """One look at everything: importing these packages takes 20 seconds."""
-    seen: dict[str, Any] = look(
+    """Collect everything in one interpreter, because importing these packages takes 20 seconds."""
+    result: dict[str, Any] = result_of(
         """
         from swift.megatron.arguments import MegatronRLHFArguments
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
@@ -68,7 +44,7 @@ def upstream() -> dict[str, Any]:
         methods = ("train", "run_train_step", "train_step", "setup_training", "finalize_training", "prepare_model",
                    "save_checkpoint", "_load_checkpoint", "_aggregated_metrics", "merge_lora_adapters",
                    "unmerge_lora_adapters", "get_optimizer_and_scheduler", "on_log", "evaluate", "__init__")
-        seen = {
+        result = {
             "trainer": {name: parameters(getattr(BaseMegatronTrainer, name)) for name in methods},
             "prepare_trainer": source(MegatronRLHF.prepare_trainer),
             "prepare_trainer_of": MegatronRLHF.prepare_trainer.__qualname__,
@@ -87,7 +63,7 @@ def upstream() -> dict[str, Any]:
             "_forward_output_layer": str(inspect.signature(GPTModel._forward_output_layer)),
             "_postprocess": source(GPTModel._postprocess),
             "load_state_as_saved": source(DistributedOptimizer.load_parameter_state_from_dp_reshardable),
-            "load_state_of_others": source(DistributedOptimizer.load_parameter_state_from_fully_reshardable),
+            "load_state_resharded": source(DistributedOptimizer.load_parameter_state_from_fully_reshardable),
             "export_weights": parameters(GPTBridge.export_weights),
             "engine": {name: parameters(getattr(GRPOVllmEngine, name)) for name in
                        ("_add_request", "_batch_encode", "_prepare_generation_config", "_add_stop_words",
@@ -102,13 +78,13 @@ def upstream() -> dict[str, Any]:
         }
         """
     )
-    return seen
+    return result
 
 
 # ---- registration
 
 
-def test_prepare_trainer_looks_the_class_up_by_name_in_swift_megatron_trainers() -> None:
+def test_prepare_trainer_looks_up_the_class_by_name_in_swift_megatron_trainers() -> None:
     source = upstream()["prepare_trainer"]
     assert upstream()["prepare_trainer_of"] == "MegatronRLHF.prepare_trainer"
     assert "'grpo': 'MegatronGRPOTrainer'" in source
@@ -117,33 +93,33 @@ def test_prepare_trainer_looks_the_class_up_by_name_in_swift_megatron_trainers()
     assert "trainer_cls(args, self.template, **kwargs)" in source
 
 
-def test_swift_megatron_trainers_resolves_names_when_asked() -> None:
+def test_swift_megatron_trainers_resolves_names_lazily() -> None:
     assert upstream()["trainers_type"] == "_LazyModule"
     assert upstream()["trainers_getattr"] == ["self", "name"]
     assert "MegatronGRPOTrainer" in upstream()["trainers_structure"]["grpo_trainer"]
 
 
-def test_the_pipeline_parses_with_its_args_class() -> None:
+def test_the_pipeline_parses_arguments_with_its_args_class() -> None:
     assert upstream()["args_class"]
     assert upstream()["_parse_args"] == ["self", "args"]
     assert "parse_args(self.args_class, args)" in upstream()["_parse_args_source"]
     assert "isinstance(args, self.args_class)" in upstream()["_parse_args_source"]
 
 
-def test_run_loads_the_data_before_it_builds_the_trainer() -> None:
+def test_run_loads_the_dataset_before_it_builds_the_trainer() -> None:
     source = upstream()["run_source"]
     assert upstream()["run"] == ["self"]
     assert "self.run()" in upstream()["main_source"]
     assert source.index("self._prepare_dataset()") < source.index("self.prepare_trainer()")
 
 
-def test_external_plugins_go_by_path_with_their_folder_first_on_sys_path() -> None:
+def test_external_plugins_are_imported_by_path_with_their_folder_first_on_sys_path() -> None:
     source = upstream()["import_external_file"]
     assert "sys.path.insert(0, py_dir)" in source
     assert "spec_from_file_location(module_name, file_path)" in source
 
 
-def test_the_parent_expands_a_config_file_before_it_starts_the_ranks() -> None:
+def test_the_parent_process_expands_a_config_file_before_it_starts_the_ranks() -> None:
     source = upstream()["swift_main"]
     assert source.index("parse_yaml_args(argv)") < source.index("subprocess.run(args)")
     assert upstream()["megatron_routes"]["rlhf"] == "swift.cli._megatron.rlhf"
@@ -158,7 +134,7 @@ def test_torch_calls_the_entry_points_of_torch_backends() -> None:
     assert callable(torch.accelerator.current_accelerator)
 
 
-# ---- the trainer's parent
+# ---- the base class of the trainer
 
 
 @pytest.mark.parametrize(
@@ -181,20 +157,20 @@ def test_torch_calls_the_entry_points_of_torch_backends() -> None:
         ("unmerge_lora_adapters", ["self"]),
     ],
 )
-def test_base_megatron_trainer(method: str, parameters: list[str]) -> None:
+def test_methods_of_the_base_trainer_have_these_parameters(method: str, parameters: list[str]) -> None:
     assert upstream()["trainer"][method] == parameters
 
 
-def test_megatron_still_forgets_that_loading_needs_no_gradients() -> None:
-    """In one of its two ways of loading, which trainer.py makes up for. When this fails, it may stop."""
-    assert "@torch.no_grad()" in upstream()["load_state_of_others"]
+def test_megatron_still_loads_one_optimizer_format_with_gradients_enabled() -> None:
+    """trainer.py works around this. If the test fails, the workaround can be removed."""
+    assert "@torch.no_grad()" in upstream()["load_state_resharded"]
     assert "@torch.no_grad()" not in upstream()["load_state_as_saved"]
 
 
-# ---- the head, the weights, the engine
+# ---- output layer, weight export, generation engine
 
 
-def test_the_head_is_one_method_that_postprocess_calls_with_its_weight() -> None:
+def test_postprocess_calls_the_output_layer_through_one_method_with_its_weight() -> None:
     assert upstream()["_forward_output_layer"] == "(self, hidden_states, *args, **kwargs)"
     calls = upstream()["_postprocess"].split("self._forward_output_layer(")[1:]
     assert calls
@@ -203,14 +179,14 @@ def test_the_head_is_one_method_that_postprocess_calls_with_its_weight() -> None
         assert "runtime_gather_output=runtime_gather_output" in call.split(")")[0]
 
 
-def test_the_bridge_exports_weights_under_their_hugging_face_names() -> None:
+def test_the_bridge_exports_weights_under_hugging_face_names() -> None:
     parameters = upstream()["export_weights"]
     assert parameters[:4] == ["self", "mg_models", "target_device", "only_master_rank"]
     assert {"peft_format", "adapter_name", "converter"} <= set(parameters)
 
 
-def test_the_engine_encodes_and_makes_sampling_parameters() -> None:
-    """generation/sampling.py, vllm_sampling.py; tests/e2e/test_generation.py compares the answers."""
+def test_the_engine_encodes_prompts_and_makes_sampling_parameters() -> None:
+    """generation/local/ and vllm_shared/sampling.py use these; tests/e2e/test_generation.py compares the results."""
     assert upstream()["engine"] == {
         "_add_request": ["self", "inputs", "generation_config", "request_id", "adapter_request"],
         "_batch_encode": ["self", "infer_requests", "strict"],
@@ -222,20 +198,20 @@ def test_the_engine_encodes_and_makes_sampling_parameters() -> None:
     }
 
 
-def test_vllms_allocator_counts_what_it_maps_and_empties_torchs_cache() -> None:
-    """A sleeping engine counts too: generation/local.py asks what it will take when it wakes up."""
+def test_vllms_allocator_counts_memory_while_asleep_and_empties_torchs_cache() -> None:
+    """generation/local/engine.py reads how much memory a sleeping engine will allocate when it wakes up."""
     assert "for ptr, data in self.pointer_to_data.items()" in upstream()["get_current_usage"]
     assert "asleep" not in upstream()["get_current_usage"]
     assert "torch.cuda.empty_cache()" in upstream()["cumem_sleep"]
 
 
-# ---- what register() does to it
+# ---- effect of register()
 
 
 @cache
 def registered() -> dict[str, Any]:
-    """register() before ms-swift is imported, as in a rank. Nothing is parsed: the class is chosen before that."""
-    seen: dict[str, Any] = look(
+    """Call register() before ms-swift is imported, as in a rank, and record which classes ms-swift then chooses."""
+    result: dict[str, Any] = result_of(
         """
         from swift_megatron_grpo.plugin.register import register
         register(); register()
@@ -252,44 +228,44 @@ def registered() -> dict[str, Any]:
             broken = "ImportError"
         del sys.modules["swift_megatron_grpo.trainer"]
 
-        class Chosen(Exception):
+        class Parsed(Exception):
             pass
 
         def parse_args(args_class, args):
-            raise Chosen(args_class.__module__)
+            raise Parsed(args_class.__module__)  # the class is chosen before anything is parsed
 
         base.parse_args = parse_args
 
-        def chosen(args, argv=()):
+        def args_class(args, argv=()):
             sys.argv = ["rlhf.py", *argv]
             try:
                 MegatronRLHF(args)
-            except Chosen as choice:
-                return str(choice)
+            except Parsed as parsed:
+                return str(parsed)
 
         grpo, dpo = ["--rlhf_type", "grpo"], ["--rlhf_type", "dpo"]
         from swift.megatron.trainers import MegatronGRPOTrainer
         names = ["GRPO", "DPO", "KTO", "GKD", "Reward"]
-        seen = {
+        result = {
             "trainers": {name: getattr(trainers, f"Megatron{name}Trainer").__module__ for name in names},
             "from import": MegatronGRPOTrainer.__module__,
             "broken": broken,
             "parsed with": {
-                "command line: grpo": chosen(None, grpo),
-                "command line: dpo": chosen(None, dpo),
-                "command line: nothing": chosen(None),
-                "list: grpo": chosen(grpo),
-                "list: dpo": chosen(dpo),
-                "list: dpo, command line: grpo": chosen(dpo, grpo),
-                "list: grpo, after the others": chosen(grpo),
+                "command line: grpo": args_class(None, grpo),
+                "command line: dpo": args_class(None, dpo),
+                "command line: nothing": args_class(None),
+                "list: grpo": args_class(grpo),
+                "list: dpo": args_class(dpo),
+                "list: dpo, command line: grpo": args_class(dpo, grpo),
+                "list: grpo, after the others": args_class(grpo),
             },
         }
         """
     )
-    return seen
+    return result
 
 
-def test_register_puts_our_trainer_in_and_leaves_the_others() -> None:
+def test_register_replaces_only_the_grpo_trainer() -> None:
     assert registered()["trainers"] == {
         "GRPO": "swift_megatron_grpo.trainer",
         "DPO": "swift.megatron.trainers.dpo_trainer",
@@ -300,26 +276,26 @@ def test_register_puts_our_trainer_in_and_leaves_the_others() -> None:
     assert registered()["from import"] == "swift_megatron_grpo.trainer"
 
 
-def test_a_broken_trainer_is_an_error_and_not_ms_swifts_trainer() -> None:
+def test_a_trainer_that_cannot_be_imported_raises_instead_of_falling_back_to_ms_swift() -> None:
     assert registered()["broken"] == "ImportError"
 
 
-def test_register_changes_the_flags_of_grpo_only() -> None:
-    ours, theirs = "swift_megatron_grpo.arguments.grpo_arguments", "swift.megatron.arguments.rlhf_args"
+def test_register_replaces_only_the_flags_of_grpo() -> None:
+    ours, stock = "swift_megatron_grpo.arguments.grpo_arguments", "swift.megatron.arguments.rlhf_args"
     assert registered()["parsed with"] == {
         "command line: grpo": ours,
-        "command line: dpo": theirs,
-        "command line: nothing": theirs,
+        "command line: dpo": stock,
+        "command line: nothing": stock,
         "list: grpo": ours,
-        "list: dpo": theirs,
-        "list: dpo, command line: grpo": theirs,
+        "list: dpo": stock,
+        "list: dpo, command line: grpo": stock,
         "list: grpo, after the others": ours,
     }
 
 
-def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> None:
-    """With --external_plugins all of ms-swift is imported already, and its own trainer may have been resolved."""
-    seen = look(
+def test_the_external_plugin_registers_after_ms_swift_is_imported_and_shadows_no_standard_module() -> None:
+    """With --external_plugins ms-swift is already imported, and its own trainer may already have been resolved."""
+    result = result_of(
         """
         import os, subprocess, types
         import swift.megatron.trainers as trainers
@@ -332,7 +308,7 @@ def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> 
         import_external_file(PATH)
         child = [sys.executable, "-c", "import types; print(types.__file__)"]
         environment = {**os.environ, "PYTHONPATH": sys.path[0]}
-        seen = {
+        result = {
             "trainer": [before, trainers.MegatronGRPOTrainer.__module__],
             "run": MegatronRLHF.run.__module__,
             "folder": sorted(name for name in os.listdir(sys.path[0]) if name.endswith(".py")),
@@ -340,7 +316,7 @@ def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> 
         }
         """
     )
-    assert seen == {
+    assert result == {
         "trainer": ["swift.megatron.trainers.grpo_trainer", "swift_megatron_grpo.trainer"],
         "run": "swift_megatron_grpo.plugin.register",
         "folder": ["__init__.py", "plugin.py"],
@@ -348,8 +324,8 @@ def test_the_external_plugin_registers_late_and_shadows_no_standard_module() -> 
     }
 
 
-def test_a_data_loader_worker_may_replay_the_external_plugin() -> None:
-    """ms-swift imports external plugins again in spawned workers, where neither the platform nor Megatron is wanted."""
+def test_importing_the_external_plugin_in_a_data_loader_worker_imports_no_megatron() -> None:
+    """ms-swift imports external plugins again in spawned workers, which need neither the CPU platform nor Megatron."""
     code = (
         "import sys\nfrom swift_megatron_grpo.external import plugin\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'mcore_bridge', 'swift')))"
@@ -357,18 +333,18 @@ def test_a_data_loader_worker_may_replay_the_external_plugin() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-# ---- asking vLLM what it holds and what it computes
+# ---- checks of vLLM's weights and log-probs
 
 
 def test_vllm_scores_a_prompt_by_its_tokens() -> None:
-    """LocalVllm.score: log-probs of the tokens of a prompt are those of the plain logits."""
+    """LocalVllm.score_text relies on it: log-probs of a prompt's tokens are those of the unmodified logits."""
     assert upstream()["add_request"][1:4] == ["request_id", "prompt", "params"]
     assert upstream()["prompt_logprobs"]
     assert "self.sampler.compute_logprobs(logits)" in upstream()["_get_prompt_logprobs_dict"]
 
 
-def test_vllms_experts_are_packed_on_the_cpu_when_first_loaded_only() -> None:
-    """platforms/cpu/fixes.py packs them again; where vLLM does it by itself, they would be packed twice."""
+def test_vllm_packs_experts_on_the_cpu_only_at_the_first_load() -> None:
+    """platforms/cpu/fixes.py packs them after later loads; if vLLM did so itself, they would be packed twice."""
     source = upstream()["_setup_kernel"]
     assert "is_weight_update = self.moe_kernel is not None" in source
     assert "process_weights_after_loading" in source.split("if not is_weight_update:")[1]

@@ -1,4 +1,4 @@
-"""What conversations/, generation/multi_turn.py, local_turns.py and server/conversations.py lean on in ms-swift."""
+"""Names and behaviour of ms-swift's multi-turn code that conversations/, generation/local/ and server/ rely on."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from swift.rollout import MultiTurnScheduler, envs, multi_turns, run_multi_turn
 from swift.rollout.multi_turn import GYMScheduler, OpenEnvScheduler
 
 
-def test_the_loop_asks_for_one_turn_of_all_that_go_on() -> None:
+def test_the_loop_requests_one_turn_of_all_open_conversations_at_a_time() -> None:
     parameters = list(inspect.signature(run_multi_turn).parameters)
     assert parameters[:6] == [
         "requests", "first_turn_outputs", "scheduler", "rollout_fn", "request_config", "max_turns",
     ]  # fmt: skip
     source = inspect.getsource(inspect.getmodule(run_multi_turn))
-    assert "tr.get('done', scheduler.check_finished(" in source  # a turn's end may overrule the scheduler
+    assert "tr.get('done', scheduler.check_finished(" in source  # the result of a turn overrides the scheduler
     assert "step_result.get('response_token_ids')" in source
 
 
-def test_schedulers_and_environments() -> None:
+def test_schedulers_and_environments_have_these_hooks() -> None:
     for name in ("on_trajectory_start", "on_turn_end", "run", "step", "check_finished"):
         assert callable(getattr(MultiTurnScheduler, name))
     assert inspect.iscoroutinefunction(MultiTurnScheduler.on_turn_end)
     assert {"max_turns", "infer_engine"} <= set(inspect.signature(MultiTurnScheduler.__init__).parameters)
     assert "gym_scheduler" in multi_turns and "math_env" in envs
-    by_run = {name for name, each in multi_turns.items() if each.run is not MultiTurnScheduler.run}
-    assert by_run == {"thinking_tips_scheduler"}
+    overriding = {name for name, scheduler in multi_turns.items() if scheduler.run is not MultiTurnScheduler.run}
+    assert overriding == {"thinking_tips_scheduler"}
 
 
-def test_a_server_leads_by_the_schedulers_own_run() -> None:
-    """Which calls its hooks on itself, where ours ends a conversation without room, and the engine for every turn."""
+def test_the_schedulers_run_calls_its_hooks_and_the_engine_in_every_turn() -> None:
+    """A server runs conversations with it; server/conversations.py ends those that have no tokens left in a hook."""
     assert list(inspect.signature(MultiTurnScheduler.run).parameters)[:3] == ["self", "infer_request", "request_config"]
     source = inspect.getsource(MultiTurnScheduler.run)
     for expected in (
@@ -44,8 +44,8 @@ def test_a_server_leads_by_the_schedulers_own_run() -> None:
         assert expected in source
 
 
-def test_run_still_leaves_out_the_prefix_that_the_other_loop_puts_in() -> None:
-    """server/conversations.py puts it in. Once `run` does, that can go."""
+def test_run_still_omits_the_token_prefix_that_the_other_loop_adds() -> None:
+    """server/conversations.py adds it; once `run` does, that code can be removed."""
     assert "ret.setdefault('response_token_ids', response_ids)" in inspect.getsource(MultiTurnScheduler.run)
     loop = inspect.getsource(inspect.getmodule(run_multi_turn))
     assert "response_token_ids=step_result.get('response_token_ids')," in loop
@@ -57,17 +57,17 @@ def test_run_still_leaves_out_the_prefix_that_the_other_loop_puts_in() -> None:
     ]  # fmt: skip
 
 
-def test_an_environment_is_closed_by_its_conversations_name() -> None:
+def test_environments_are_closed_by_the_uuid_of_their_conversation() -> None:
     assert list(inspect.signature(GYMScheduler._close_and_remove).parameters) == ["self", "uuid"]
     assert inspect.iscoroutinefunction(GYMScheduler._close_and_remove)
     assert inspect.iscoroutinefunction(OpenEnvScheduler._close_and_remove)
 
 
-def test_requests_and_outputs() -> None:
+def test_requests_and_outputs_have_these_fields() -> None:
     assert "include_extra" in inspect.signature(OnPolicySample.to_infer_request).parameters
-    assert {"uuid", "data_dict", "messages"} <= {each.name for each in fields(RolloutInferRequest)}
+    assert {"uuid", "data_dict", "messages"} <= {field.name for field in fields(RolloutInferRequest)}
     assert {"index", "message", "finish_reason", "logprobs", "token_ids"} <= {
-        each.name for each in fields(ChatCompletionResponseChoice)
+        field.name for field in fields(ChatCompletionResponseChoice)
     }
-    wanted = {"response", "messages", "response_token_ids", "response_loss_mask", "rollout_infos"}
-    assert wanted <= set(RolloutOutput.model_fields)
+    required = {"response", "messages", "response_token_ids", "response_loss_mask", "rollout_infos"}
+    assert required <= set(RolloutOutput.model_fields)

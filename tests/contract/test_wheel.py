@@ -1,7 +1,7 @@
-"""The wheel holds what README.md tells a user of `pip install` to run.
+"""The wheel contains everything that README.md tells a user of `pip install` to run.
 
-It is built from a copy of the sources and installed into a virtual environment of its own, which sees the packages of
-this one, but not the clone: every command runs in a folder outside the repository.
+It is built from a copy of the sources and installed into a separate virtual environment, which can import the packages
+of this one but not the clone: every command runs in a folder outside the repository.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A copy, because setuptools writes into the folder, and would pack what an older build left there.
+    # A copy, because setuptools writes into the folder and would include files of an earlier build.
     copy = tmp_path_factory.mktemp("sources")
     for name in SOURCES:
         if (REPOSITORY / name).is_dir():
@@ -51,14 +51,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of the virtual environment that has the wheel."""
+    """Install the wheel into a virtual environment and return its Python."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=folder)
     (site_packages,) = folder.glob("lib/python*/site-packages")
-    # A path file of a folder that a path file names is not read, so the clone's editable installation stays out.
+    # Python does not read path files of folders that are added by a path file, so the clone's editable installation is
+    # not importable.
     (site_packages / "other_packages.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return python
 
@@ -68,7 +69,7 @@ def outside(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_wheel_has_types_and_templates_and_nothing_else_beside_the_package(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package_with_types_and_templates(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert "swift_megatron_grpo/py.typed" in names
