@@ -1,4 +1,4 @@
-"""Many tensors as one flat tensor of bytes, and back. For both ends of a transfer, so torch only."""
+"""Packs many tensors into one flat tensor of bytes, and unpacks them. Both ends use it, so it imports torch only."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
 
-_ALIGNMENT = 16  # bytes; of every dtype that weights have
+_ALIGNMENT = 16  # bytes; suits every dtype of weights
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where in a bucket a tensor lies."""
+    """Name, type and location of a tensor in a bucket."""
 
     name: str
     dtype: str
@@ -30,16 +30,19 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
+    """Packed tensors."""
+
     entries: tuple[Entry, ...]
     data: torch.Tensor  # [bytes] uint8
 
     @property
     def header(self) -> dict[str, Any]:
+        """The entries in JSON types, which `unpack` needs."""
         return {"entries": [asdict(entry) for entry in self.entries]}
 
 
 def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = None) -> Iterator[Bucket]:
-    """Buckets of at least one tensor and, beyond that, at most so many bytes."""
+    """Pack tensors into buckets of at most `nbytes` bytes, with at least one tensor each."""
     waiting: list[tuple[str, torch.Tensor]] = []
     size = 0
     for name, tensor in weights:
@@ -53,7 +56,7 @@ def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = No
 
 
 def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | None = None) -> Bucket:
-    """A copy: the tensors may change afterwards."""
+    """Copy tensors into a bucket; they may change afterwards."""
     entries, end = [], 0
     for name, tensor in weights:
         entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
@@ -65,8 +68,8 @@ def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | Non
 
 
 def unpack(header: dict[str, Any], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Views into `data`."""
-    entries = [Entry(each["name"], each["dtype"], tuple(each["shape"]), each["offset"]) for each in header["entries"]]
+    """Return the tensors by name, as views into `data`."""
+    entries = [Entry(row["name"], row["dtype"], tuple(row["shape"]), row["offset"]) for row in header["entries"]]
     return [(entry.name, _view(entry, data)) for entry in entries]
 
 
@@ -77,5 +80,5 @@ def _view(entry: Entry, data: torch.Tensor) -> torch.Tensor:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name} is no dtype of torch")
+        raise TypeError(f"{name!r} is not a dtype of torch")
     return dtype

@@ -1,7 +1,7 @@
-"""Tensors from the trainer to the workers of one rollout server. Both ends use this file, so it imports torch only.
+"""Sends tensors from the trainer to the workers of one rollout server. Both ends use it, so it imports torch only.
 
-Each server has a process group of its own, built straight from a store: neither end's default group knows of it, no
-object is pickled, and a server that dies takes down its own group and no other. Rank 0 is the trainer.
+Each server has a separate process group, built directly from a store: it is independent of both default groups, no
+object is pickled, and a server that dies breaks only its own group. Rank 0 is the trainer.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 _TRAINER = 0
-_CONNECT = timedelta(seconds=30)  # to a store that is listening, unless its process was killed a moment ago
-# Groups that were closed in the middle of a transfer. gloo's cannot be interrupted, and taking one down waits for it.
+_CONNECT = timedelta(seconds=30)  # the store is already listening, unless its process has just been killed
+# Groups closed during a transfer. A gloo transfer cannot be interrupted, and destroying its group would wait for it.
 _abandoned: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of a group meet."""
+    """Address and settings with which the ranks of a group find each other."""
 
     host: str
     port: int
     size: int
-    session: str  # keeps the keys of one group apart from those of an earlier one
-    timeout: float  # seconds, for meeting and for every transfer
+    session: str  # prefix of the group's keys, different from those of earlier groups
+    timeout: float  # seconds, for the rendezvous and for every transfer
 
 
 def listen(host: str, port: int) -> TCPStore:
-    """The store of a rendezvous, on this address alone. Port 0: any that is free."""
+    """Create the store of a rendezvous, which listens on this address only. Port 0: any free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family)
     port = listener.getsockname()[1]
@@ -45,19 +45,19 @@ def listen(host: str, port: int) -> TCPStore:
 
 
 class Channel:
-    """One rank's end. Both ends call in step: what the trainer sends, every worker receives."""
+    """One rank's end of the group. Every `send` of the trainer needs a `receive` of every worker."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         self.device = device
         timeout = timedelta(seconds=rendezvous.timeout)
-        meeting = TCPStore(rendezvous.host, rendezvous.port, timeout=min(timeout, _CONNECT), wait_for_workers=False)
-        meeting.set_timeout(timeout)
-        store = PrefixStore(rendezvous.session, meeting)
-        make = _nccl_group if device.type == "cuda" else _gloo_group
-        self._group: Any = make(store, rank, rendezvous, timeout)
+        tcp_store = TCPStore(rendezvous.host, rendezvous.port, timeout=min(timeout, _CONNECT), wait_for_workers=False)
+        tcp_store.set_timeout(timeout)
+        store = PrefixStore(rendezvous.session, tcp_store)
+        create = _nccl_group if device.type == "cuda" else _gloo_group
+        self._group: Any = create(store, rank, rendezvous, timeout)
 
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
-        """Returns when every worker has it. `payload`: bytes, on this device."""
+        """Send a message; return when every worker has received it. `payload`: bytes, on this device."""
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
         size = 0 if payload is None else payload.numel()
         self._broadcast(torch.tensor([text.numel(), size], device=self.device))
@@ -66,6 +66,7 @@ class Channel:
             self._broadcast(payload)
 
     def receive(self) -> tuple[dict[str, Any], torch.Tensor]:
+        """Receive the next message: header and payload."""
         sizes = self._broadcast(torch.empty(2, dtype=torch.int64, device=self.device))
         text_size, payload_size = sizes.tolist()
         text = self._broadcast(torch.empty(text_size, dtype=torch.uint8, device=self.device))
@@ -76,7 +77,7 @@ class Channel:
         return header, payload
 
     def close(self) -> None:
-        """The other end's pending calls raise, and so do those of other threads here."""
+        """Close the group. Pending calls of the other end and of other threads here raise an error."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()
@@ -95,7 +96,7 @@ class Channel:
                 raise ConnectionError("the channel was closed")
             time.sleep(delay)
             delay = min(2 * delay, 2e-3)
-        work.wait()  # raises what went wrong
+        work.wait()  # raises the error of a failed transfer
         return tensor
 
 
@@ -104,8 +105,8 @@ def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timede
     options._timeout = timeout
     if "GLOO_SOCKET_IFNAME" in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
-    else:  # the address by which this machine reaches the other, which is loopback if they are the same
-        address = _address_towards(rendezvous.host, rendezvous.port)
+    else:  # the local address of a connection to the other machine; loopback if both are the same
+        address = _local_address(rendezvous.host, rendezvous.port)
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
     return ProcessGroupGloo(store, rank, rendezvous.size, options)
 
@@ -121,8 +122,10 @@ def _nccl_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timede
 
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
-    """Read when a group is built: then a peer that is gone makes wait() raise, instead of NCCL's watchdog killing this
-    process. The trainer's other groups stay as they are."""
+    """Make wait() of groups built inside the context raise if a peer is gone.
+
+    Otherwise NCCL's watchdog kills this process. The trainer's other groups are not affected.
+    """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -135,7 +138,7 @@ def _blocking_wait() -> Iterator[None]:
             os.environ[name] = before
 
 
-def _address_towards(host: str, port: int) -> str:
+def _local_address(host: str, port: int) -> str:
     with socket.create_connection((host, port)) as connection:
         address: str = connection.getsockname()[0]
     return address

@@ -1,8 +1,8 @@
-"""What an inference engine holds of the tensors that it was sent: the words that the engine's side, which reads its
-model, and the trainer's side, which knows what it sent, share.
+"""Checksums of the tensors that an inference engine holds, in terms that engine and trainer share.
 
-An engine fuses, cuts and stacks what it is sent. So a tensor's checksum is a sum over its elements, each counted with
-its place in the whole tensor: the checksums of pieces, wherever they are, add up to that of the tensor.
+The engine's side reads its model, and the trainer's side compares the result with the tensors that it sent. An engine
+fuses, shards and stacks the tensors that it receives. A tensor's checksum is therefore a sum over its elements, each
+weighted by its position in the whole tensor: the checksums of its slices, wherever they are, add up to the tensor's.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-_CHUNK = 2**22  # elements looked at in one go: their products with places are 8 bytes each
+_CHUNK = 2**22  # elements processed at a time: their products with positions take 8 bytes each
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MODULUS = 2**64
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A piece of a tensor: at which places, in the order of its rows, of the whole tensor the elements lie."""
+    """A slice of a tensor: the positions of its elements in the whole tensor, which is counted row by row."""
 
     offset: int
     shape: tuple[int, ...]
@@ -28,6 +28,7 @@ class TensorSlice:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
+        """Return the slice that is the whole tensor."""
         strides, size = [], 1
         for length in reversed(shape):
             strides.append(size)
@@ -41,7 +42,7 @@ class TensorSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeldSlice:
-    """A piece of a tensor that an engine holds, and the checksum of what is there."""
+    """A slice of a tensor that an engine holds, and its checksum."""
 
     piece: TensorSlice
     checksum: int
@@ -49,38 +50,42 @@ class HeldSlice:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWeights:
-    """What one worker's model holds, by the names under which it was sent. Nothing but strings and numbers."""
+    """Weights that one worker's model holds, by the names under which they were sent. Strings and numbers only."""
 
-    engine: str  # workers of one engine name the same
+    engine: str  # the same for all workers of an engine
     held: dict[str, tuple[HeldSlice, ...]]
-    ignored: tuple[str, ...]  # were sent, and this worker's model took nothing of them
-    # parameters of the model, by its own names, that nothing sent has written, or not all of
-    unwritten: tuple[str, ...]
-    unreadable: tuple[str, ...]  # were taken, but are not held as they were sent: repacked for a kernel
+    ignored: tuple[str, ...]  # tensors that were sent, but not used by this worker's model
+    unwritten: tuple[str, ...]  # parameters, by the model's names, that no sent tensor has written completely
+    unreadable: tuple[str, ...]  # tensors that are not held as they were sent: repacked for a kernel
 
     def to_json(self) -> dict[str, Any]:
+        """Return the weights in JSON types."""
         held = {
-            name: [[each.piece.offset, each.piece.shape, each.piece.strides, each.checksum] for each in pieces]
-            for name, pieces in self.held.items()
+            name: [[s.piece.offset, s.piece.shape, s.piece.strides, s.checksum] for s in slices]
+            for name, slices in self.held.items()
         }
         lists = {"ignored": self.ignored, "unwritten": self.unwritten, "unreadable": self.unreadable}
         return {"engine": self.engine, "held": held, **{name: list(names) for name, names in lists.items()}}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> WorkerWeights:
+    def from_json(cls, message: dict[str, Any]) -> WorkerWeights:
+        """Return the weights that `to_json` has encoded."""
         held = {
             name: tuple(
                 HeldSlice(TensorSlice(offset, tuple(shape), tuple(strides)), value)
                 for offset, shape, strides, value in rows
             )
-            for name, rows in told["held"].items()
+            for name, rows in message["held"].items()
         }
-        return cls(told["engine"], held, tuple(told["ignored"]), tuple(told["unwritten"]), tuple(told["unreadable"]))
+        lists = (tuple(message[name]) for name in ("ignored", "unwritten", "unreadable"))
+        return cls(message["engine"], held, *lists)
 
 
 def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None = None) -> torch.Tensor:
-    """Of the bits of the elements, in `dtype` if theirs is wider. `piece`: what `tensor` is of a whole one; None: it is
-    whole. Stays on its device: see `to_integers`."""
+    """Compute the checksum of the elements' bits, converted to `dtype` if their type is wider.
+
+    `piece`: the slice that `tensor` is; None: it is whole. The result stays on the device: see `to_integers`.
+    """
     piece = piece or TensorSlice.whole(tensor.shape)
     if tensor.element_size() > dtype.itemsize:
         tensor = tensor.to(dtype)
@@ -92,13 +97,13 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None
 
 
 def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
-    """As numbers, in one transfer."""
-    found = list(checksums)
-    return [value % _MODULUS for value in torch.stack(found).tolist()] if found else []
+    """Return checksums as integers, with one transfer from the device."""
+    on_device = list(checksums)
+    return [value % _MODULUS for value in torch.stack(on_device).tolist()] if on_device else []
 
 
 def _chunks(tensor: torch.Tensor, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows of the tensor with the places of their elements."""
+    """Yield rows of the tensor, with the positions of their elements in the whole tensor."""
     if tensor.ndim == 0:
         tensor, piece = tensor.view(1), TensorSlice(piece.offset, (1,), (1,))
     rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
@@ -113,7 +118,10 @@ def _chunks(tensor: torch.Tensor, piece: TensorSlice) -> Iterator[tuple[torch.Te
 
 
 def _weight(places: torch.Tensor) -> torch.Tensor:
-    """An odd number that looks random, so that one changed element always shows, and several do not cancel out."""
+    """Return a pseudo-random odd weight per position, so that one changed element always changes the sum.
+
+    Several changed elements do not cancel out either.
+    """
     mixed = places * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1

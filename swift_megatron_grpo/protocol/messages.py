@@ -1,6 +1,6 @@
-"""What trainer and rollout server say to each other: JSON, with long rows of numbers as base64 of little-endian arrays.
+"""Messages between trainer and rollout server: JSON, with long lists of numbers as base64 of little-endian arrays.
 
-Both ends use this file. PROTOCOL changes when one end would misunderstand the other.
+Both ends use this file. PROTOCOL is increased by every change that is not compatible.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import numpy as np
 
 PROTOCOL = 5
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
-NO_WEIGHTS = -1  # the version of a server that has the checkpoint's weights, or half of newer ones
-RUN_HEADER = "X-GRPO-Run"  # who asks
-RUN_IDLE_SECONDS = 20.0  # seconds after which a run that has not asked for the status counts as ended
-# HTTP statuses of a server
-CONFLICT = 409  # it has other weights than the trainer counts on
-TAKEN = 423  # it serves another run
+NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
+RUN_HEADER = "X-GRPO-Run"  # the run that sends a request
+RUN_IDLE_SECONDS = 20.0  # a run that has not requested the status for so long counts as ended
+# HTTP status codes of a server
+CONFLICT = 409  # the server has other weights than the request needs
+TAKEN = 423  # the server serves another run
 ENGINE_GONE = 503
-SERVER_UNUSABLE = (TAKEN, ENGINE_GONE)  # for this run, and not because of what it was asked
+SERVER_UNUSABLE = (TAKEN, ENGINE_GONE)  # this run must stop using the server, whatever the request was
 
 
 class Routes:
+    """HTTP routes of a server."""
+
     STATUS = "/grpo/status"
     GENERATE = "/grpo/generate"
     JOIN = "/grpo/weights/join"
@@ -36,7 +38,7 @@ class Routes:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer, token by token."""
+    """One completion, token by token."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
@@ -44,12 +46,13 @@ class Completion:
     text: str
     finish_reason: str
     weights_version: int
-    # of a conversation:
-    sampled: list[bool] | None = None  # which of completion_ids are the policy's
+    # Conversations only:
+    sampled: list[bool] | None = None  # True for those of completion_ids that the policy sampled
     messages: list[dict[str, Any]] | None = None
-    infos: dict[str, Any] = field(default_factory=dict)  # what scheduler and environment say of it
+    infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of scheduler and environment
 
     def to_json(self) -> dict[str, Any]:
+        """Return the completion in JSON types."""
         return {
             "prompt_ids": _packed(self.prompt_ids, "<i4"),
             "completion_ids": _packed(self.completion_ids, "<i4"),
@@ -58,30 +61,31 @@ class Completion:
             "finish_reason": self.finish_reason,
             "weights_version": self.weights_version,
             "sampled": None if self.sampled is None else _packed(self.sampled, "?"),
-            # Texts, because web servers refuse NaN, which an environment's reward may be.
+            # Encoded as text, because web servers reject NaN, which an environment's reward may be.
             "messages": as_json("messages of the conversation", self.messages),
             "infos": as_json("rollout_infos of the conversation", self.infos),
         }
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> Completion:
-        logprobs = said["logprobs"]
+    def from_json(cls, message: dict[str, Any]) -> Completion:
+        """Return the completion that `to_json` has encoded."""
+        logprobs = message["logprobs"]
         return cls(
-            prompt_ids=_unpacked(said["prompt_ids"], "<i4"),
-            completion_ids=_unpacked(said["completion_ids"], "<i4"),
+            prompt_ids=_unpacked(message["prompt_ids"], "<i4"),
+            completion_ids=_unpacked(message["completion_ids"], "<i4"),
             logprobs=None if logprobs is None else unpacked_logprobs(logprobs),
-            text=str(said["text"]),
-            finish_reason=str(said["finish_reason"]),
-            weights_version=int(said["weights_version"]),
-            sampled=None if said["sampled"] is None else _unpacked(said["sampled"], "?"),
-            messages=json.loads(said["messages"]),
-            infos=json.loads(said["infos"]),
+            text=str(message["text"]),
+            finish_reason=str(message["finish_reason"]),
+            weights_version=int(message["weights_version"]),
+            sampled=None if message["sampled"] is None else _unpacked(message["sampled"], "?"),
+            messages=json.loads(message["messages"]),
+            infos=json.loads(message["infos"]),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationSettings:
-    """How a server leads conversations."""
+    """Settings of a server for conversations."""
 
     scheduler: str  # key of swift.rollout.multi_turns
     max_turns: int | None
@@ -91,49 +95,53 @@ class ConversationSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """What a server says of itself."""
+    """The status that a server reports."""
 
-    plugin: str  # this package's version there
+    plugin: str  # version of this package on the server
     protocol: int
-    instance: str  # another one after every start
-    run: str | None  # that it serves: the first that asked since another ended
+    instance: str  # a new id after every start
+    run: str | None  # the run that holds the server's lease
     weights_version: int
     world_size: int  # workers that receive weights
     max_model_len: int
     max_num_seqs: int
-    max_logprobs: int  # that it tells of a token; -1: of the whole vocabulary
+    max_logprobs: int  # log-probs that it returns per token; -1: for the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
     conversations: ConversationSettings | None  # None: a completion is one turn
-    model: dict[str, Any]  # what of its config.json must be the trainer's
+    model: dict[str, Any]  # values of its config.json that must equal the trainer's
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> ServerStatus:
-        """Something may be missing in another protocol, which is refused when the status is looked at."""
-        conversations = said.get("conversations")
-        values = _fields_of(cls, said) | {
+    def from_json(cls, message: dict[str, Any]) -> ServerStatus:
+        """Return the status in `message`.
+
+        Another protocol version may lack fields; the check of the status refuses it later.
+        """
+        conversations = message.get("conversations")
+        values = _fields_of(cls, message) | {
             "conversations": conversations and ConversationSettings(**_fields_of(ConversationSettings, conversations))
         }
         return cls(**values)
 
 
 def serves_another(run: str) -> str:
+    """Return the message for a server that serves another run."""
     return (
         f"it serves another run ({run}), and a server serves one at a time; "
         "end that run, or start a `swift rollout` for this one"
     )
 
 
-def _fields_of(cls: type[ServerStatus | ConversationSettings], said: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: said.get(each.name) for each in fields(cls)}
+def _fields_of(cls: type[ServerStatus | ConversationSettings], message: dict[str, Any]) -> dict[str, Any]:
+    return {item.name: message.get(item.name) for item in fields(cls)}
 
 
 def as_json(what: str, value: Any) -> str:
-    """numpy's numbers and arrays, which environments are full of, as numbers and lists."""
+    """Encode a value as JSON; numpy's numbers and arrays, which environments often return, become numbers and lists."""
     try:
         return json.dumps(value, default=_from_numpy)
     except TypeError as error:
-        raise ValueError(f"the {what} must be what JSON has a word for, numbers, texts, lists: {error}") from error
+        raise ValueError(f"the {what} must be JSON values (numbers, strings, lists, objects): {error}") from error
 
 
 def _from_numpy(value: Any) -> Any:
@@ -143,10 +151,12 @@ def _from_numpy(value: Any) -> Any:
 
 
 def packed_logprobs(values: list[float]) -> str:
+    """Encode log-probs as base64."""
     return _packed(values, "<f4")  # as vLLM computes them
 
 
 def unpacked_logprobs(text: str) -> list[float]:
+    """Decode log-probs from base64."""
     return _unpacked(text, "<f4")
 
 

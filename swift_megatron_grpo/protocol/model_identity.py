@@ -1,4 +1,4 @@
-"""The values of a config.json in which trainer and server must agree."""
+"""The values of config.json in which trainer and server must agree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# of a config.json: two models that agree in these take the same weights
+# Keys of config.json. Models with equal values can load the same weights.
 MODEL_KEYS = (
     "architectures",
     "hidden_size",
@@ -26,10 +26,11 @@ MODEL_KEYS = (
 
 
 def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a config.json; the text part of a composed model counts where both say something."""
+    """Return the values of a config.json; in a multimodal model the text config takes precedence."""
     text = {**config, **(config.get("text_config") or {})}
     return {key: text[key] for key in MODEL_KEYS if text.get(key) is not None}
 
 
 def read_model_identity(folder: str | Path) -> dict[str, Any]:
+    """Return the values of the config.json in this folder."""
     return model_identity(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))

@@ -1,6 +1,6 @@
-"""A LoRA adapter as tensors into vLLM, which knows adapters as files: for engines in this process and for servers.
+"""Loads a LoRA adapter from tensors into vLLM, which reads adapters from files; for colocate and for servers.
 
-vLLM is silent about tensors that belong to none of its modules, so an adapter under wrong names would change nothing.
+vLLM silently ignores tensors that belong to none of its modules, so an adapter with wrong names would have no effect.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from swift.rlhf_trainers.utils import (
 
 
 def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> int:
-    """In the place of the one before, by the worker that holds the model. Returns how many modules it changes."""
-    patch_vllm_load_adapter()  # makes vLLM take the tensors; once is enough, more do nothing
+    """Replace the worker's adapter. Returns the number of modules that the new one adapts."""
+    patch_vllm_load_adapter()  # lets vLLM load an adapter from tensors; repeated calls have no effect
     request = TensorLoRARequest(
         lora_name=VLLM_LORA_NAME,
         lora_int_id=VLLM_LORA_INT_ID,
@@ -31,11 +31,12 @@ def load_adapter(worker: Any, config: dict[str, Any], tensors: dict[str, torch.T
     worker.add_lora(request)
     manager = worker.model_runner.lora_manager._adapter_manager
     adapter = manager.get_adapter(VLLM_LORA_INT_ID)
-    homeless = sorted(set(adapter.loras) - set(manager.modules))
-    if homeless or not adapter.loras:
+    unknown = sorted(set(adapter.loras) - set(manager.modules))
+    if unknown or not adapter.loras:
         raise RuntimeError(
-            f"{len(homeless)} of the {len(adapter.loras)} modules of the adapter are none of vLLM's, which would leave "
-            f"them out: {', '.join(homeless[:5]) or 'it has no tensors'}; vLLM's are named like "
-            f"{next(iter(manager.modules), 'nothing')}. Use --vllm_enable_lora false, which merges the adapter"
+            f"vLLM would ignore {len(unknown)} of the {len(adapter.loras)} modules of the adapter, because it has no "
+            f"modules of these names: {', '.join(unknown[:5]) or 'the adapter has no tensors'}; vLLM's modules have "
+            f"names like {next(iter(manager.modules), 'nothing')}. Use --vllm_enable_lora false, which merges the "
+            "adapter into the weights"
         )
     return len(adapter.loras)
