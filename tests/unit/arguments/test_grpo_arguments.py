@@ -331,7 +331,7 @@ def test_a_refusal_by_ms_swift_leaves_nothing_on_disk(accepted: dict[str, Any]) 
 
 
 def test_servers_decide_whether_environments_grade(accepted: dict[str, Any]) -> None:
-    """The servers' flags apply if the trainer's do not set it, so reward weights are counted afterwards, as in ms-swift."""
+    """Reward weights are therefore counted after the servers have reported it, as in ms-swift."""
     assert accepted["reward names"] == ["Format", "gym_reward"]
     assert "reward_weights has 2 values for 1 reward functions" in accepted["grading error"]
     assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
