@@ -1,4 +1,4 @@
-"""The fused head against an fp64 reference that builds all logits, and against its own other paths."""
+"""The fused head, compared with an fp64 reference that computes all logits, and with the generic path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
 from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 from swift_megatron_grpo.training.head.softmax import combine, sums_of_rows, to_gradient_
-from tests.unit.training.head.test_logprob import ALONE, reference
+from tests.unit.training.head.test_logprob import ONE_RANK, reference
 
 K, H, V = 70, 24, 301
 
@@ -23,7 +23,7 @@ def head(entropy: bool, chunk: int = 16, temperature: float = 0.9, real: int = V
 
 
 def inputs(dtype: torch.dtype = torch.float32, k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows and a weight that give logits of a trained model's size, and targets."""
+    """Return rows and a weight that give logits as large as a trained model's, and targets."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(k, H, generator=generator).to(dtype).requires_grad_()
     weight = torch.nn.Parameter((torch.randn(V, H, generator=generator) * 3 / H**0.5).to(dtype))
@@ -37,7 +37,7 @@ def upstream(columns: int, k: int = K) -> torch.Tensor:
 def in_fp64(
     rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Values, d rows, d weight of the same inputs, by autograd through all logits at once."""
+    """Return values, d rows and d weight of the same inputs, by autograd through all logits at once."""
     rows, weight = rows.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
     logits = (rows @ weight.T)[:, : head.vocabulary.real]
     values = reference(logits, targets, head.vocabulary.temperature)[:, : 1 + head.entropy]
@@ -55,9 +55,10 @@ def run(
     return values.detach()
 
 
-def error(found: torch.Tensor | None, expected: torch.Tensor) -> float:
-    assert found is not None
-    return float((found.double() - expected).norm() / expected.norm())
+def error(value: torch.Tensor | None, expected: torch.Tensor) -> float:
+    """Return the relative error."""
+    assert value is not None
+    return float((value.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("through", ["logprob", "entropy", "both"])
@@ -73,7 +74,7 @@ def test_fp32_is_exact_to_1e_6(through: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.7])
-def test_without_entropy(temperature: float) -> None:
+def test_log_probs_alone_are_exact_to_1e_6(temperature: float) -> None:
     rows, weight, targets = inputs()
     settings = head(False, temperature=temperature)
     values = run(rows, weight, targets, settings, upstream(1))
@@ -85,8 +86,10 @@ def test_without_entropy(temperature: float) -> None:
 def rounded_like_bf16(
     rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """d rows, d weight in fp64 but for the two places where bf16 products make rounding unavoidable: the logits are
-    what one product puts out, and their gradient is what two others take in."""
+    """Return d rows and d weight in fp64, rounded only where bf16 products make rounding unavoidable.
+
+    These are the logits, the output of one product, and their gradient, the input of the other two.
+    """
     logits = (rows.detach().double() @ weight.detach().double().T).bfloat16().double().requires_grad_()
     values = reference(logits, targets, head.vocabulary.temperature)[:, : 1 + head.entropy]
     (values * grad.double()).sum().backward()
@@ -96,7 +99,7 @@ def rounded_like_bf16(
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_bf16_adds_less_than_1e_3_to_what_rounding_logits_and_their_gradient_costs(entropy: bool) -> None:
+def test_bf16_adds_less_than_1e_3_to_the_error_of_rounding_logits_and_their_gradient(entropy: bool) -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]  # fp32, as DDP makes it
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -113,21 +116,21 @@ def test_bf16_adds_less_than_1e_3_to_what_rounding_logits_and_their_gradient_cos
 
 
 def test_bf16_chunks_are_summed_in_fp32() -> None:
-    """Summed in bf16, 64 chunks would be off by far more than one."""
+    """The error of 64 chunks summed in bf16 would be far larger than that of one chunk."""
     rows, weight, targets = inputs(torch.bfloat16, k=512)
     weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    found = []
+    gradients = []
     for chunk in (512, 8):
         weight.main_grad.zero_()  # type: ignore[attr-defined]
         run(rows, weight, targets, head(False, chunk), torch.ones(512, 1))
-        found.append(weight.main_grad.clone())  # type: ignore[attr-defined]
-    assert error(found[1], found[0].double()) < 1e-5
+        gradients.append(weight.main_grad.clone())  # type: ignore[attr-defined]
+    assert error(gradients[1], gradients[0].double()) < 1e-5
 
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("k", [0, 1, 16, 17])
-def test_few_rows(k: int, entropy: bool) -> None:
+def test_few_or_no_rows_are_exact_to_1e_6(k: int, entropy: bool) -> None:
     rows, weight, targets = inputs(k=k)
     grad = upstream(1 + entropy, k)
     values = run(rows, weight, targets, head(entropy), grad)
@@ -143,7 +146,7 @@ def test_few_rows(k: int, entropy: bool) -> None:
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("k", [0, 1, K])
-def test_a_frozen_weight_changes_no_number(k: int, entropy: bool) -> None:
+def test_a_frozen_weight_changes_no_value(k: int, entropy: bool) -> None:
     rows, weight, targets = inputs(k=k)
     grad = upstream(1 + entropy, k)
     values = run(rows, weight, targets, head(entropy), grad)
@@ -157,7 +160,7 @@ def test_a_frozen_weight_changes_no_number(k: int, entropy: bool) -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_backward_twice_through_a_retained_graph(trained: bool) -> None:
-    """The first one overwrites the logits that forward left behind."""
+    """The first backward overwrites the logits that forward keeps in the buffer."""
     rows, weight, targets = inputs()
     weight.requires_grad_(trained)
     loss = (fused_log_probs(rows, weight, targets, head(trained)) * upstream(1 + trained)).sum()
@@ -166,7 +169,7 @@ def test_backward_twice_through_a_retained_graph(trained: bool) -> None:
 
 
 def test_frozen_in_bf16_confident_rows_keep_their_gradient() -> None:
-    """Where p of the target is nearly 1, its 1 - p must not be lost in bf16's rounding of p."""
+    """The 1 - p of a target with p close to 1 must not be lost when p is rounded to bf16."""
     rows, weight, targets = inputs(torch.bfloat16)
     with torch.no_grad():
         rows *= 4
@@ -174,20 +177,20 @@ def test_frozen_in_bf16_confident_rows_keep_their_gradient() -> None:
     weight.requires_grad_(False)
     run(rows, weight, targets, head(False), upstream(1))
     d_rows, _ = rounded_like_bf16(rows, weight, targets, head(False), upstream(1))
-    assert error(rows.grad, d_rows.bfloat16().double()) < 4e-3  # rounded twice: known in forward, and scaled
+    assert error(rows.grad, d_rows.bfloat16().double()) < 4e-3  # rounded twice: in forward, and scaled in backward
 
 
-def test_only_the_weight_is_trained() -> None:
+def test_rows_without_gradient_do_not_change_the_weights_gradient() -> None:
     rows, weight, targets = inputs()
     run(rows, weight, targets, head(True), upstream(2))
     expected = weight.grad
-    still = rows.detach()
-    run(still, weight, targets, head(True), upstream(2))
-    assert still.grad is None and torch.equal(weight.grad, expected)  # type: ignore[arg-type]
+    detached = rows.detach()
+    run(detached, weight, targets, head(True), upstream(2))
+    assert detached.grad is None and torch.equal(weight.grad, expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_without_gradients_the_values_are_the_same(entropy: bool) -> None:
+def test_values_are_the_same_without_gradients(entropy: bool) -> None:
     rows, weight, targets = inputs()
     values = run(rows, weight, targets, head(entropy), upstream(1 + entropy))
     with torch.no_grad():
@@ -195,26 +198,26 @@ def test_without_gradients_the_values_are_the_same(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_generic_path_computes_the_same(entropy: bool) -> None:
+def test_the_generic_path_computes_the_same_values_and_gradients(entropy: bool) -> None:
     rows, weight, targets = inputs()
     values = run(rows, weight, targets, head(entropy), upstream(1 + entropy))
     d_rows, d_weight = rows.grad, weight.grad
     rows.grad = weight.grad = None
 
     def generic(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_log_probs(rows @ weight.T, targets, HeadSettings(0.9, entropy), V, ALONE)
+        return vocab_parallel_log_probs(rows @ weight.T, targets, HeadSettings(0.9, entropy), V, ONE_RANK)
 
     chunks = [
         checkpoint(generic, r, t, use_reentrant=False) for r, t in zip(rows.split(16), targets.split(16), strict=True)
     ]
-    found = torch.cat(chunks)
-    (found * upstream(1 + entropy)).sum().backward()
-    torch.testing.assert_close(found.detach(), values, rtol=1e-6, atol=1e-6)
+    generic_values = torch.cat(chunks)
+    (generic_values * upstream(1 + entropy)).sum().backward()
+    torch.testing.assert_close(generic_values.detach(), values, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(rows.grad, d_rows, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(weight.grad, d_weight, rtol=1e-5, atol=1e-6)
 
 
-def test_rows_that_pad_the_vocabulary_have_no_say() -> None:
+def test_columns_that_pad_the_vocabulary_are_ignored() -> None:
     rows, weight, targets = inputs()
     real = V - 11
     settings = head(True, real=real)
@@ -238,7 +241,7 @@ def test_extreme_logits_stay_finite(trained: bool, entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_nan_is_not_hidden(entropy: bool) -> None:
+def test_nan_in_a_row_makes_its_values_nan(entropy: bool) -> None:
     rows, weight, targets = inputs()
     with torch.no_grad():
         rows[3, 0] = torch.nan
@@ -249,7 +252,7 @@ def test_nan_is_not_hidden(entropy: bool) -> None:
 # ------------------------------------------------------------------------------------------ Megatron's gradient buffer
 
 
-def test_main_grad_is_added_to_over_micro_batches_and_autograd_gets_zeros() -> None:
+def test_micro_batches_accumulate_into_main_grad_and_autograd_gets_zeros() -> None:
     rows, weight, targets = inputs()
     before = torch.randn(V, H)
     weight.main_grad = before.clone()  # type: ignore[attr-defined]
@@ -262,7 +265,7 @@ def test_main_grad_is_added_to_over_micro_batches_and_autograd_gets_zeros() -> N
     assert error(weight.main_grad - before, 2 * d_weight) < 2e-6  # type: ignore[attr-defined]
 
 
-def test_a_bf16_main_grad_is_left_to_ddp() -> None:
+def test_a_bf16_main_grad_is_accumulated_by_ddp() -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     weight.main_grad = torch.zeros(V, H, dtype=torch.bfloat16)  # type: ignore[attr-defined]
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -284,19 +287,19 @@ def test_a_weight_tied_to_the_embedding_gets_both_gradients(ddp: bool) -> None:
     if ddp:
         weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]
         weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-    mine = fused_log_probs(F.embedding(tokens, weight), weight, targets, head(False))
-    (mine * upstream(1)).sum().backward()
-    found = weight.grad
-    if ddp:  # what DDP's hook does for a weight marked zero_out_wgrad
-        found = weight.main_grad + weight.grad  # type: ignore[attr-defined]
-    assert error(found, exact.grad) < 1e-6
+    logprobs = fused_log_probs(F.embedding(tokens, weight), weight, targets, head(False))
+    (logprobs * upstream(1)).sum().backward()
+    gradient = weight.grad
+    if ddp:  # as DDP's hook does for a weight marked zero_out_wgrad
+        gradient = weight.main_grad + weight.grad  # type: ignore[attr-defined]
+    assert error(gradient, exact.grad) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------- tensor-parallel arithmetic
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_ranks_with_parts_of_the_vocabulary_agree_with_one_that_has_it_all(entropy: bool) -> None:
+def test_ranks_with_parts_of_the_vocabulary_agree_with_one_that_has_all_of_it(entropy: bool) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(33, 120) * 5, torch.randint(0, 118, (33,))
     grad = upstream(1 + entropy, 33)
@@ -305,16 +308,16 @@ def test_ranks_with_parts_of_the_vocabulary_agree_with_one_that_has_it_all(entro
     parts = [replace(whole, first=first, real=max(0, min(30, 118 - first))) for first in (0, 30, 60, 90)]
     columns = logits.split(30, dim=1)
     sums = [sums_of_rows(c, targets, p, entropy) for c, p in zip(columns, parts, strict=True)]
-    found = combine(sums, 0.8)
-    torch.testing.assert_close(found.columns(), expected.columns(), rtol=1e-6, atol=2e-6)
-    gradients = [to_gradient_(c.clone(), targets, found, grad, p) for c, p in zip(columns, parts, strict=True)]
+    combined = combine(sums, 0.8)
+    torch.testing.assert_close(combined.columns(), expected.columns(), rtol=1e-6, atol=2e-6)
+    gradients = [to_gradient_(c.clone(), targets, combined, grad, p) for c, p in zip(columns, parts, strict=True)]
     torch.testing.assert_close(
         torch.cat(gradients, 1), to_gradient_(logits.clone(), targets, expected, grad, whole), rtol=1e-5, atol=1e-6
     )
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_a_rank_may_hold_nothing_but_padding(entropy: bool) -> None:
+def test_a_rank_that_holds_only_padding_changes_no_value(entropy: bool) -> None:
     logits, targets = torch.randn(5, 12), torch.randint(0, 12, (5,))
     whole, nothing = Vocabulary(0, 12, 0.7, None), Vocabulary(12, 0, 0.7, None)
     sums = sums_of_rows(logits, targets, whole, entropy)

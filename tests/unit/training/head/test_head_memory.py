@@ -1,4 +1,4 @@
-"""How many rows a chunk has, and what the head holds at one time."""
+"""The number of rows in a chunk, and the peak memory of the head."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_chunks_are_within_bounds_and_about_equal(rows: int, columns: int, dtype
     assert size == tile or size * columns * dtype.itemsize <= bound
     if rows > size:
         last = rows % size or size
-        assert size - last <= tile * -(-rows // size)  # what rounding up to whole tiles leaves over
+        assert size - last <= tile * -(-rows // size)  # the difference that rounding up to whole tiles makes
 
 
 def peak(k: int, trained: bool, entropy: bool) -> int:
@@ -48,12 +48,12 @@ def peak(k: int, trained: bool, entropy: bool) -> int:
 @pytest.mark.parametrize(("trained", "entropy"), [(True, True), (False, False)])
 def test_memory_does_not_grow_with_rows_times_vocabulary(trained: bool, entropy: bool) -> None:
     small, large = peak(2 * CHUNK, trained, entropy), peak(32 * CHUNK, trained, entropy)
-    logits = 30 * CHUNK * V * 4  # of the rows that `large` has more
+    logits = 30 * CHUNK * V * 4  # of the additional rows of `large`
     assert large - small < 0.01 * logits
-    assert small > CHUNK * V * 4  # the measure sees the logits of a chunk
+    assert small > CHUNK * V * 4  # the measurement includes the logits of a chunk
 
 
-def test_the_measure_sees_logits_that_are_kept() -> None:
+def test_the_measurement_includes_logits_that_are_kept() -> None:
     rows, weight = torch.randn(2048, H).requires_grad_(), torch.nn.Parameter(torch.randn(V, H))
     measured = peak_bytes(lambda: (rows @ weight.T).log_softmax(-1)[:, 0].sum().backward())
     assert measured > 2 * 2048 * V * 4

@@ -8,8 +8,8 @@ import torch
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
 
-ALONE = RankPosition(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1,
-                     cp_rank=0, cp_group=None, dp_size=1, dp_rank=0, dp_cp_group=None)  # type: ignore[arg-type]  # fmt: skip
+ONE_RANK = RankPosition(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1,
+                        cp_rank=0, cp_group=None, dp_size=1, dp_rank=0, dp_cp_group=None)  # type: ignore[arg-type]  # fmt: skip
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -25,35 +25,35 @@ def test_values_and_gradients_match_fp64(temperature: float, entropy: bool) -> N
     logits = torch.randn(33, 50) * 4
     targets = torch.randint(0, 50, (33,))
     upstream = torch.randn(33, 2)[:, : 1 + entropy]
-    mine, theirs = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
 
-    values = vocab_parallel_log_probs(mine, targets, HeadSettings(temperature, entropy), 50, ALONE)
+    values = vocab_parallel_log_probs(leaf, targets, HeadSettings(temperature, entropy), 50, ONE_RANK)
     (values * upstream).sum().backward()
-    expected = reference(theirs, targets, temperature)[:, : 1 + entropy]
+    expected = reference(exact, targets, temperature)[:, : 1 + entropy]
     (expected * upstream.double()).sum().backward()
 
     assert values.dtype == torch.float32
     torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=2e-6)
-    torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_bf16_logits_are_computed_in_fp32() -> None:
     torch.manual_seed(0)
     logits = (torch.randn(20, 1000) * 3).bfloat16()
     targets = torch.randint(0, 1000, (20,))
-    mine = logits.clone().requires_grad_()
-    values = vocab_parallel_log_probs(mine, targets, HeadSettings(0.9, True), 1000, ALONE)
+    leaf = logits.clone().requires_grad_()
+    values = vocab_parallel_log_probs(leaf, targets, HeadSettings(0.9, True), 1000, ONE_RANK)
     torch.testing.assert_close(values.double(), reference(logits, targets, 0.9), rtol=1e-5, atol=1e-5)
     values.sum().backward()
-    assert mine.grad.dtype == torch.bfloat16
+    assert leaf.grad.dtype == torch.bfloat16
 
 
-def test_rows_that_pad_the_vocabulary_have_no_probability() -> None:
+def test_columns_that_pad_the_vocabulary_have_no_probability() -> None:
     logits = torch.randn(5, 12)
     logits[:, 10:] = 100.0
     targets = torch.randint(0, 10, (5,))
     padded = logits.clone().requires_grad_()
-    values = vocab_parallel_log_probs(padded, targets, HeadSettings(1.0, True), 10, ALONE)
+    values = vocab_parallel_log_probs(padded, targets, HeadSettings(1.0, True), 10, ONE_RANK)
     values.sum().backward()
     torch.testing.assert_close(values.double(), reference(logits[:, :10], targets, 1.0), rtol=1e-6, atol=1e-6)
     assert padded.grad[:, 10:].abs().max() == 0
@@ -61,14 +61,14 @@ def test_rows_that_pad_the_vocabulary_have_no_probability() -> None:
 
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    values = vocab_parallel_log_probs(logits, torch.tensor([1, 2]), HeadSettings(1.0, True), 3, ALONE)
+    values = vocab_parallel_log_probs(logits, torch.tensor([1, 2]), HeadSettings(1.0, True), 3, ONE_RANK)
     values.sum().backward()
     assert torch.isfinite(values).all() and torch.isfinite(logits.grad).all()
     assert values[0, 0].item() == pytest.approx(-2e4) and values[0, 1].item() == pytest.approx(0)
 
 
-def test_the_logits_given_are_not_changed() -> None:
+def test_the_given_logits_are_not_changed() -> None:
     logits = torch.randn(4, 6)
     before = logits.clone()
-    vocab_parallel_log_probs(logits, torch.tensor([0, 1, 2, 3]), HeadSettings(1.0, False), 5, ALONE)
+    vocab_parallel_log_probs(logits, torch.tensor([0, 1, 2, 3]), HeadSettings(1.0, False), 5, ONE_RANK)
     assert torch.equal(logits, before)

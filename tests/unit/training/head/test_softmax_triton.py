@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: in Triton's interpreter, and compiled. On a GPU: tests/gpu/test_head.py."""
+"""The Triton kernels without a GPU: run in Triton's interpreter, and compiled. On a GPU: tests/gpu/test_head.py."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ pytest.importorskip("triton")
 
 
 def run(arguments: list[str], **environment: str) -> str:
-    # In a process of its own: whether to interpret is decided when triton is imported.
+    # In a separate process, because Triton reads TRITON_INTERPRET when it is imported.
     command = [sys.executable, "-m", "tests.unit.training.head.kernel_cases", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.strip()
+    process = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
+    assert process.returncode == 0, process.stderr[-4000:]
+    return process.stdout.strip()
 
 
-def test_in_the_interpreter_they_compute_what_torch_computes() -> None:
+def test_the_kernels_compute_the_same_as_torch_in_the_interpreter() -> None:
     assert run([], TRITON_INTERPRET="1").endswith(" cases")
 
 
-def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
+def test_the_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert run(["compile"], TRITON_CACHE_DIR=str(tmp_path)) == "compiled"

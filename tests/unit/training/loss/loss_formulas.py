@@ -1,5 +1,7 @@
-"""The papers' formulas, token by token in fp64: what the losses must compute. Written for reading, not for speed, and
-without a look at how the losses do it. Where ms-swift 4.6.0 differs from the paper, its choice is marked (ms-swift).
+"""The papers' formulas, token by token in fp64: the reference for the losses.
+
+Written for readability, not for speed, and independently of the losses' code. Choices of ms-swift 4.6.0 that differ
+from the paper are marked (ms-swift).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import torch
 from swift_megatron_grpo.config import LossConfig
 from tests.unit.training.loss.losses import Step
 
-Value = torch.Tensor  # a number, fp64, that knows its gradient
+Value = torch.Tensor  # a number, fp64, with gradient
 
 
 def number(value: float) -> Value:
@@ -17,17 +19,17 @@ def number(value: float) -> Value:
 
 
 def reference(step: Step, config: LossConfig) -> tuple[float, list[list[float]]]:
-    """The loss of a whole step, and its gradient by every log-prob."""
+    """Return the loss of a whole step, and its gradient with respect to every log-prob."""
     now = [torch.tensor(v, dtype=torch.float32).double().requires_grad_() for v in step.logprobs]
     loss = total(step, now, config)
     used = [values for values in now if len(values)]
-    found = iter(torch.autograd.grad(loss, used, allow_unused=True))
-    gradients = [next(found) if len(values) else None for values in now]
+    computed = iter(torch.autograd.grad(loss, used, allow_unused=True))
+    gradients = [next(computed) if len(values) else None for values in now]
     return loss.item(), [[0.0] * len(v) if g is None else g.tolist() for v, g in zip(now, gradients, strict=True)]
 
 
 def total(step: Step, now: list[Value], config: LossConfig) -> Value:
-    """Sum over tokens of (policy loss + beta KL - entropy_coef H) * correction, averaged as the loss demands."""
+    """Compute (policy loss + beta KL - entropy_coef H) * correction per token, averaged as the loss defines."""
     sequences = [i for i, values in enumerate(now) if len(values)]
     of_tokens: dict[int, list[Value]] = {}
     for i in sequences:
@@ -104,12 +106,12 @@ def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
     return gain
 
 
-def fipo_weight(moved: list[Value], ratios: list[Value], t: int, advantage: float, config: LossConfig) -> float:
+def fipo_weight(log_ratio: list[Value], ratios: list[Value], t: int, advantage: float, config: LossConfig) -> float:
     settings, gamma = config.fipo, 0.5 ** (1 / config.fipo.decay_rate)
     future = 0.0
-    for k in range(t, len(moved)):
+    for k in range(t, len(log_ratio)):
         if config.delta is None or ratios[k] <= config.delta:
-            future += gamma ** (k - t) * moved[k].item()
+            future += gamma ** (k - t) * log_ratio[k].item()
     weight = number(future).exp().item()
     if settings.clip_range:
         low = 1.0 if settings.clip_high_only else 1 - settings.clip_range
@@ -142,7 +144,7 @@ def correction(step: Step, i: int, now: Value, config: LossConfig) -> list[float
 
 
 def is_kept(step: Step, i: int, now: Value, config: LossConfig) -> bool:
-    """Off-policy sequence masking."""
+    """Return False if off-policy sequence masking removes the sequence."""
     sample = step.samples[i]
     if config.correction.mask_delta is None or sample.advantage >= 0:
         return True
@@ -154,7 +156,7 @@ def is_kept(step: Step, i: int, now: Value, config: LossConfig) -> bool:
 
 
 def classification(step: Step, now: list[Value], config: LossConfig) -> Value:
-    """REAL: per group log(1 + sum_neg e^s) + log(1 + sum_pos e^-s), over the groups."""
+    """Compute REAL: the mean over groups of log(1 + sum_neg e^s) + log(1 + sum_pos e^-s)."""
     groups: dict[int, list[int]] = {}
     for i, sample in enumerate(step.samples):
         if len(now[i]) or sample.left_out:

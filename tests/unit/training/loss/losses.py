@@ -1,4 +1,4 @@
-"""Steps made up of random numbers, and what a loss makes of them when they are packed in different ways."""
+"""Random steps, and a runner that computes a loss over them with any packing into micro batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP = 4
 
 @dataclass(frozen=True)
 class Step:
-    """Samples, and what the policy says of their tokens now."""
+    """Samples, with the log-probs and entropies of the current policy."""
 
     samples: list[Sample]
     logprobs: list[list[float]]
@@ -29,21 +29,21 @@ class Step:
 
 @dataclass
 class Result:
-    """Of a whole step: summed over micro batches, as the engine does."""
+    """Result of a whole step, summed over micro batches as in the engine."""
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    gradients: dict[int, list[float]] = field(default_factory=dict)  # of the log-probs, by sample
+    gradients: dict[int, list[float]] = field(default_factory=dict)  # with respect to the log-probs, by sample
 
 
 def make_step(lengths: Sequence[int], seed: int = 0, drift: float = 0.3, group: int = GROUP) -> Step:
-    """Off-policy by `drift`: old, reference and rollout log-probs are those of now with noise of this size."""
+    """Return an off-policy step: old, reference and rollout log-probs are the current ones plus noise (`drift`)."""
     rng = random.Random(seed)
     now = [[-0.01 - 3 * rng.random() for _ in range(length)] for length in lengths]
     entropies = [[3 * rng.random() for _ in range(length)] for length in lengths]
 
-    def moved(values: list[float], by: float) -> list[float]:
-        return [value + rng.gauss(0, by) for value in values]
+    def noisy(values: list[float], size: float) -> list[float]:
+        return [value + rng.gauss(0, size) for value in values]
 
     samples = [
         Sample(
@@ -51,9 +51,9 @@ def make_step(lengths: Sequence[int], seed: int = 0, drift: float = 0.3, group: 
             completion_mask=[False] * 2 + [True] * len(values),
             advantage=rng.gauss(0, 1),
             group=i // group,
-            old_logprobs=moved(values, drift),
-            ref_logprobs=moved(values, drift),
-            rollout_logprobs=moved(values, drift),
+            old_logprobs=noisy(values, drift),
+            ref_logprobs=noisy(values, drift),
+            rollout_logprobs=noisy(values, drift),
         )
         for i, values in enumerate(now)
     ]
@@ -68,18 +68,18 @@ def run(step: Step, config: LossConfig, micro_batches: Sequence[Sequence[int]] |
         batch: MicroBatch = collate(step.samples, list(indices), normalisers, Alignment(1, 1), 0, 1, CPU)
         logprobs = torch.tensor([v for i in indices for v in step.logprobs[i]], requires_grad=True)
         entropy = torch.tensor([v for i in indices for v in step.entropies[i]])
-        value, found = make_loss(config)(batch, TokenOutput(logprobs, entropy))
+        value, metrics = make_loss(config)(batch, TokenOutput(logprobs, entropy))
         value.backward()
         result.loss += value.item()
-        add(result.metrics, {name: share.item() for name, share in found.items()})
+        add(result.metrics, {name: share.item() for name, share in metrics.items()})
         assert logprobs.grad is not None
-        parts = logprobs.grad.split([len(step.logprobs[i]) for i in indices])
-        result.gradients |= {i: part.tolist() for i, part in zip(indices, parts, strict=True)}
+        by_sample = logprobs.grad.split([len(step.logprobs[i]) for i in indices])
+        result.gradients |= {i: gradient.tolist() for i, gradient in zip(indices, by_sample, strict=True)}
     return result
 
 
 def add(metrics: dict[str, float], shares: dict[str, float]) -> None:
-    """As the engine does."""
+    """Add shares to metrics as the engine does."""
     for name, share in shares.items():
         if name in metrics:
             combine = max if name.endswith("_max") else min if name.endswith("_min") else lambda a, b: a + b

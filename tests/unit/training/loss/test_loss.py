@@ -1,4 +1,4 @@
-"""Every loss against the paper's formula in fp64, and what must not matter to any of them."""
+"""Every loss, compared with the paper's formula in fp64, and independent of packing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ VARIANTS = {
     "mask": replace(PLAIN, correction=CorrectionConfig(mask_delta=0.02)),
     **{level: replace(PLAIN, level=level) for level in LEVELS[1:]},
     **{mode: replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)) for mode in MODES},
-    **{f"kl-{each}": replace(PLAIN, kl_estimator=each) for each in ("k1", "abs", "k2")},
+    **{f"kl-{estimator}": replace(PLAIN, kl_estimator=estimator) for estimator in ("k1", "abs", "k2")},
     "fipo-wide": replace(PLAIN, fipo=FipoConfig(3.0, 0.5, False, 1.2), delta=1.4),
     "fipo-free": replace(PLAIN, fipo=FipoConfig(2.0, None, True, None)),
 }
@@ -59,13 +59,13 @@ def check(step: Step, config: LossConfig) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
-def test_value_and_gradient_are_those_of_the_formula(name: str, variant: str) -> None:
+def test_value_and_gradient_match_the_formula(name: str, variant: str) -> None:
     for seed in range(3):
         check(make_step([5, 1, 9, 3, 2, 7, 4, 6], seed), replace(VARIANTS[variant], name=name))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_on_policy_too(name: str) -> None:
+def test_on_policy_value_and_gradient_match_the_formula(name: str) -> None:
     step = make_step([5, 1, 9, 3])
     for sample in step.samples:
         sample.old_logprobs = None
@@ -76,7 +76,7 @@ def test_on_policy_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_that_are_not_selected_leave_the_policy_loss_and_not_the_kl(name: str) -> None:
+def test_tokens_that_are_not_selected_are_in_the_kl_but_not_in_the_policy_loss(name: str) -> None:
     step = make_step([5, 1, 9, 3])
     rng = random.Random(1)
     for sample in step.samples:
@@ -85,37 +85,37 @@ def test_tokens_that_are_not_selected_leave_the_policy_loss_and_not_the_kl(name:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_completions_that_overlong_filter_leaves_out_count_in_the_divisors_only(name: str) -> None:
-    """As in ms-swift, whose masks come after its divisors. For real, ms-swift also keeps them as scores of 0."""
+def test_completions_that_overlong_filter_removes_count_in_the_divisors_only(name: str) -> None:
+    """This is as in ms-swift, which masks after it has computed the divisors; for real it also adds scores of 0."""
     step = make_step([5, 1, 9, 3])
-    out = step.samples[2]
-    out.completion_mask, out.left_out = [False] * len(out.tokens), 9
-    out.old_logprobs = out.ref_logprobs = out.rollout_logprobs = []
+    removed = step.samples[2]
+    removed.completion_mask, removed.left_out = [False] * len(removed.tokens), 9
+    removed.old_logprobs = removed.ref_logprobs = removed.rollout_logprobs = []
     step.logprobs[2], step.entropies[2] = [], []
     check(step, replace(PLAIN, name=name))
 
 
-def test_delta_and_dual_clip_are_one_bound_where_both_apply() -> None:
+def test_delta_and_dual_clip_are_the_same_bound_where_both_apply() -> None:
     step = make_step([8, 8, 8, 8], drift=1.0)
     two_sided, dual = run(step, VARIANTS["delta"]), run(step, replace(PLAIN, dual_clip=1.5))
     assert two_sided.loss == pytest.approx(dual.loss, rel=1e-6)
-    assert two_sided.loss < run(step, PLAIN).loss  # and it was reached
+    assert two_sided.loss < run(step, PLAIN).loss  # the bound was reached
 
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.lists(st.floats(-2, 2), min_size=7, max_size=7), min_size=1, max_size=3), st.floats(0.1, 1.0))
-def test_the_discounted_sum_is_the_loop(rows: list[list[float]], gamma: float) -> None:
+def test_the_discounted_sum_equals_a_loop(rows: list[list[float]], gamma: float) -> None:
     expected = [[sum(gamma ** (k - t) * row[k] for k in range(t, 7)) for t in range(7)] for row in rows]
-    found = discounted_future_sum(torch.tensor(rows, dtype=torch.float64), gamma)
-    assert found.flatten().tolist() == pytest.approx([x for row in expected for x in row], rel=1e-9, abs=1e-9)
+    sums = discounted_future_sum(torch.tensor(rows, dtype=torch.float64), gamma)
+    assert sums.flatten().tolist() == pytest.approx([x for row in expected for x in row], rel=1e-9, abs=1e-9)
 
 
-# ---- what must not matter
+# ---- independence of packing
 
 
 @st.composite
-def parted_steps(draw: st.DrawFn) -> tuple[Step, list[list[int]]]:
-    """Groups, shuffled, in micro batches of whole groups."""
+def steps_in_micro_batches(draw: st.DrawFn) -> tuple[Step, list[list[int]]]:
+    """Draw a step, shuffled, in micro batches of whole groups."""
     lengths = draw(st.lists(st.integers(0, 8), min_size=2 * GROUP, max_size=4 * GROUP).filter(any))
     lengths = lengths[: len(lengths) // GROUP * GROUP]
     if not any(lengths):
@@ -134,20 +134,20 @@ def parted_steps(draw: st.DrawFn) -> tuple[Step, list[list[int]]]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(deadline=None, max_examples=15)
 @given(data=st.data())
-def test_packing_does_not_matter(name: str, data: st.DataObject) -> None:
-    """Nor does, then, which rank trains what: shares of ranks add up as those of micro batches do."""
-    step, micro_batches = data.draw(parted_steps())
+def test_loss_gradient_and_metrics_do_not_depend_on_packing(name: str, data: st.DataObject) -> None:
+    """They do not depend on the assignment to ranks either: shares of ranks add up like those of micro batches."""
+    step, micro_batches = data.draw(steps_in_micro_batches())
     variant = data.draw(st.sampled_from(sorted(VARIANTS)))
     config = replace(VARIANTS[variant], name=name)
     if name != "real":  # real needs whole groups in a micro batch
         micro_batches = [micro_batches[0][:-1], [micro_batches[0][-1], *micro_batches[1]]]
-    whole, parted = run(step, config), run(step, config, micro_batches)
-    assert parted.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
-    assert effective_sample_size(parted.metrics) == pytest.approx(
+    whole, split = run(step, config), run(step, config, micro_batches)
+    assert split.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
+    assert effective_sample_size(split.metrics) == pytest.approx(
         effective_sample_size(whole.metrics), rel=1e-4, abs=1e-6
     )
     for i, gradient in whole.gradients.items():
-        assert parted.gradients[i] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
+        assert split.gradients[i] == pytest.approx(gradient, rel=1e-4, abs=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,7 +166,7 @@ def test_a_sample_without_trained_tokens_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_absurd_log_probs_and_lengths_make_no_nan(name: str, variant: str, advantage: float) -> None:
+def test_extreme_log_probs_and_lengths_cause_no_nan(name: str, variant: str, advantage: float) -> None:
     step = make_step([1, 0, 3, 2])
     for sample in step.samples:
         sample.advantage = advantage
@@ -184,7 +184,7 @@ def test_absurd_log_probs_and_lengths_make_no_nan(name: str, variant: str, advan
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_step_in_which_nothing_is_trained_has_loss_zero(name: str) -> None:
+def test_a_step_without_trained_tokens_has_loss_zero(name: str) -> None:
     step = make_step([0, 0, 0, 0])
     for sample in step.samples:
         sample.left_out = 3
@@ -208,7 +208,7 @@ def test_correction_without_the_engines_log_probs_is_refused() -> None:
 # ---- metrics
 
 
-def test_clipping_is_counted_where_it_takes_the_gradient_away() -> None:
+def test_clipped_tokens_are_those_whose_gradient_clipping_removes() -> None:
     high = Sample([1, 1, 1], [False, True, True], advantage=1.0, old_logprobs=[-2.0, -2.0])
     low = Sample([1, 1], [False, True], advantage=-1.0, old_logprobs=[-1.0], group=1)
     step = Step([high, low], [[-1.0, -2.0], [-3.0]], [[0.0, 0.0], [0.0]])  # ratios e (clipped), 1 and e^-2 (clipped)
@@ -229,7 +229,7 @@ def test_entropy_is_reported_over_completions() -> None:
     assert metrics["entropy/entropy_min"] == pytest.approx(min(means))
 
 
-def test_effective_sample_size_is_that_of_the_whole_step() -> None:
+def test_effective_sample_size_is_computed_over_the_whole_step() -> None:
     step = make_step([6, 3, 8, 2], drift=0.8)
     config = VARIANTS["token_truncate"]
     whole = effective_sample_size(run(step, config, [[0], [1, 2], [3]]).metrics)
