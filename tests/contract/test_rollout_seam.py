@@ -132,7 +132,7 @@ def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
 
 
 def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
-    """Read by failure() in server/worker.py."""
+    """server/worker.py watches this property and exits when it is set."""
     assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
 
 

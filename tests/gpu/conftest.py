@@ -1,4 +1,4 @@
-"""Tests for machines with GPUs: `pytest -m gpu tests/gpu`. Each takes the GPUs that it needs or is skipped."""
+"""Tests for machines with GPUs: `pytest -m gpu tests/gpu`. A test that needs more GPUs than exist is skipped."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LAYOUTS = {
     ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2"],
     ("moe", "full"): ["mbs1", "tp2+sp", "tp2+sp+etp2", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
 }  # fmt: skip
-# A router in bf16 sends a few tokens to other experts. In a second step, far from the first policy, that adds up.
+# A router in bf16 sends a few tokens to other experts. A second step, far from the first policy, would amplify this.
 BATCHES = {"dense": ["on-policy", "off-policy"], "moe": ["given"]}
-# One rank otherwise: name, model, flags, batches.
+# Further runs on one rank: name, model, flags, batches.
 VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
     ("dense-given", "dense", [], ["given"]),
     ("moe-given", "moe", [], ["given"]),
@@ -30,7 +30,7 @@ VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
 
 @dataclass(frozen=True)
 class Gpus:
-    """Where the ranks left what they computed, one rank to a GPU."""
+    """Number of GPUs, and the folder with the results of all ranks; every rank has one GPU."""
 
     count: int
     folder: Path
@@ -51,7 +51,7 @@ def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None
 
 @pytest.fixture(scope="session")
 def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
-    """All ranks of a size started once: most of the time of such a test is starting."""
+    """Run the tasks of all tests, one launch for each number of ranks, because most of the time is start-up."""
     gpus = Gpus(torch.cuda.device_count(), tmp_path_factory.mktemp("gpus"))
     if gpus.count == 0:
         pytest.skip("needs a CUDA device")
@@ -68,8 +68,8 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
             flags = [*flags, "--adapters", adapter]
         Path(gpus.layouts(kind, tuner)).mkdir()
         job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner)}
-        for number, found in layout_tasks(job, ["one", *layouts]).items():
-            tasks[number] += found
+        for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
+            tasks[number] += layout_runs
     tasks[1].append(
         task(
             "tests.dist.engine_runs:inference",

@@ -1,4 +1,4 @@
-"""An external plugin for tests: bytes that torch holds at the end of every step, in memory.json."""
+"""External plugin for tests: writes the bytes that torch has allocated at the end of every step to memory.json."""
 
 from __future__ import annotations
 

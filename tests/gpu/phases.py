@@ -1,4 +1,4 @@
-"""For one rank with a GPU: several steps with the real engine, without generation, and the memory after each phase."""
+"""Tasks for one rank with a GPU: steps with the real engine but without generation, and memory after each phase."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def main(out: str, flags: list[str], cycles: int) -> None:
     loop, engine = trainer.loop, trainer.loop.stages.generation
     residency = loop.stages.residency
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
-    seen: list[dict[str, dict[str, int]]] = []
-    away: list[list[str]] = []
+    levels_of_cycles: list[dict[str, dict[str, int]]] = []
+    offloaded: list[list[str]] = []
     for _ in range(cycles):
         levels = {}
         residency.make_room(engine.memory_to_wake)
@@ -37,16 +37,16 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         levels["before the cache"] = memory()
         engine.wake_cache()
         levels["awake"] = memory()
-        away.append([name for name, group in residency.groups.items() if group.is_offloaded])
+        offloaded.append([name for name, group in residency.groups.items() if group.is_offloaded])
         engine.sleep()
         levels["asleep"] = memory()
         residency.for_inference()
         residency.for_training()
         loop.stages.training.train_step(samples, make_loss(loop.config.loss))
         levels["trained"] = memory()
-        seen.append(levels)
-    told = {"levels": seen, "away": away, "to wake": engine.memory_to_wake}
-    Path(f"{out}.json").write_text(json.dumps(told))
+        levels_of_cycles.append(levels)
+    results = {"levels": levels_of_cycles, "offloaded": offloaded, "to wake": engine.memory_to_wake}
+    Path(f"{out}.json").write_text(json.dumps(results))
     engine.shutdown()
 
 
@@ -56,7 +56,7 @@ def memory() -> dict[str, int]:
 
 
 def recompute_in_small_micro_batches(**job: Any) -> None:
-    """A layout of check_layouts.py in which even small micro batches make cheap activations again."""
+    """Run a layout of check_layouts.py in which even small micro batches recompute elementwise activations."""
     from swift_megatron_grpo.tools.check_layouts import run_layout
     from swift_megatron_grpo.training import fast_kernels as kernels
     from swift_megatron_grpo.training.memory import recompute_elementwise
@@ -76,23 +76,23 @@ def recompute_in_small_micro_batches(**job: Any) -> None:
 
 
 def round_trips(out: str, flags: list[str]) -> None:
-    """How fast everything leaves and returns, and how much memory that moves."""
+    """Measure time and memory of offloading everything and restoring it."""
     from tests.dist.offloading import EVERYTHING, Run
 
     run = Run(flags, EVERYTHING)
-    run.step(0)  # Adam's states
-    everything_leaves(run.residency)  # and with it, for good, what backward has left behind
-    everything_returns(run.residency)
+    run.step(0)  # creates Adam's states
+    offload_everything(run.residency)  # also frees leftovers of backward, which do not return
+    restore_everything(run.residency)
     size = sum(group.nbytes() for group in run.residency.groups.values())
     trips = []
     for _ in range(2):
         before = fingerprints(run)
         torch.cuda.empty_cache()
         levels, seconds, kept = [memory()], [], []
-        for move in (everything_leaves, everything_returns):
+        for move in (offload_everything, restore_everything):
             start = time.perf_counter()
             move(run.residency)
-            levels.append(memory())  # it waits for the GPU
+            levels.append(memory())  # synchronizes the GPU
             seconds.append(time.perf_counter() - start)
             kept.append(segments())
         trips.append({"levels": levels, "seconds": seconds, "kept": kept[0], "equal": fingerprints(run) == before})
@@ -100,18 +100,21 @@ def round_trips(out: str, flags: list[str]) -> None:
 
 
 def segments() -> list[tuple[int, int]]:
-    """Of torch's allocator, the large ones: how large, and how much of each is in use."""
-    held = ((each["total_size"], each["allocated_size"]) for each in torch.cuda.memory_snapshot())
-    return [(total, used) for total, used in held if total > 2**25]
+    """Return (size, bytes in use) of the large segments of torch's allocator."""
+    sizes = ((segment["total_size"], segment["allocated_size"]) for segment in torch.cuda.memory_snapshot())
+    return [(total, used) for total, used in sizes if total > 2**25]
 
 
 def fingerprints(run: Any) -> dict[str, list[int]]:
-    """Of all that comes back; copies on the GPU would lie between what is to leave."""
-    return {name: [fingerprint(t) for t in those] for name, those in run.tensors().items() if name != "gradients"}
+    """Return fingerprints of all tensors that are restored.
+
+    Copies to compare with would occupy GPU memory between the tensors that are offloaded.
+    """
+    return {name: [fingerprint(t) for t in tensors] for name, tensors in run.tensors().items() if name != "gradients"}
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Changes with any bit and with any two values that change places."""
+    """Return a number that changes if any bit changes or any two values are swapped."""
     total = 0
     for number, part in enumerate(tensor.detach().reshape(-1).view(torch.int16).split(2**24)):
         places = torch.arange(part.numel(), device=part.device) % 32749 + 1
@@ -119,11 +122,11 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return total
 
 
-def everything_leaves(residency: Residency) -> None:
-    residency.make_room(sum(group.nbytes() for group in residency.groups.values()))  # nothing is free, says Run
+def offload_everything(residency: Residency) -> None:
+    residency.make_room(sum(group.nbytes() for group in residency.groups.values()))  # Run reports no free memory
     residency.for_generation()
 
 
-def everything_returns(residency: Residency) -> None:
+def restore_everything(residency: Residency) -> None:
     residency.for_reference()
     residency.restore()

@@ -1,4 +1,4 @@
-"""What goes wrong on GPUs ends with a message and without a hang, and what was saved is whole."""
+"""Faults on GPUs end the run with a message and without a hang, and leave complete checkpoints."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from safetensors import safe_open
 from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-TROUBLE = Path(__file__).with_name("trouble.py")
+FAULTS = Path(__file__).with_name("faults.py")
 
 
-def run_into(trouble: str, tmp_path: Path, *flags: str) -> tuple[Finished, float]:
+def run_with_fault(fault: str, tmp_path: Path, *flags: str) -> tuple[Finished, float]:
     model = make_model(tmp_path / "model", "dense", SIZE_FOR_GPUS)
     dataset = make_dataset(tmp_path / "data.jsonl", rows=64)
     began = time.monotonic()
     finished = megatron_rlhf(model, dataset, tmp_path / "run", 2, [
         "--attention_backend", "fused", "--train_iters", "6", "--save_steps", "2", "--global_batch_size", "16",
-        "--external_plugins", str(REWARDS), str(TROUBLE), "--callbacks", "trouble", *flags],
-        environment={"TROUBLE": trouble}, timeout=240)  # fmt: skip
+        "--external_plugins", str(REWARDS), str(FAULTS), "--callbacks", "fault", *flags],
+        environment={"FAULT": fault}, timeout=240)  # fmt: skip
     assert finished.code != 0 and len(finished.log) == 2
     return finished, time.monotonic() - began
 
 
-def test_out_of_memory_in_training_says_what_to_lower(tmp_path: Path) -> None:
-    finished, _ = run_into("memory", tmp_path, "--sleep_level", "1", "--max_tokens_per_micro_batch", "512")
+def test_out_of_memory_in_training_names_the_flag_to_lower(tmp_path: Path) -> None:
+    finished, _ = run_with_fault("memory", tmp_path, "--sleep_level", "1", "--max_tokens_per_micro_batch", "512")
     assert "rank 1 ran out of GPU memory in " in finished.output
     assert "lower --max_tokens_per_micro_batch from 512 to 256" in finished.output
 
 
-def test_no_room_to_wake_says_what_to_lower(tmp_path: Path) -> None:
-    finished, _ = run_into("wake", tmp_path, "--sleep_level", "2")
+def test_out_of_memory_at_wake_up_names_the_flag_to_lower(tmp_path: Path) -> None:
+    finished, _ = run_with_fault("wake", tmp_path, "--sleep_level", "2")
     assert "did not fit on the GPU" in finished.output and "--vllm_gpu_memory_utilization" in finished.output
 
 
-def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_whole(tmp_path: Path) -> None:
-    finished, seconds = run_into("kill", tmp_path, "--sleep_level", "1")
-    assert seconds < 150  # start-up included
+def test_a_killed_rank_ends_the_run_and_the_last_checkpoint_is_complete(tmp_path: Path) -> None:
+    finished, seconds = run_with_fault("kill", tmp_path, "--sleep_level", "1")
+    assert seconds < 150  # including start-up
     with safe_open(finished.last_checkpoint / "model.safetensors", "pt") as file:
         names = list(file.keys())
         assert names and all(file.get_tensor(name).isfinite().all() for name in names)

@@ -1,4 +1,4 @@
-"""The real command on a GPU: vLLM sleeps and wakes beside Megatron, weights travel, memory comes back."""
+"""The real command on GPUs: vLLM sleeps and wakes up next to Megatron, weights are synced, memory does not leak."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_and_check(tmp_path: Path, ranks: int, steps: int, flags: list[str], kind
 
 
 def allocated(finished: Finished) -> list[int]:
-    """Bytes that torch holds on the first GPU at the end of every step."""
+    """Return the bytes that torch has allocated on the first GPU at the end of every step."""
     values: list[int] = json.loads((finished.folder / "memory.json").read_text())
     return values
 
@@ -45,7 +45,7 @@ def test_one_gpu_with_sleep_and_offload(tmp_path: Path, level: int) -> None:
     finished = run_and_check(tmp_path, 1, 20, flags)
     assert " tensors bit for bit as they were sent" in finished.output and "failed its check" not in finished.output
     memory = allocated(finished)
-    assert len(memory) == 20 and max(memory[3:]) - memory[3] < 2**20  # it does not grow
+    assert len(memory) == 20 and max(memory[3:]) - memory[3] < 2**20  # memory does not grow
     assert finished.log[0]["rollout/k3_kl"] < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""The head on a GPU: its kernels against plain torch, the whole of it against fp64, and what it holds."""
+"""The head on a GPU: its kernels against plain torch, the whole head against fp64, and its memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inputs(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_kernels_compute_what_torch_computes(entropy: bool) -> None:
+def test_kernels_match_plain_torch(entropy: bool) -> None:
     from tests.unit.training.head.kernel_cases import CASES, check, check_nan
 
     for case in CASES:
@@ -43,7 +43,7 @@ def test_kernels_compute_what_torch_computes(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_bf16_adds_less_than_1e_3_to_what_rounding_logits_and_their_gradient_costs(entropy: bool) -> None:
+def test_bf16_error_beyond_rounding_logits_and_their_gradient_is_below_1e_3(entropy: bool) -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     grad = torch.randn(K, 1 + entropy, device="cuda")
     run(rows, weight, targets, head(entropy), grad)
@@ -68,7 +68,7 @@ def test_fp32_matches_fp64(entropy: bool) -> None:
     assert error(rows.grad, d_rows) < 5e-6 and error(weight.main_grad, d_weight) < 5e-6  # type: ignore[attr-defined]
 
 
-def test_a_frozen_weight_changes_no_number() -> None:
+def test_a_frozen_weight_gives_the_same_log_probs_and_row_gradients() -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     grad = torch.randn(K, 1, device="cuda")
     values = run(rows, weight, targets, head(False), grad)
@@ -81,27 +81,27 @@ def test_a_frozen_weight_changes_no_number() -> None:
 
 def test_micro_batches_and_chunks_add_up() -> None:
     rows, weight, targets = inputs(torch.bfloat16)
-    found = []
+    gradients = []
     for chunk in (64, K):
         weight.main_grad.zero_()  # type: ignore[attr-defined]
         for _ in range(2):
             run(rows, weight, targets, head(False, chunk), torch.ones(K, 1, device="cuda"))
-        found.append(weight.main_grad.clone())  # type: ignore[attr-defined]
-    assert error(found[0], found[1].double()) < 1e-5
+        gradients.append(weight.main_grad.clone())  # type: ignore[attr-defined]
+    assert error(gradients[0], gradients[1].double()) < 1e-5
 
 
 def test_the_weight_gradient_is_added_in_place() -> None:
     left = torch.randn(256, V, device="cuda").bfloat16()
     right = torch.randn(256, H, device="cuda").bfloat16()
     total = torch.ones(V, H, device="cuda")
-    add_d_weight_(total, left, right)  # cuBLAS takes its workspace now
+    add_d_weight_(total, left, right)  # cuBLAS allocates its workspace in the first call
     total.fill_(1)
     assert peak_bytes(lambda: add_d_weight_(total, left, right)) < 2**20
     expected = 1 + left.double().T @ right.double()
     assert error(total, expected) < 1e-6
 
 
-def test_more_than_2_31_logits() -> None:
+def test_kernels_index_more_than_2_31_logits() -> None:
     rows, columns = 15_000, 151_936
     logits = torch.zeros(rows, columns, dtype=torch.bfloat16, device="cuda")
     logits[-1, -1] = 5.0
@@ -116,7 +116,7 @@ def test_more_than_2_31_logits() -> None:
     assert logits[-2, -1].item() == pytest.approx(1, rel=1e-2)
 
 
-def test_memory_at_16k_rows_and_152k_tokens() -> None:
+def test_memory_for_16k_rows_and_152k_tokens_is_that_of_one_chunk() -> None:
     k, h, v = 16_384, 256, 151_936
     rows = torch.randn(k, h, device="cuda").bfloat16().requires_grad_()
     weight = torch.nn.Parameter(torch.randn(v, h, device="cuda").bfloat16() / h**0.5)
@@ -125,5 +125,5 @@ def test_memory_at_16k_rows_and_152k_tokens() -> None:
     targets = torch.randint(0, v, (k,), device="cuda")
     chunk = rows_per_chunk(k, v, torch.bfloat16, on_cuda=True)
     settings = Head(Vocabulary(0, v, 1.0, None), False, chunk)
-    held = peak_bytes(lambda: fused_log_probs(rows, weight, targets, settings).sum().backward())
-    assert held < 1.2 * chunk * v * 2 < 0.31 * k * v * 2
+    peak = peak_bytes(lambda: fused_log_probs(rows, weight, targets, settings).sum().backward())
+    assert peak < 1.2 * chunk * v * 2 < 0.31 * k * v * 2

@@ -1,4 +1,4 @@
-"""The kernels that `--fast_kernels` chooses, against Megatron's own."""
+"""The kernels that `--fast_kernels` selects, against Megatron's own."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from tests.gpu.conftest import Gpus
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_two_steps_are_those_of_megatrons_kernels(gpus: Gpus) -> None:
+def test_two_steps_match_those_with_megatrons_kernels(gpus: Gpus) -> None:
     fast, plain = (
         json.loads((gpus.folder / folder / "one.json").read_text()) for folder in ("dense-full", "plain-kernels")
     )
-    for mine, theirs in zip(fast["metrics"], plain["metrics"], strict=True):
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.01)
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=0.005)
-    ours, others = torch.load(Path(fast["weights"])), torch.load(Path(plain["weights"]))
-    moved = max((ours[name] - others[name]).abs().max().item() for name in others)
-    assert moved < 3e-3  # two steps of 1e-3 at most
+    for step, expected in zip(fast["metrics"], plain["metrics"], strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.01)
+        assert step["loss"] == pytest.approx(expected["loss"], abs=0.005)
+    weights, expected_weights = torch.load(Path(fast["weights"])), torch.load(Path(plain["weights"]))
+    difference = max((weights[name] - expected_weights[name]).abs().max().item() for name in expected_weights)
+    assert difference < 3e-3  # two steps of 1e-3 at most
 
 
-def test_making_activations_again_changes_nothing(gpus: Gpus) -> None:
+def test_recomputing_activations_changes_nothing(gpus: Gpus) -> None:
     """Dense layers: a norm before attention, a norm and SwiGLU in the MLP; forward and backward of two steps."""
     folder = gpus.folder / "recompute-elementwise"
     assert json.loads((folder / "one.calls.json").read_text()) >= 2 * 3 * 4  # steps, places, layers
-    found, expected = (json.loads((each / "one.json").read_text()) for each in (folder, gpus.folder / "dense-full"))
-    assert [step["loss"] for step in found["metrics"]] == [step["loss"] for step in expected["metrics"]]
-    for mine, theirs in zip(found["metrics"], expected["metrics"], strict=True):
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)  # attention adds up in any order
+    recomputed, expected = (
+        json.loads((path / "one.json").read_text())["metrics"] for path in (folder, gpus.folder / "dense-full")
+    )
+    assert [step["loss"] for step in recomputed] == [step["loss"] for step in expected]
+    for step, expected_step in zip(recomputed, expected, strict=True):
+        # attention adds up in any order
+        assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
 
 
-def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
+def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -> None:
     import transformer_engine.pytorch as te
 
     from swift_megatron_grpo.training import fast_kernels as kernels
 
-    class First(te.LayerNormLinear):  # as megatron's classes do, they return a bias beside
+    class First(te.LayerNormLinear):  # returns the bias separately, as Megatron's classes do
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
             return super().forward(x), None
 
@@ -51,43 +54,43 @@ def test_an_mlp_that_forgets_is_smaller_and_has_the_same_gradients() -> None:
 
     torch.manual_seed(0)
     tokens, width = kernels.MIN_TOKENS_TO_RECOMPUTE, 512
-    made = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
-    first, second = First(width, 4 * width, normalization="RMSNorm", **made), Second(2 * width, width, **made)
+    options = {"bias": False, "params_dtype": torch.bfloat16, "device": "cuda"}
+    first, second = First(width, 4 * width, normalization="RMSNorm", **options), Second(2 * width, width, **options)
     first.layer_norm_weight.data.normal_(1, 0.2)
     x = torch.randn(tokens, 1, width, device="cuda", dtype=torch.bfloat16)
     upstream = torch.randn_like(x)
     swiglu = kernels._swiglu()
 
-    def run(forgetting: bool) -> tuple[list[torch.Tensor], int]:
-        into, out_of = first.forward, second.forward
-        if forgetting:
-            into = partial(kernels._norm_recomputed_in_backward, first, into)
-            out_of = partial(kernels._swiglu_recomputed_in_backward, out_of)
+    def run(recompute: bool) -> tuple[list[torch.Tensor], int]:
+        first_forward, second_forward = first.forward, second.forward
+        if recompute:
+            first_forward = partial(kernels._norm_recomputed_in_backward, first, first_forward)
+            second_forward = partial(kernels._swiglu_recomputed_in_backward, second_forward)
         for parameter in (*first.parameters(), *second.parameters()):
             parameter.grad = None
         leaf = x.clone().requires_grad_()
         before = torch.cuda.memory_allocated()
-        gate_and_up, _ = into(leaf)
+        gate_and_up, _ = first_forward(leaf)
         inner = swiglu.apply(gate_and_up.view(-1, 4 * width), False, False).view(tokens, 1, 2 * width)
-        out, _ = out_of(inner)
+        out, _ = second_forward(inner)
         del gate_and_up, inner
         kept = torch.cuda.memory_allocated() - before
         out.backward(upstream)
         grads = [leaf.grad, first.weight.grad, first.layer_norm_weight.grad, second.weight.grad]
         return [grad.clone() for grad in grads if grad is not None], kept
 
-    run(forgetting=False)  # workspaces
-    plain, much = run(forgetting=False)
-    mine, less = run(forgetting=True)
-    assert len(mine) == 4
-    for a, b in zip(mine, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0)
-    saved = tokens * (width + 2 * width) * 2  # the norm and SwiGLU's output, in bf16
-    assert abs(much - less - saved) < saved / 20
+    run(recompute=False)  # allocates workspaces
+    expected, kept_without = run(recompute=False)
+    gradients, kept_with = run(recompute=True)
+    assert len(gradients) == 4
+    for gradient, expected_gradient in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, expected_gradient, rtol=0, atol=0)
+    saved = tokens * (width + 2 * width) * 2  # outputs of the norm and of SwiGLU, in bf16
+    assert abs(kept_without - kept_with - saved) < saved / 20
 
 
 @pytest.mark.parametrize("width", [128, 512])
-def test_a_norm_and_its_gradients(width: int) -> None:
+def test_the_norm_and_its_gradients_match_transformer_engine(width: int) -> None:
     import transformer_engine.pytorch as te
 
     from swift_megatron_grpo.training.fast_kernels import _rms_norm
@@ -104,11 +107,11 @@ def test_a_norm_and_its_gradients(width: int) -> None:
         out = function(leaf)
         out.backward(upstream)
         results.append((out.detach(), leaf.grad, module.weight.grad.clone()))
-    for theirs, mine in zip(*results, strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for expected, result in zip(*results, strict=True):
+        torch.testing.assert_close(result, expected)
 
 
-def test_swiglu_and_its_gradient() -> None:
+def test_swiglu_and_its_gradient_match_fp64() -> None:
     from swift_megatron_grpo.training.fast_kernels import _swiglu
 
     torch.manual_seed(0)

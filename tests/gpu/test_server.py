@@ -1,4 +1,4 @@
-"""`swift rollout` on GPUs of its own: weights travel over NCCL, and a server that is killed takes nothing with it."""
+"""`swift rollout` on separate GPUs: weights are sent over NCCL, and a killed server loses no completions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def make_server(folder: Path, gpus: str, *flags: str) -> RolloutServer:
     model = make_model(folder / "model", "dense", SIZE_FOR_GPUS)
-    ours = ["--torch_dtype", "bfloat16", "--vllm_max_model_len", "512", *flags]
-    return RolloutServer(model, folder / "server.txt", ours, environment={"CUDA_VISIBLE_DEVICES": gpus}).start()
+    server_flags = ["--torch_dtype", "bfloat16", "--vllm_max_model_len", "512", *flags]
+    return RolloutServer(model, folder / "server.txt", server_flags, environment={"CUDA_VISIBLE_DEVICES": gpus}).start()
 
 
 def train(
@@ -41,7 +41,7 @@ def train(
 
 
 @pytest.mark.parametrize(("server_gpus", "trainer_gpus"), [("1", "0"), ("2,3", "0,1")], ids=["1+1", "tp2+tp2"])
-def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus: str) -> None:
+def test_all_weights_arrive_bit_for_bit(tmp_path: Path, server_gpus: str, trainer_gpus: str) -> None:
     if len(server_gpus + trainer_gpus) > 2 and torch.cuda.device_count() < 4:
         pytest.skip("needs 4 GPUs")
     size = str(len(server_gpus.split(",")))
@@ -56,7 +56,7 @@ def test_full_weights_bit_by_bit(tmp_path: Path, server_gpus: str, trainer_gpus:
     assert "failed its check" not in finished.output
 
 
-def test_the_adapter_alone(tmp_path: Path) -> None:
+def test_an_adapter_is_sent_without_the_base_weights(tmp_path: Path) -> None:
     server = make_server(tmp_path, "1", "--vllm_enable_lora", "true")
     try:
         train(server, tmp_path, "0", 4, "--tuner_type", "lora", "--vllm_enable_lora", "true", "--sync_check", "canary")
@@ -64,8 +64,8 @@ def test_the_adapter_alone(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_killed_server_is_sent_the_weights_again(tmp_path: Path) -> None:
-    """NCCL does not notice that the other end is gone. The trainer does, and neither waits nor ends."""
+def test_weights_are_resent_to_a_server_that_was_killed_and_restarted(tmp_path: Path) -> None:
+    """NCCL does not detect that the other end is gone; the trainer must, and must neither hang nor exit."""
     server = make_server(tmp_path, "1")
     killed: list[float] = []
 
