@@ -1,12 +1,12 @@
-"""Proves a layout: a fixed batch on one rank and on every layout asked for; loss, gradient norm and weights agree.
+"""Checks parallel layouts: trains a fixed batch on one rank and on every layout, and compares the results.
 
-    python -m swift_megatron_grpo.tools.check_layouts --model DIR      (all layouts that 2, or --max-ranks, ranks allow)
+    python -m swift_megatron_grpo.tools.check_layouts --model DIR      (all layouts that --max-ranks, 4, allows)
     python -m swift_megatron_grpo.tools.check_layouts --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
 A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
-(token budget of a micro batch), recompute, selective, overlap, elementwise (cheap activations are recomputed). Exit
-code 1 if a value is further from one rank's than the tolerance. Two optimizer steps: an on-policy one and an off-policy
-one, with a KL term.
+(token budget of a micro batch), recompute, selective, overlap, elementwise (--recompute_elementwise true). Loss,
+gradient norm and weights are compared after two optimizer steps with a KL term, one on-policy and one off-policy. The
+exit code is 1 if a value differs from that of one rank by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ SWITCHES = {
 
 @dataclass(frozen=True)
 class Variant:
+    """A layout and its switches, by name."""
+
     name: str
     sizes: dict[str, int]
     switches: tuple[str, ...]
 
     @classmethod
     def parse(cls, name: str) -> Variant:
+        """Return the variant of this name, for example tp2+sp; "one" is one rank."""
         sizes: dict[str, int] = {}
         switches: list[str] = []
         for part in [] if name == "one" else name.split("+"):
@@ -71,7 +74,7 @@ class Variant:
                 switches.append(part)
             else:
                 known = "tpN ppN cpN dpN epN etpN vppN mbsN tokensN " + " ".join(SWITCHES)
-                raise SystemExit(f"layout {name!r}: {part!r} is not one of {known}")
+                raise SystemExit(f"--layouts {name}: unknown part {part!r}; use {known}")
         return cls(name, sizes, tuple(switches))
 
     @property
@@ -79,6 +82,7 @@ class Variant:
         return math.prod(self.sizes.get(kind, 1) for kind in ("tp", "pp", "cp", "dp"))
 
     def flags(self) -> list[str]:
+        """Return the flags of `megatron rlhf` for this layout."""
         flags: list[str] = []
         for kind, flag in SIZES.items():
             if kind in self.sizes:
@@ -90,7 +94,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Run:
-    """What one layout computed."""
+    """Results of one layout."""
 
     layout: str
     metrics: list[dict[str, float]]  # of each step
@@ -99,6 +103,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
+    """Largest differences between a layout and one rank."""
+
     layout: str
     loss: float  # absolute
     grad_norm: float  # relative
@@ -111,15 +117,15 @@ class Difference:
         return math.inf if any(math.isnan(v) for v in values) else max(values)
 
 
-# --------------------------------------------------------------------------------------------------- the ranks' side
+# ------------------------------------------------------------------------------------------ runs on ranks of torchrun
 
 
 def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bool = False) -> list[Any]:
-    """Random sequences. With `policies_given` also an old and a reference policy, near the uniform one."""
+    """Return random sequences; with `policies_given` also log-probs of an old and a reference policy, near uniform."""
     from swift_megatron_grpo.types import Sample
 
     rng = random.Random(seed)
-    # The last tokens of a vocabulary are special; one with an embedding of zeros (padding) has no bounded gradient.
+    # The last tokens of a vocabulary are special; a token with a zero embedding (padding) has an unbounded gradient.
     ordinary = vocab_size * 9 // 10
     samples = []
     for i in range(count):
@@ -138,24 +144,29 @@ def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bo
     return samples
 
 
-def be_a_rank(job_file: Path) -> None:
-    """Does the tasks of a file one after the other, in one process group: starting ranks takes longer than most."""
-    import torch
-
+def run_rank(job_file: Path) -> None:
+    """Prepare a process that torchrun has started, and run the tasks of a file on it."""
     from swift_megatron_grpo.plugin.activation import hook_platform
     from swift_megatron_grpo.plugin.register import register
 
     hook_platform()
     register()
+    run_tasks(json.loads(job_file.read_text()))
+
+
+def run_tasks(tasks: Sequence[Task]) -> None:
+    """Run tasks one after the other in one process group: starting ranks takes longer than most tasks."""
+    import torch
+
     torch.set_num_threads(1)
-    for task in json.loads(job_file.read_text()):
-        module, function = task["call"].split(":")
+    for item in tasks:
+        module, function = item["call"].split(":")
         with megatron_torn_down():
-            getattr(importlib.import_module(module), function)(**task["arguments"])
+            getattr(importlib.import_module(module), function)(**item["arguments"])
 
 
 def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
-    """What one layout computes goes to NAME.json and NAME.pt in the folder."""
+    """Train one layout, and write its results to NAME.json and NAME.pt in the folder."""
     import torch
 
     start = time.perf_counter()
@@ -163,12 +174,12 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     if torch.distributed.get_rank() == 0:
         path = str(Path(folder, f"{name}.pt"))
         torch.save(weights, path)
-        done = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
-        Path(folder, f"{name}.json").write_text(json.dumps(done))
+        result = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
+        Path(folder, f"{name}.json").write_text(json.dumps(result))
 
 
 def make_adapter(flags: list[str], adapter: str) -> None:
-    """A LoRA adapter with weights in both halves; a fresh one would differ from layout to layout, and B would be 0."""
+    """Write a LoRA adapter with random A and B; a new one would differ between layouts, and its B would be 0."""
     import torch
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
@@ -183,7 +194,7 @@ def make_adapter(flags: list[str], adapter: str) -> None:
 
 
 def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Metrics of a step on each batch, and the weights after them."""
+    """Train one step on each batch. Returns the metrics of the steps, and the weights after them."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     from swift_megatron_grpo.config import LossConfig
@@ -201,7 +212,7 @@ def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], d
 
 
 def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
-    """on-policy: the old policy is the current one; off-policy: the one at the start; given: see fixed_samples."""
+    """Return a batch per kind; its old policy is the current (on-policy), the initial (off-policy) or a given one."""
     batches = []
     for number, kind in enumerate(kinds, start=1):
         samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
@@ -213,7 +224,7 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[lis
 
 
 class megatron_torn_down:
-    """Megatron's groups are made anew for every layout; torch's own process group stays."""
+    """Destroys Megatron's groups on exit, because every layout creates them again; torch's process group stays."""
 
     def __enter__(self) -> None:
         pass
@@ -228,33 +239,33 @@ class megatron_torn_down:
         from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
 
         mpu.destroy_model_parallel()
-        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge makes it once a process
+        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge creates it once per process
         unset_num_microbatches_calculator()
-        # A layout leaves about 20 groups, and gloo gives each three threads, one of which wakes a hundred times a
-        # second: after forty layouts waking took most of two cores. A group ends when torch and the model forget it,
-        # and the model when its hooks do, which hold it where Python's garbage collector does not look.
-        for each in gc.get_objects():
-            if type(each) is DistributedDataParallel:
-                vars(each).clear()
+        # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
+        # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
+        # it, and the model once its hooks do, whose references Python's garbage collector cannot see.
+        for candidate in gc.get_objects():
+            if type(candidate) is DistributedDataParallel:
+                vars(candidate).clear()
         for group in list(dist.distributed_c10d._world.pg_names):
             if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         gc.collect()
 
 
-# ------------------------------------------------------------------------------------------------ the comparing side
+# ------------------------------------------------------------------------------------- runs in the process of the user
 
 
 Task = dict[str, Any]
 
 
 def task(call: str, **arguments: Any) -> Task:
-    """For be_a_rank: "module:function" and its arguments."""
+    """For run_tasks: "module:function" and its arguments."""
     return {"call": call, "arguments": arguments}
 
 
 def layout_tasks(job: dict[str, Any], layouts: Sequence[str]) -> dict[int, list[Task]]:
-    """By the number of ranks they need. A job is the arguments of run_layout but for the name."""
+    """Return tasks by the number of ranks that they need. A job has all arguments of run_layout but the name."""
     tasks: dict[int, list[Task]] = {}
     for name in layouts:
         tasks.setdefault(Variant.parse(name).ranks, []).append(
@@ -264,7 +275,7 @@ def layout_tasks(job: dict[str, Any], layouts: Sequence[str]) -> dict[int, list[
 
 
 def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
-    """One torchrun for all of them. Its output goes to a file in the folder."""
+    """Run all tasks in one torchrun, whose output goes to a file in the folder."""
     job_file, log = folder / f"tasks{ranks}.json", folder / f"ranks{ranks}.txt"
     job_file.write_text(json.dumps(tasks))
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master_port"]
@@ -274,35 +285,37 @@ def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code != 0:
-        raise SystemExit(f"{ranks} ranks ended with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"{ranks} ranks failed with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
 
 
 def compare(name: str, folder: str) -> Difference:
+    """Compare the results of a layout with those of one rank."""
     import torch
 
-    run, reference = (json.loads(Path(folder, f"{each}.json").read_text()) for each in (name, "one"))
+    run, reference = (json.loads(Path(folder, f"{layout}.json").read_text()) for layout in (name, "one"))
     pairs = list(zip(run["metrics"], reference["metrics"], strict=True))
-    mine, theirs = torch.load(run["weights"]), torch.load(reference["weights"])
-    if set(mine) != set(theirs):
-        raise SystemExit(f"{name}: other weights than one rank has: {sorted(set(mine) ^ set(theirs))[:5]}")
+    weights, expected = torch.load(run["weights"]), torch.load(reference["weights"])
+    if set(weights) != set(expected):
+        raise SystemExit(f"{name}: weights differ from those of one rank: {sorted(set(weights) ^ set(expected))[:5]}")
     return Difference(
         layout=name,
         loss=max(abs(a[key] - b[key]) for a, b in pairs for key in b if key != "grad_norm"),
         grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
-        weights=max((mine[key] - theirs[key]).abs().max().item() for key in theirs),
+        weights=max((weights[key] - expected[key]).abs().max().item() for key in expected),
         seconds=run["seconds"],
     )
 
 
 def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
+    """Return the flags of `megatron rlhf` that all layouts share."""
     dataset = Path(folder, "data.jsonl")
     dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
-    # ms-swift guesses a model's type from its name, which a folder of one's own need not have
+    # ms-swift derives a model's type from its name, which a local folder need not have.
     model_type = json.loads(Path(arguments.model, "config.json").read_text())["model_type"]
     return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", model_type, "--template", "dummy",
             "--dataset", str(dataset), "--reward_funcs", "format",
              "--vllm_mode", "colocate", "--output_dir", str(Path(folder, "output")), "--torch_dtype", arguments.dtype,
-             *(["--fp16", "false"] if arguments.dtype == "float32" else []),  # ms-swift's choice for fp32 would be fp16
+             *(["--fp16", "false"] if arguments.dtype == "float32" else []),  # ms-swift's default for fp32 is fp16
              "--num_generations", "4", "--global_batch_size", "8", "--micro_batch_size", "2", "--train_iters", "2",
              "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
              "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
@@ -312,20 +325,25 @@ def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
 
 
 def print_row(cells: Sequence[str]) -> None:
+    """Print one row of the table."""
     print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
 
 
 def print_reference(run: dict[str, Any]) -> None:
+    """Print the row of one rank."""
     first = run["metrics"][0]
     print_row(["one rank", f"{first['loss']:.6g}", f"{first['grad_norm']:.6g}", "-", f"{run['seconds']:.1f}"])
 
 
-def print_difference(found: Difference, tolerance: float) -> None:
-    values = [f"{value:.1e}" for value in (found.loss, found.grad_norm, found.weights)]
-    print_row([found.layout, *values, f"{found.seconds:.1f}", *(["FAR OFF"] if found.worst > tolerance else [])])
+def print_difference(difference: Difference, tolerance: float) -> None:
+    """Print the row of a layout."""
+    values = [f"{value:.1e}" for value in (difference.loss, difference.grad_norm, difference.weights)]
+    mark = ["FAR OFF"] if difference.worst > tolerance else []
+    print_row([difference.layout, *values, f"{difference.seconds:.1f}", *mark])
 
 
 def main() -> int:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a Hugging Face checkpoint")
     parser.add_argument("--layouts", nargs="+", help="default: all that --max-ranks allows for this model")
@@ -334,17 +352,17 @@ def main() -> int:
     parser.add_argument("--tolerance", type=float, default=1e-6)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention-backend", default="flash")
-    parser.add_argument("--json", type=Path, help="write the table there as well")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of `megatron rlhf`")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.job:
-        be_a_rank(arguments.job)
+        run_rank(arguments.job)
         return 0
     if not arguments.model:
         parser.error("--model is required")
 
-    arguments.model = str(Path(arguments.model).resolve())  # ranks start in another folder
+    arguments.model = str(Path(arguments.model).resolve())  # torchrun's ranks run in another folder
     moe = "num_experts" in Path(arguments.model, "config.json").read_text()
     names = arguments.layouts or (DENSE + MOE if moe else DENSE)
     names = [name for name in names if Variant.parse(name).ranks <= arguments.max_ranks]
@@ -364,12 +382,12 @@ def main() -> int:
             launch(ranks, tasks[ranks], Path(folder))
             if ranks == 1:
                 print_reference(json.loads(Path(folder, "one.json").read_text()))
-            for found in (compare(name, folder) for name in names if Variant.parse(name).ranks == ranks):
-                differences.append(found)
-                print_difference(found, arguments.tolerance)
+            for difference in (compare(name, folder) for name in names if Variant.parse(name).ranks == ranks):
+                differences.append(difference)
+                print_difference(difference, arguments.tolerance)
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(found) for found in differences], indent=1) + "\n")
-    far = [found.layout for found in differences if found.worst > arguments.tolerance]
+        arguments.json.write_text(json.dumps([asdict(difference) for difference in differences], indent=1) + "\n")
+    far = [difference.layout for difference in differences if difference.worst > arguments.tolerance]
     print(f"{len(differences) - len(far)} of {len(differences)} layouts within {arguments.tolerance:g} of one rank")
     return 1 if far else 0
 
