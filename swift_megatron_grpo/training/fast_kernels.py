@@ -27,7 +27,7 @@ from megatron.core.transformer.mlp import MLP
 
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
-# Recomputing its input costs the host 0.1 ms per linear layer, which the GPU's work hides from this many tokens on.
+# Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
 MIN_TOKENS_TO_RECOMPUTE = 4096
 
 

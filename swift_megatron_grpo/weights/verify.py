@@ -1,4 +1,4 @@
-"""Verifies that an engine runs the exported weights, and describes what is wrong if it does not.
+"""Verifies that an engine runs the exported weights, and reports problems.
 
 A manifest records what one export sends. It is compared with the manifest of the previous export (same names, shapes
 and types) and with the checksums of what the engines hold (`full`); log-probs of a fixed text are compared with the

@@ -1,6 +1,6 @@
 """GPU memory of the trainer.
 
-    residency.py              decides what is on the GPU in which phase
+    residency.py              decides which parts of the trainer's state are on the GPU in which phase
     offload.py                copies groups of storages to the host and back
     storages.py               finds the storages of parameters, gradients and optimizer state
     recompute_elementwise.py  drops cheap activations and recomputes them in backward

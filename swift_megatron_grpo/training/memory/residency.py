@@ -1,4 +1,4 @@
-"""Decides what of the trainer's state is on the GPU in which phase.
+"""Decides which parts of the trainer's state are on the GPU in which phase.
 
 The --offload flags permit offloading while vLLM generates. Whether it happens is decided from measured memory: if
 everything fits, nothing is offloaded. A group is reloaded in the phase that reads it, so it never moves needlessly.
