@@ -39,6 +39,7 @@ from swift_megatron_grpo.loop.assemble import (
 )
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.recording.resumed_logs import trim_logs
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
@@ -138,6 +139,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         trained_per_rollout = config.batch.generation_batch_size * config.num_iterations
         rollouts_done = self.state.consumed_train_samples // trained_per_rollout
         args.check_replay_reach(rollouts_done)
+        if self.state.iteration > 0 and is_last_rank():
+            trim_logs(args.output_dir, self.state.iteration, rollouts_done)
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         inputs = RunInputs(
             template=self.template,
@@ -180,6 +183,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         assert self.loop is not None
         if self.loop.kl_controller.adapts and is_master():
             self.loop.kl_controller.save(self.state.last_model_checkpoint)
+
+    def _sorted_checkpoints(self, output_dir: str) -> list[str]:
+        """List the checkpoints that --save_total_limit counts and may remove: not the one this run resumed from."""
+        args = self.args
+        sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
+        resumed_from = {os.path.realpath(path) for path in sources if path is not None}
+        checkpoints = super()._sorted_checkpoints(output_dir)
+        return [path for path in checkpoints if os.path.realpath(path) not in resumed_from]
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
         try:

@@ -104,7 +104,12 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         logprob_check=LogprobCheck(training.passes, canary.passes, run.coordinator, config.sampling),
         coordinator=run.coordinator,
         log=CompletionLog(
-            config.log, run.rewards.names, run.template.safe_decode, run.write_completions, run.is_last_rank
+            config.log,
+            run.rewards.names,
+            run.template.safe_decode,
+            run.write_completions,
+            run.is_last_rank,
+            run.rollouts_done,
         ),
         dump=None
         if recording.dump is None

@@ -19,17 +19,20 @@ class CompletionLog:
         decode: Callable[[list[int]], str],
         write: Callable[[list[dict[str, Any]]], None],
         writes_here: bool,  # True on the one rank that reports to trackers
+        rollouts_done: int = 0,  # before this run, which may resume another
     ) -> None:
         self._config = config
         self._reward_names = list(reward_names)
         self._decode = decode
         self._write = write
         self._active = config.enabled and writes_here
+        self._rollout = rollouts_done  # the number of the next one
 
     def append(self, graded: Sequence[Graded]) -> None:
         if not self._active:
             return
         rows = [self._row(completion) for completion in graded]
+        self._rollout += 1
         self._write(rows)
         if "wandb" in self._config.report_to:
             self._to_wandb(rows)
@@ -38,6 +41,7 @@ class CompletionLog:
 
     def _row(self, graded: Graded) -> dict[str, Any]:
         return {
+            "rollout": self._rollout,
             "gen_step": graded.rollout.weights_version,
             "prompt": self._decode(graded.rollout.prompt_ids),
             "completion": graded.rollout.text,

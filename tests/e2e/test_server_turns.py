@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import urllib.error
 from collections.abc import Iterator, Sequence
@@ -49,11 +48,10 @@ def closed(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def riddles(folder: Path, dense: Path) -> Iterator[RolloutServer]:
     """It has a fixture's time to start while the first test trains with vLLM in the training processes."""
-    os.environ["RIDDLES_CLOSED"] = str(folder / "closed.txt")
     flags = ["--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3",
              "--external_plugins", str(HERE / "riddles.py")]  # fmt: skip
-    server = RolloutServer(dense, folder / "riddles.txt", flags).start()
-    del os.environ["RIDDLES_CLOSED"]
+    closed_log = {"RIDDLES_CLOSED": str(folder / "closed.txt")}
+    server = RolloutServer(dense, folder / "riddles.txt", flags, closed_log).start()
     yield server
     server.stop()
 
