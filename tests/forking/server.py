@@ -29,6 +29,8 @@ _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
 
 def main(kind: str, fd: int) -> None:
     connection = socket.socket(fileno=fd)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # meant for pytest; when that ends, this ends with all runs
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines of ranks share one pipe
     PRELOAD[kind]()
@@ -58,6 +60,8 @@ def main(kind: str, fd: int) -> None:
 
 def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
