@@ -133,7 +133,7 @@ def switch(loop: Any, part: Any) -> None:
 
 
 def profile_lines(run: Any) -> list[str]:
-    """Return the profile of a call: the functions with the most time of their own, without callees."""
+    """Return the profile of a call: the functions with the most time, without callees."""
     profiler = cProfile.Profile()
     profiler.runcall(run)
     text = io.StringIO()

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install everything and train a tiny random model until its reward has doubled, on two CPU cores.
+# Install everything and train a tiny random model until its reward has doubled, on two CPU cores. No model is
+# downloaded.
 #   scripts/quickstart.sh
 #   RUN=folder   folder for the model, the dataset, the log and the output (default: runs/quickstart)
 set -euo pipefail

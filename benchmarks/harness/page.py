@@ -58,16 +58,16 @@ def read_runs(repository: Path) -> list[Run]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    parts = [INTRODUCTION, f"![Seconds of a step by phase]({PICTURE.name})\n"]
+    sections = [INTRODUCTION, f"![Seconds of a step by phase]({PICTURE.name})\n"]
     for kind, title in (("train", "Train phase"), ("step", "Step")):
         comparisons = [comparison for run in runs if run.kind == kind for comparison in run.comparisons()]
         for what, heading in TITLES.items():
             rows = [comparison for comparison in comparisons if comparison.what == what]
             if rows:
-                parts += [f"## {title}: {heading}\n", _ratios(rows), _costs(rows)]
-    parts += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
-    parts += ["## Runs\n", *map(_describe, runs)]
-    return "\n".join(parts)
+                sections += [f"## {title}: {heading}\n", _ratios(rows), _costs(rows)]
+    sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
+    sections += ["## Runs\n", *map(_describe, runs)]
+    return "\n".join(sections)
 
 
 def with_headlines(readme: str, runs: Sequence[Run]) -> str:

@@ -32,12 +32,12 @@ def draw(runs: Sequence[Run]) -> str:
 
 
 def _legend() -> str:
-    parts = []
+    elements = []
     for i, phase in enumerate(PHASES):
         x, y = 10 + i % 5 * 150, 12 + i // 5 * 20
-        parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[phase]}"/>')
-        parts.append(f'<text x="{x + 17}" y="{y + 10}">{phase.replace("_", " ")}</text>')
-    return "\n".join(parts)
+        elements.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[phase]}"/>')
+        elements.append(f'<text x="{x + 17}" y="{y + 10}">{phase.replace("_", " ")}</text>')
+    return "\n".join(elements)
 
 
 def _pair(row: Comparison, y: int) -> str:
@@ -55,15 +55,15 @@ def _pair(row: Comparison, y: int) -> str:
 def _bar(measured: Measured, y: int, scale: float) -> str:
     """Draw the medians of the phases; they need not add up to the median of the step, which the label shows."""
     label = escape(f"{NAMES[measured.arm]} {measured.setting}")
-    parts = [f'<text x="{LABELS - 5}" y="{y + 12}" text-anchor="end">{label}</text>']
+    elements = [f'<text x="{LABELS - 5}" y="{y + 12}" text-anchor="end">{label}</text>']
     x = float(LABELS)
     for phase in PHASES if measured.run.kind == "step" else TRAIN_PHASES:
         width = measured.phase(phase) * scale
         if width:
-            parts.append(
+            elements.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{LINE - 2}" fill="{COLOURS[phase]}">'
                 f"<title>{phase} {measured.phase(phase):.3f} s</title></rect>"
             )
         x += width
-    parts.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{measured.median:.2f} s</text>')
-    return "\n".join(parts)
+    elements.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{measured.median:.2f} s</text>')
+    return "\n".join(elements)

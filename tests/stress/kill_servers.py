@@ -43,7 +43,7 @@ HAS_WEIGHTS = r"may generate with weights"
 
 @dataclass(frozen=True)
 class PlannedKill:
-    """When to kill: in this phase of this step, or as soon as possible afterwards."""
+    """Target of one kill: this phase of this step, or the earliest moment afterwards."""
 
     step: int
     phase: str

@@ -142,4 +142,4 @@ def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
             tokens.extend((len(sample.tokens), sum(sample.completion_mask)) for sample in samples)
         return train_step(self, samples, *args, **kwargs)
 
-    setattr(MegatronEngine, "train_step", count_and_train)  # noqa: B010  # mypy knows the method's exact type
+    setattr(MegatronEngine, "train_step", count_and_train)  # noqa: B010  # mypy rejects a plain assignment
