@@ -101,7 +101,8 @@ class DerivedArguments(GRPOFlags):
     @property
     def steps_per_rollout(self) -> int:
         """Number of optimizer steps that train on one rollout."""
-        return self.batch_plan().steps_per_generation * self.num_iterations
+        iterations: int = self.num_iterations
+        return self.batch_plan().steps_per_generation * iterations
 
     @property
     def rollouts_ahead(self) -> int:

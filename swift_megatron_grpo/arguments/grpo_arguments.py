@@ -75,7 +75,8 @@ class GRPOArguments(DerivedArguments):
 
     def load_dataset(self) -> tuple[Any, Any]:
         with no_prompt_dropped():
-            return super().load_dataset()
+            datasets: tuple[Any, Any] = super().load_dataset()
+        return datasets
 
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
         """Check the datasets, which are loaded by now, and set the number of iterations. The model loads later."""

@@ -238,7 +238,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
     @property
     def _world_size(self) -> int:
-        return self.args.vllm_tensor_parallel_size * self.args.vllm_data_parallel_size
+        size: int = self.args.vllm_tensor_parallel_size * self.args.vllm_data_parallel_size
+        return size
 
     # ---- access
 

@@ -173,7 +173,8 @@ class _RMSNorm(torch.autograd.Function):
         )
         ctx.save_for_backward(rows, deviations, weight)
         ctx.module = module
-        return y.view(x.shape)
+        output: torch.Tensor = y.view(x.shape)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

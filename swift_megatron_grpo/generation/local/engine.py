@@ -25,11 +25,11 @@ from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     BatchGeneration,
     Generation,
-    NamedWeights,
     Request,
     Share,
 )
 from swift_megatron_grpo.generation.local.sampling import sample
+from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.types import Rollout

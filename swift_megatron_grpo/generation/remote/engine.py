@@ -16,7 +16,6 @@ from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     Generation,
-    NamedWeights,
     Progress,
     Request,
     Share,
@@ -27,6 +26,7 @@ from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, NoServer, Server, Servers, refusal
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
+from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
 

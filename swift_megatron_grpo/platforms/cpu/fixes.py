@@ -82,7 +82,7 @@ def copy_sent_tensors(p2p_communication: Any) -> None:
     def p2p_ops_with_copies(**kwargs: Any) -> dict[str, Any]:
         sent = {name: kwargs[f"tensor_{name}"] for name in ("send_prev", "send_next")}
         copies = {name: tensor.detach().clone() for name, tensor in sent.items() if tensor is not None}
-        requests = p2p_ops(**{**kwargs, **{f"tensor_{name}": copy for name, copy in copies.items()}})
+        requests: dict[str, Any] = p2p_ops(**{**kwargs, **{f"tensor_{name}": copy for name, copy in copies.items()}})
         requests |= {name: _Send(requests[name], copy) for name, copy in copies.items()}
         in_flight[:] = [send for send in in_flight if not send.is_completed()]
         in_flight.extend(requests[name] for name in copies)

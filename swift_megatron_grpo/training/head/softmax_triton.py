@@ -51,7 +51,7 @@ def _warps(block: int) -> int:
     return max(1, block // 512)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotations too, and accepts constexpr only
     logits,  # [rows, columns]
     targets,  # [rows] int64
@@ -95,7 +95,7 @@ def _sums_of_rows(  # type: ignore[no-untyped-def]  # Triton compiles annotation
         tl.store(sums + 3 * rows + row, tl.sum(weighted, 0))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _to_gradient(  # type: ignore[no-untyped-def]
     logits,  # [rows, columns], in and out
     targets,  # [rows] int64

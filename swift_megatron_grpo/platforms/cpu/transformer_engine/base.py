@@ -78,7 +78,9 @@ class TransformerEngineBaseModule(nn.Module):
         if self.get_rng_state_tracker is None:
             return nullcontext()
         tracker = self.get_rng_state_tracker()
-        return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
+        names = (self.rng_tracker_name,) if self.rng_tracker_name else ()
+        fork: AbstractContextManager[Any] = tracker.fork(*names)
+        return fork
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """Do nothing: Megatron calls this when it loads a checkpoint, but without fp8 there is nothing to prepare."""

@@ -63,7 +63,7 @@ def get_all_rng_states() -> dict[str, torch.Tensor]:
     return _latest_tracker_states
 
 
-class activation_recompute_forward(AbstractContextManager, ContextDecorator):
+class activation_recompute_forward(AbstractContextManager[None], ContextDecorator):
     """A context that does nothing: upstream it notifies fp8 layers of recomputation."""
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None: ...

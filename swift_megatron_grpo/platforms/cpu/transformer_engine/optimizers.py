@@ -131,7 +131,8 @@ class FusedAdam(Optimizer):
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
         """Return a state in fp32, or a remainder as stored."""
         if state_name == "master_param" and self._has_remainder(param):
-            return self.state[param][state_name]
+            remainder: torch.Tensor = self.state[param][state_name]
+            return remainder
         return self._read(param, state_name)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
@@ -169,7 +170,7 @@ class FusedAdam(Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _read(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        state = self.state[parameter][name]
+        state: torch.Tensor = self.state[parameter][name]
         scale = self._scales.get(parameter, {}).get(name)
         return state.float() if scale is None else state.float().mul_(scale)
 
@@ -192,7 +193,7 @@ class FusedAdam(Optimizer):
             return parameter.detach().float()
         if not self._has_remainder(parameter):
             return self._read(parameter, "master_param")
-        low = self.state[parameter]["master_param"]
+        low: torch.Tensor = self.state[parameter]["master_param"]
         high = parameter.detach().view(torch.int16) - (low < 0).to(torch.int16)  # undo the rounding up
         return ((high.int() << 16) | (low.int() & 0xFFFF)).view(torch.float32)
 
