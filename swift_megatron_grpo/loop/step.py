@@ -43,8 +43,8 @@ from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
-from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
+from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
 
 T = TypeVar("T")
