@@ -1,0 +1,75 @@
+"""What a linter does not check: how docstrings begin, how long files and functions are, what the root holds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.paths import REPOSITORY
+
+PACKAGE = REPOSITORY / "swift_megatron_grpo"
+FOLDERS = ("swift_megatron_grpo", "benchmarks", "scripts", "templates", "tests")
+FILES = [path for folder in FOLDERS for path in sorted((REPOSITORY / folder).rglob("*.py"))]
+# A docstring that begins with one of these is a fragment; a function's begins with a verb (ruff D401).
+FRAGMENTS = {
+    "also", "as", "beside", "by", "from", "how", "if", "not", "of", "only", "so", "that", "these", "this", "those",
+    "to", "until", "up", "what", "when", "where", "whether", "which", "without",
+}  # fmt: skip
+LONGEST_FILE, LONGEST_FUNCTION = 400, 80  # lines
+MODULES_AT_THE_ROOT = 8
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(path: Path) -> Iterator[ast.Module | Definition]:
+    tree = ast.parse(path.read_text())
+    yield tree
+    yield from (node for node in ast.walk(tree) if isinstance(node, Definition))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+def test_no_docstring_is_a_fragment() -> None:
+    fragments = [
+        f"{name_of(path)}: {docstring.splitlines()[0]}"
+        for path in FILES
+        for node in definitions(path)
+        if (docstring := ast.get_docstring(node)) and docstring.split()[0].strip(".,:;`'\"").lower() in FRAGMENTS
+    ]
+    assert not fragments, "\n".join(fragments)
+
+
+def test_files_and_functions_are_short() -> None:
+    long = [
+        f"{name_of(path)}: {length} lines"
+        for path in FILES
+        if (length := len(path.read_text().splitlines())) > LONGEST_FILE
+    ]
+    long += [
+        f"{name_of(path)}: {node.name} has {length} lines"
+        for path in FILES
+        for node in definitions(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_the_root_of_the_package_holds_few_modules() -> None:
+    modules = sorted(path.name for path in PACKAGE.glob("*.py"))
+    assert len(modules) <= MODULES_AT_THE_ROOT, modules
+
+
+def test_every_folder_describes_its_files() -> None:
+    """The docstring of a folder's `__init__.py` names every module of the folder."""
+    missing = [
+        f"{name_of(folder)}: {path.name}"
+        for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE})
+        for path in sorted(folder.glob("*.py"))
+        if path.name != "__init__.py"
+        and path.name not in (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "")
+    ]
+    assert not missing, "\n".join(missing)
