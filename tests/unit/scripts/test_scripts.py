@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tests.forking.client import run_script
 from tests.paths import REPOSITORY
 
 
@@ -28,10 +29,14 @@ def script(name: str, *arguments: object, ok: bool = True) -> subprocess.Complet
 # ---- make_tiny_model.py
 
 
+def make_tiny_model(*arguments: object) -> None:
+    run_script(REPOSITORY / "scripts" / "make_tiny_model.py", *arguments)
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "dense"
-    script("make_tiny_model.py", "--out", folder)
+    make_tiny_model("--out", folder)
     return folder
 
 
@@ -61,8 +66,8 @@ def test_the_model_is_a_random_qwen3_in_bf16(dense: Path) -> None:
 
 
 def test_the_seed_determines_the_weights(dense: Path, tmp_path: Path) -> None:
-    script("make_tiny_model.py", "--out", tmp_path / "same", "--seed", 0)
-    script("make_tiny_model.py", "--out", tmp_path / "other", "--seed", 1)
+    make_tiny_model("--out", tmp_path / "same", "--seed", 0)
+    make_tiny_model("--out", tmp_path / "other", "--seed", 1)
     weights = "model.safetensors"
     assert filecmp.cmp(dense / weights, tmp_path / "same" / weights, shallow=False)
     assert not filecmp.cmp(dense / weights, tmp_path / "other" / weights, shallow=False)
@@ -70,7 +75,7 @@ def test_the_seed_determines_the_weights(dense: Path, tmp_path: Path) -> None:
 
 def test_kind_moe_and_shape_flags_set_the_config(tmp_path: Path) -> None:
     shape = ["--layers", 2, "--hidden", 32, "--heads", 2, "--kv-heads", 1, "--experts", 8, "--tie"]
-    script("make_tiny_model.py", "--out", tmp_path / "moe", "--kind", "moe", *shape)
+    make_tiny_model("--out", tmp_path / "moe", "--kind", "moe", *shape)
     config = AutoConfig.from_pretrained(tmp_path / "moe")
     assert config.model_type == "qwen3_moe"
     assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (2, 32, 2)
