@@ -21,13 +21,13 @@ from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     BatchGeneration,
     Generation,
-    NamedWeights,
     Request,
     Share,
 )
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
+from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
@@ -48,6 +48,7 @@ PHASE_OF_TIMER = {
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
+    """Install the timers and return the trainer's class."""
     if job.canned:
         vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = lambda _, template: Canned(template, canned)
     _follow_timer(clock)

@@ -15,7 +15,8 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
 
 
-def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[Trainer]:
+def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> Any:
+    """Install the timers and return the trainer's class."""
     if job.canned:
         _without_engine(canned)
     clock.time_method(Trainer, "_generate_completions", "switch")  # wake-up, offload and sleep
