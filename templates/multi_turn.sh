@@ -19,7 +19,7 @@ SERVER=${SERVER:-http://127.0.0.1:8000}
 # completion. Functions in --reward_funcs are added to it; they receive `rollout_infos` and all `messages`.
 turns=(
     --external_plugins "$here/plugins/spelling.py" # registers the environment; replace it with your own file
-    --multi_turn_scheduler gym_scheduler     # leads the conversations
+    --multi_turn_scheduler gym_scheduler     # runs the conversations
     --gym_env spelling                       # name of the environment
     --max_turns 3                            # turns of a conversation, at most
 )
@@ -41,7 +41,7 @@ serve() {
     local args=(
         --model "$MODEL"                         # the same as for the trainer
         --host "${LISTEN:-127.0.0.1}"            # address to listen on
-        --port "${SERVER##*:}" # port to listen on
+        --port "${SERVER##*:}"                    # port to listen on
         --torch_dtype bfloat16                   # precision of weights and activations
         --vllm_gpu_memory_utilization 0.9        # share of the GPU memory for vLLM
         "${turns[@]}"
