@@ -17,7 +17,7 @@ serve() {
     local args=(
         --model "$MODEL"                         # the same as for the trainer
         --host "${LISTEN:-127.0.0.1}"            # address to listen on
-        --port "${SERVER##*:}"                    # port to listen on
+        --port "${SERVER##*:}"                   # port to listen on
         --torch_dtype bfloat16                   # precision of weights and activations
         --vllm_tensor_parallel_size "${SERVER_TP:-2}" # GPUs that share one vLLM engine
         --vllm_max_model_len 6144                # at least max_length + max_completion_length of the trainer

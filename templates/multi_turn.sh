@@ -41,7 +41,7 @@ serve() {
     local args=(
         --model "$MODEL"                         # the same as for the trainer
         --host "${LISTEN:-127.0.0.1}"            # address to listen on
-        --port "${SERVER##*:}"                    # port to listen on
+        --port "${SERVER##*:}"                   # port to listen on
         --torch_dtype bfloat16                   # precision of weights and activations
         --vllm_gpu_memory_utilization 0.9        # share of the GPU memory for vLLM
         "${turns[@]}"
