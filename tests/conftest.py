@@ -1,4 +1,4 @@
-"""Every test process is one in which megatron can be imported, whether or not the machine has a GPU."""
+"""Prepare every test process: megatron can be imported with or without a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("patient", deadline=None)  # a busy machine is not a fault
+settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
 settings.load_profile("patient")
 
 if not torch.cuda.is_available():
@@ -17,15 +17,15 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--alone", choices=("yes", "no"), help="only tests that are marked `alone`, or only those that are not"
+        "--alone", choices=("yes", "no"), help="run only tests that are marked `alone`, or only the others"
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if asked := config.getoption("--alone"):
-        found: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
+    if choice := config.getoption("--alone"):
+        groups: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
         for item in items:
-            found["yes" if item.get_closest_marker("alone") else "no"].append(item)
-        items[:] = found.pop(asked)
-        [others] = found.values()
+            groups["yes" if item.get_closest_marker("alone") else "no"].append(item)
+        items[:] = groups.pop(choice)
+        [others] = groups.values()
         config.hook.pytest_deselected(items=others)

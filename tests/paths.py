@@ -1,4 +1,4 @@
-"""Where the repository lies; tests take every path from here."""
+"""Paths of the repository; tests take every path from here."""
 
 from __future__ import annotations
 

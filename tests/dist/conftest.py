@@ -1,4 +1,4 @@
-"""Ranks of tests/dist: each job is forked from a preloaded process when the first test asks for its result."""
+"""Ranks of tests/dist: each job is forked from a preloaded process when the first test requests its result."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ LAYOUTS = {
     ("dense", "full"): DENSE,
     ("dense", "lora"): ["mbs1", "tokens64", "tp2+sp", "pp2+vpp2", "cp2", "dp2+overlap", "tp2+pp2"],
     ("moe", "full"): ["tokens64", *MOE],
-    ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge refuses LoRA with ETP
+    ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge does not support LoRA with ETP
 }
-# The model that trains in one layout, its frozen reference copy in another.
+# The trained model in one layout, its frozen reference copy in another.
 REFERENCE_LAYOUTS = {
     "tp2, reference dp2": ("dense", "--tensor_model_parallel_size 2 --ref_tensor_model_parallel_size 1"),
     "pp2 vpp2, reference tp2": (
@@ -42,12 +42,12 @@ REFERENCE_LAYOUTS = {
 TIED_LAYOUTS = ["pp2", "dp2+overlap"]
 LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp2", "dp4"]
 LEARNING_RATE = 1000.0
-# One step of plain gradient descent: what it moved, over the learning rate, is the gradient. The rate is large so that
-# subtracting fp32 weights costs no precision.
+# One step of plain gradient descent: the change of a weight, divided by the learning rate, is its gradient. The rate is
+# large so that subtracting fp32 weights costs no precision.
 DESCENT = ["--optimizer", "sgd", "--sgd_momentum", "0", "--lr", str(LEARNING_RATE), "--lr_decay_style", "constant",
            "--clip_grad", "0", "--weight_decay", "0", "--use_distributed_optimizer", "false"]  # fmt: skip
 
-# What the state that leaves the GPU is made of: one or several optimizers, frozen weights, masters inside of Adam.
+# Kinds of offloaded state: one or several optimizers, frozen weights, fp32 master weights inside Adam.
 OFFLOADED = {
     "full": ("dense", "full", ["--beta", "0.1"]),
     "lora": ("dense", "lora", ["--beta", "0.1", "--tensor_model_parallel_size", "2"]),
@@ -67,13 +67,13 @@ _RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Runs jobs on forked ranks, each once, and finds their results."""
+    """Runs each job once on forked ranks and reads its results."""
 
     folder: Path
     _done: set[str] = field(default_factory=set)
 
     def run(self, name: str, ranks: int, tasks: Sequence[Task]) -> None:
-        """Run tasks one after the other on this many ranks, unless the job of this name has run already."""
+        """Run tasks one after the other on this many ranks, unless a job with this name has run already."""
         if name in self._done:
             return
         job, log = self.folder / f"{name}.job.json", self.folder / f"{name}.txt"
@@ -84,8 +84,8 @@ class Ranks:
         self._done.add(name)
 
     def report(self, name: str, rank: int) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
-        return found
+        report: dict[str, Any] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
+        return report
 
     def model(self, kind: str) -> Path:
         path = self.folder / f"{kind}-model"
@@ -111,7 +111,7 @@ class Ranks:
         return [*flags, "--adapters", self.adapter(kind)] if tuner == "lora" else flags
 
     def layouts(self, kind: str, tuner: str, *names: str) -> str:
-        """Return the folder with the results of these layouts, and of one rank."""
+        """Run these layouts and one rank; return the folder with their results."""
         folder = self.folder / f"{kind}-{tuner}"
         folder.mkdir(exist_ok=True)
         for name in ("one", *names):
@@ -123,7 +123,7 @@ class Ranks:
         return task(_RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
 
     def generic_head(self, kind: str, tuner: str) -> str:
-        """Return the folder of layouts with one more: the head's path for models whose logits are no plain product."""
+        """Run one rank with the head's generic path, for logits that are no plain product; return the layouts' folder."""
         folder = self.layouts(kind, tuner)
         arguments = {"flags": self.layout_flags(kind, tuner), "batches": _BATCHES, "folder": folder}
         self.run(f"{kind}-{tuner}-generic", 1, [task("tests.dist.generic_head:run_layout", **arguments)])
@@ -138,24 +138,24 @@ class Ranks:
         return folder
 
     def losses(self, layout: str) -> dict[str, Any]:
-        """One step of every loss on a layout."""
-        still = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
-        flags, out = self.flags("dense", "full", "float32", still), str(self.folder / "losses")
+        """Run one step of every loss on a layout and return its metrics."""
+        no_update = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
+        flags, out = self.flags("dense", "full", "float32", no_update), str(self.folder / "losses")
         main = task("tests.dist.every_loss:main", out=out, layout=layout, flags=flags)
         self.run(f"losses-{layout}", Variant.parse(layout).ranks, [main])
-        found: dict[str, Any] = json.loads((self.folder / f"losses.{layout}.json").read_text())
-        return found
+        report: dict[str, Any] = json.loads((self.folder / f"losses.{layout}.json").read_text())
+        return report
 
     def engine(
         self, name: str, run: str, ranks: int, extra: Sequence[str] = (), kind: str = "dense", **more: Any
     ) -> None:
-        """Run a function of engine_runs.py in fp32; its reports have the name."""
+        """Run a function of engine_runs.py in fp32 and save its reports under `name`."""
         flags = self.flags(kind, "full", "float32", extra)
         call = task(f"tests.dist.engine_runs:{run}", out=str(self.folder / name), flags=flags, **more)
         self.run(name, ranks, [call])
 
     def call(self, name: str, function: str, ranks: int, flags: Sequence[str], **more: Any) -> None:
-        """Run a function of tests/dist; its reports have the name."""
+        """Run a function of tests/dist and save its reports under `name`."""
         out = str(self.folder / name)
         self.run(name, ranks, [task(f"tests.dist.{function}", out=out, flags=list(flags), **more)])
 

@@ -1,4 +1,4 @@
-"""For two ranks: a step that must not update anything."""
+"""Run a step with a NaN loss on two ranks, which must not update anything, then a good one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def main(out: str, flags: list[str]) -> None:
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     assert samples[5].old_logprobs is not None
     samples[5].old_logprobs[0] = math.nan
-    told = {}
+    report = {}
     try:
         engine.train_step(samples, loss)
     except NonFiniteStep as error:
-        told["nan"] = str(error)
-    now = list(trainer.unwrapped_models[0].parameters())
-    told["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        report["nan"] = str(error)
+    after = list(trainer.unwrapped_models[0].parameters())
+    report["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     good = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
-    told["after"] = engine.train_step(good, loss)["grad_norm"]
-    told["changed"] = not all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
-    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    report["after"] = engine.train_step(good, loss)["grad_norm"]
+    report["changed"] = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))

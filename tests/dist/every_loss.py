@@ -1,4 +1,4 @@
-"""For any number of ranks: one step of every loss, and what is computed once per step, on the same samples."""
+"""Run one step of every loss, and the computations done once per step, on the same samples and any number of ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ SAMPLES, GROUP = 16, 4
 
 
 def main(out: str, flags: list[str], layout: str) -> None:
-    """Metrics of every step go to OUT.LAYOUT.json. The learning rate must be too small to move a weight."""
+    """Write the metrics of every step to OUT.LAYOUT.json. The learning rate must be too small to change a weight."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     trainer = MegatronRLHF([*flags, *Variant.parse(layout).flags()]).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
     samples = make_samples(engine, trainer.config.padded_vocab_size)
-    told = {name: engine.train_step(samples, *loss) for name, loss in make_losses().items()}
-    told["once"] = once_per_step(engine, samples)
-    told["selected"] = engine.train_step(samples, *make_losses()["dapo"])  # of the tokens that were selected
+    report = {name: engine.train_step(samples, *loss) for name, loss in make_losses().items()}
+    report["once"] = once_per_step(engine, samples)
+    report["selected"] = engine.train_step(samples, *make_losses()["dapo"])  # only of the selected tokens
     if torch.distributed.get_rank() == 0:
-        Path(f"{out}.{layout}.json").write_text(json.dumps(told))
+        Path(f"{out}.{layout}.json").write_text(json.dumps(report))
 
 
 def make_losses() -> dict[str, Any]:
@@ -46,7 +46,7 @@ def make_losses() -> dict[str, Any]:
 
 
 def make_samples(engine: Any, vocab_size: int) -> list[Any]:
-    """Off-policy, with one completion left out and one dropped."""
+    """Return off-policy samples; one completion is excluded from the loss and one dropped."""
     samples = fixed_samples(vocab_size, SAMPLES, seed=3, policies_given=True)
     rng = random.Random(5)
     for i, sample in enumerate(samples):
@@ -59,7 +59,7 @@ def make_samples(engine: Any, vocab_size: int) -> list[Any]:
 
 
 def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
-    """The entropy threshold and the KL of completions, as the loop finds them. Selects tokens."""
+    """Select tokens, and return the entropy threshold and the KL of completions, computed as in the loop."""
     from swift_megatron_grpo.loop.kl_controller import divergences
     from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
     from swift_megatron_grpo.parallel import Coordinator
@@ -68,11 +68,11 @@ def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     coordinator = Coordinator(timedelta(minutes=1))
     values = engine.infer(samples, ("logprob", "entropy"))
     entropies = coordinator.gather_samples(
-        {i: np.asarray(each.entropies, np.float32) for i, each in values.items()}, engine.parallel
+        {i: np.asarray(value.entropies, np.float32) for i, value in values.items()}, engine.parallel
     )
     threshold = entropy_threshold(entropies.values(), 0.4)
-    for i, each in entropies.items():
-        select_tokens(samples[i], each, threshold)
+    for i, token_entropies in entropies.items():
+        select_tokens(samples[i], token_entropies, threshold)
     reference = {i: TokenValues(samples[i].ref_logprobs, None) for i in values}
     kls = coordinator.gather_samples(divergences(values, reference, "k1"), engine.parallel)
     assert sorted(kls) == sorted(entropies) == list(range(len(samples)))

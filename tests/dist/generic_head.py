@@ -1,4 +1,4 @@
-"""Run a layout through the head's path for models whose logits are no plain product. For one rank."""
+"""Run a layout on one rank with the head's generic path, for models whose logits are no plain product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def run_layout(flags: list[str], batches: list[str], folder: str) -> None:
     plain = logprob.logits_are_a_plain_product
 
     def never(model: object, project: object) -> bool:
-        assert plain(model, project)  # so the run that this one is compared with took the other path
+        assert plain(model, project)  # so the run to compare with took the fused path
         return False
 
     logprob.logits_are_a_plain_product = never

@@ -1,4 +1,4 @@
-"""The loss and its gradient in fp64, written from the paper with plain transformers and autograd. No megatron.
+"""Compute the loss and its gradient in fp64, as in the paper, with plain transformers and autograd. No megatron.
 
 python hf_gradients.py MODEL OUT.pt
 """

@@ -1,4 +1,4 @@
-"""For two ranks: twenty exports with ever new adapters."""
+"""Export the weights twenty times on two ranks, each time with a new adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(out: str, kind: str, flags: list[str]) -> None:
     base = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" not in n}
     plain = {n: t.clone() for n, t in trainer.bridge.export_weights([model])}
     torch.manual_seed(torch.distributed.get_rank() if kind == "moe" else 0)
-    told: dict[str, Any] = {"worst": 0.0, "exports": 0, "base_tensors": len(base), "changed": []}
+    report: dict[str, Any] = {"worst": 0.0, "exports": 0, "base_tensors": len(base), "changed": []}
     for _ in range(20):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
@@ -28,15 +28,15 @@ def main(out: str, kind: str, flags: list[str]) -> None:
         assert set(sent) == set(plain)
         assert any(not torch.equal(sent[n], plain[n]) for n in plain)
         if kind == "dense":
-            told["worst"] = max(told["worst"], difference_to_peft(trainer, sent, plain))
+            report["worst"] = max(report["worst"], difference_to_peft(trainer, sent, plain))
         now = {n: p for n, p in model.named_parameters() if "lora_" not in n}
-        told["changed"] += [n for n in base if not torch.equal(now[n], base[n])]
-        told["exports"] += 1
-    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+        report["changed"] += [n for n in base if not torch.equal(now[n], base[n])]
+        report["exports"] += 1
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
 
 
 def difference_to_peft(trainer: Any, sent: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
-    """What was sent against base + B A * alpha / r, from the adapter as it would be saved, in fp64."""
+    """Return the relative difference of sent weights to base + B A * alpha / r, in fp64, from the adapter as saved."""
     adapter = dict(trainer.bridge.export_weights(trainer.unwrapped_models, peft_format=True))
     scaling = trainer.args.lora_alpha / trainer.args.lora_rank
     adapted, worst = set(), 0.0

@@ -1,4 +1,4 @@
-"""For two ranks: the same steps with everything that may leave leaving, and with nothing leaving."""
+"""Run the same steps with everything offloaded that can be, and with nothing offloaded, on two ranks."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ NOTHING = ResidencyConfig(offload_model=False, offload_optimizer=False, offload_
 
 
 def main(out: str, flags: list[str]) -> None:
-    stays = Run(flags, NOTHING)
-    expected = [stays.step(seed) for seed in range(STEPS)]
+    resident = Run(flags, NOTHING)
+    expected = [resident.step(seed) for seed in range(STEPS)]
     with megatron_torn_down():
-        del stays
-    moves = Run(flags, EVERYTHING)
-    seen = [moves.step(seed) for seed in range(STEPS)]
-    told: dict[str, Any] = {
-        "groups": {name: group.nbytes() for name, group in moves.residency.groups.items()},
-        "metrics_equal": [a.metrics == b.metrics for a, b in zip(seen, expected, strict=True)],
-        "trained": all(each.metrics["grad_norm"] > 0 for each in seen),
-        "weights_differ": sorted({n for a, b in zip(seen, expected, strict=True) for n in differing(a, b)}),
-        "moved_by_training": len(differing(seen[0], seen[-1])),
-        "left": [each.left for each in seen],
-        "stayed": [each.left for each in expected],
-        "decisions": moves.decisions,
+        del resident
+    offloading = Run(flags, EVERYTHING)
+    actual = [offloading.step(seed) for seed in range(STEPS)]
+    report: dict[str, Any] = {
+        "groups": {name: group.nbytes() for name, group in offloading.residency.groups.items()},
+        "metrics_equal": [a.metrics == b.metrics for a, b in zip(actual, expected, strict=True)],
+        "trained": all(step.metrics["grad_norm"] > 0 for step in actual),
+        "weights_differ": sorted({n for a, b in zip(actual, expected, strict=True) for n in differing(a, b)}),
+        "moved_by_training": len(differing(actual[0], actual[-1])),
+        "resident_with_offloading": [step.resident for step in actual],
+        "resident_without": [step.resident for step in expected],
+        "decisions": offloading.decisions,
     }
-    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
 
 
 @dataclass
 class Step:
     metrics: dict[str, float]
-    weights: dict[str, torch.Tensor]  # as a weight sync would have sent them
-    left: dict[str, dict[str, int]]  # phase -> bytes that tensors of each kind still had
+    weights: dict[str, torch.Tensor]  # as a weight sync would send them
+    resident: dict[str, dict[str, int]]  # phase -> bytes on the device, by kind of tensor
 
 
 def differing(one: Step, other: Step) -> list[str]:
@@ -60,7 +60,7 @@ def _frozen_models(trainer: Any) -> list[Any]:
 
 
 class Run:
-    """On a GPU that has room for either vLLM or the trained state."""
+    """A trainer on a simulated GPU that has room for either vLLM or the trained state."""
 
     def __init__(self, flags: list[str], config: ResidencyConfig) -> None:
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
@@ -78,49 +78,49 @@ class Run:
             _frozen_models(trainer),
             trainer.optimizer,
             log=self.decisions.append,
-            free_memory=self.bytes_away,
+            free_memory=self.offloaded_bytes,
         )
 
-    def bytes_away(self) -> int:
+    def offloaded_bytes(self) -> int:
         return sum(group.nbytes() for group in self.residency.groups.values() if group.is_offloaded)
 
     def step(self, seed: int) -> Step:
-        """As loop.py goes through the phases, the old log-probs computed as well."""
-        residency, reference, left = self.residency, self.reference, {}
+        """Run the phases of a step in the order of the loop, including the old log-probs."""
+        residency, reference, resident = self.residency, self.reference, {}
         samples = fixed_samples(self.trainer.config.padded_vocab_size, 8, seed)
         residency.make_room(sum(group.nbytes() for group in residency.groups.values()))
-        left["room made"] = self.bytes_of_tensors()
+        resident["room made"] = self.resident_bytes()
         residency.for_weight_sync()
         weights = {n: t.clone() for n, t in export_weights(self.trainer.bridge, self.trainer.unwrapped_models)}
         residency.for_generation()
-        left["generation"] = self.bytes_of_tensors()
-        self.scribble()
+        resident["generation"] = self.resident_bytes()
+        self.overwrite_freed_memory()
         residency.for_inference()
         for index, values in self.engine.infer(samples).items():
             samples[index].old_logprobs = values.logprobs
-        left["inference"] = self.bytes_of_tensors()
+        resident["inference"] = self.resident_bytes()
         residency.for_reference()
         for index, values in reference.infer(samples).items():
             samples[index].ref_logprobs = values.logprobs
-        left["reference"] = self.bytes_of_tensors()
+        resident["reference"] = self.resident_bytes()
         residency.for_training()
         metrics = self.engine.train_step(samples, self.loss)
-        left["training"] = self.bytes_of_tensors()
+        resident["training"] = self.resident_bytes()
         residency.restore()
-        return Step(metrics, weights, left)
+        return Step(metrics, weights, resident)
 
-    def scribble(self) -> None:
-        """vLLM writes over the memory that was left; without this an allocator may hand it back as it was."""
+    def overwrite_freed_memory(self) -> None:
+        """Overwrite freed memory, as vLLM would; otherwise an allocator may return it unchanged."""
         device = torch.cuda.current_device()
-        tensors = [tensor for those in self.tensors().values() for tensor in those]
+        tensors = [tensor for group in self.tensors().values() for tensor in group]
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
         sizes += [group.nbytes() for group in self.residency.groups.values()]
         for size in sizes:
             torch.full((size,), 255, dtype=torch.uint8, device=device)
 
-    def bytes_of_tensors(self) -> dict[str, int]:
-        """What the program's own tensors hold on to, whatever Residency says."""
-        return {kind: sum(t.untyped_storage().nbytes() for t in those) for kind, those in self.tensors().items()}
+    def resident_bytes(self) -> dict[str, int]:
+        """Return the bytes that the tensors still occupy, by kind, independent of what Residency reports."""
+        return {kind: sum(t.untyped_storage().nbytes() for t in tensors) for kind, tensors in self.tensors().items()}
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {
@@ -136,7 +136,7 @@ class Run:
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """States and fp32 weights, by Megatron's own names."""
+    """Yield states and fp32 weights of the optimizer, read from Megatron's attributes."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
             yield from (value for value in state.values() if torch.is_tensor(value))

@@ -1,6 +1,6 @@
 """torch.distributed on the CPU platform as Megatron, accelerate and ms-swift use it; the stand-in's parallel layers.
 
-Everything runs in one torchrun of two ranks, which report the checks that failed. This file is also their script.
+All checks run in one torchrun of two ranks, which report the ones that failed. This file is also the ranks' script.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_nccl_is_gloo() -> None:
 
 
 def check_averages_and_coalesced_calls() -> None:
-    """What gloo can do by itself since torch 2.13, and Megatron's gradient buffers rely on."""
+    """gloo supports these natively since torch 2.13; Megatron's gradient buffers rely on them."""
     import torch.distributed as dist
     from torch.distributed import _coalescing_manager
 
@@ -73,7 +73,7 @@ def check_accelerate_gathers() -> None:
 
 
 def check_a_sent_tensor_may_be_reused_at_once() -> None:
-    """The interleaved pipeline gives the storage of what it has sent away before the receiver asks for it."""
+    """The interleaved pipeline frees the storage of a sent tensor before the receiver posts its receive."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -83,7 +83,7 @@ def check_a_sent_tensor_may_be_reused_at_once() -> None:
         return p2p_communication._p2p_ops(**{**nothing, **tensors}, **neighbours, group=group)
 
     group = dist.new_group([0, 1])
-    sends = 100  # more than are held at once
+    sends = 100  # more than are buffered at once
     if dist.get_rank() == 0:
         sent = [torch.full((100_000,), float(index)) for index in range(sends)]
         handles = [communicate(tensor_send_next=tensor)["send_next"] for tensor in sent]
@@ -101,7 +101,7 @@ def check_a_sent_tensor_may_be_reused_at_once() -> None:
 
 
 def check_tensor_parallel_linears() -> None:
-    """Column then row, with and without sequence parallelism, against the whole weights on one rank."""
+    """Column then row, with and without sequence parallelism, match the whole weights on one rank."""
     import torch.distributed as dist
     import transformer_engine.pytorch as te
 
@@ -134,20 +134,20 @@ def check_tensor_parallel_linears() -> None:
         torch.testing.assert_close(column.weight.grad, whole[2].grad.chunk(2)[rank])
         torch.testing.assert_close(row.weight.grad, whole[3].grad.chunk(2, dim=1)[rank])
         for replicated, reference in ((column.layer_norm_weight, whole[1]), (row.bias, whole[4])):
-            assert replicated.sequence_parallel is sequence_parallel  # then Megatron sums it over the group
+            assert replicated.sequence_parallel is sequence_parallel  # if so, Megatron sums its gradient over the group
             if sequence_parallel:
                 dist.all_reduce(replicated.grad)
             torch.testing.assert_close(replicated.grad, reference.grad)
 
 
 def zigzag(tensor: torch.Tensor, cu_seqlens: list[int], rank: int) -> torch.Tensor:
-    """Of every sequence [begin, end) along dimension 0, chunks `rank` and `3 - rank` of 4."""
+    """Return chunks `rank` and `3 - rank` of 4 of every sequence [begin, end) along dimension 0."""
     parts = [tensor[begin:end].chunk(4) for begin, end in pairwise(cu_seqlens)]
     return torch.cat([torch.cat([chunks[rank], chunks[3 - rank]]) for chunks in parts])
 
 
 def check_context_parallel_attention() -> None:
-    """thd with and without padding, sbhd, bshd; causal, full, windowed, with a sink: as one rank, gradients too."""
+    """Outputs and gradients match one rank: thd with and without padding, sbhd, bshd; causal, full, windowed, sink."""
     import torch.distributed as dist
     import transformer_engine.pytorch as te
 
@@ -221,7 +221,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_two_ranks(failures: dict[str, str], check: str) -> None:
+def test_a_collective_check_passes_on_two_ranks(failures: dict[str, str], check: str) -> None:
     assert check not in failures, failures[check]
 
 

@@ -1,7 +1,7 @@
-"""Real megatron-core and mcore-bridge on the CPU platform: every layout trains as one rank; the logits are HF's.
+"""Real megatron-core and mcore-bridge on the CPU platform: every layout matches one rank; the logits match HF's.
 
-One torchrun of two ranks runs every case: first each rank alone, in a world of one, then both, with Megatron's groups
-taken down and set up between the cases. This file is also the script that the ranks run.
+One torchrun of two ranks runs all cases: first each rank alone, in a world of one, then both, with Megatron's groups
+destroyed and created between the cases. This file is also the script that the ranks run.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_layout_trains_as_one_rank(results: dict[str, Any], case: Case) -> None:
+def test_a_layout_trains_like_one_rank(results: dict[str, Any], case: Case) -> None:
     differences = results[case.name]
     assert differences["loss"] < 1e-6
     assert differences["grad_norm"] < 1e-6  # relative
@@ -81,7 +81,7 @@ def test_layout_trains_as_one_rank(results: dict[str, Any], case: Case) -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("layout", ["packed", "batch"])
-def test_logits_are_those_of_transformers(results: dict[str, Any], model: str, layout: str) -> None:
+def test_logits_match_transformers(results: dict[str, Any], model: str, layout: str) -> None:
     assert results[f"logits-{model}"][layout] < 1e-5
 
 
@@ -90,7 +90,7 @@ def test_logits_are_those_of_transformers(results: dict[str, Any], model: str, l
 
 @dataclass
 class Outcome:
-    """What two optimizer steps gave."""
+    """Results of two optimizer steps."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Outcome:
 
 
 def save_models(folder: Path) -> dict[str, Any]:
-    """Two tiny models. Before mcore_bridge is imported: it replaces transformers' default RoPE initialiser."""
+    """Save two tiny models. Call this before importing mcore_bridge: it replaces transformers' RoPE initialiser."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -126,7 +126,7 @@ def save_models(folder: Path) -> dict[str, Any]:
 
 
 def micro_batch(index: int) -> tuple[Any, ...]:
-    """Three packed sequences: ids, positions and labels [1, 48], cu_seqlens [4]"""
+    """Return three packed sequences: ids, positions and labels [1, 48], cu_seqlens [4]."""
     import torch
 
     ids = torch.randint(0, 256, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(100 + index))
@@ -147,11 +147,11 @@ def model_parallel(sizes: dict[str, int]) -> Iterator[None]:
     set_random_seed(42)
     yield
     mpu.destroy_model_parallel()
-    gpt_bridge.EP_PP_GROUP = None  # made once per process, for one layout
+    gpt_bridge.EP_PP_GROUP = None  # created once per process, for one layout
 
 
 def build(case: Case, folder: Path) -> tuple[Any, list[Any]]:
-    """The case's ModelConfig and model chunks with the saved weights."""
+    """Return the case's ModelConfig and model chunks with the saved weights."""
     import torch
     from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
     from transformers import AutoConfig
@@ -160,7 +160,7 @@ def build(case: Case, folder: Path) -> tuple[Any, list[Any]]:
     arguments = dict(
         hf_config=hf_config, params_dtype=torch.float32, pipeline_dtype=torch.float32, bf16=False,
         gradient_accumulation_fusion=False, calculate_per_token_loss=True, batch_p2p_comm=True, overlap_p2p_comm=False,
-        # Else the embedding and the output layer are not marked tensor parallel, and the gradient norm misses shards.
+        # Otherwise embedding and output layer are not marked tensor parallel, and the gradient norm misses shards.
         perform_initialization=True,
     )  # fmt: skip
     if case.model == "moe":
@@ -252,7 +252,7 @@ def forward_step(batches: Iterator[Any], model: Any) -> Any:
 
 
 def mean_loss(reports: list[dict[str, Any]]) -> float:
-    """Over all ranks; what tensor-parallel ranks count more than once cancels."""
+    """Return the mean over all ranks; tokens that tensor-parallel ranks count several times cancel out."""
     import torch
     import torch.distributed as dist
 

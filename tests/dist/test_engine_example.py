@@ -16,7 +16,7 @@ from tests.paths import REPOSITORY
 
 
 @pytest.mark.dist
-def test_the_example_of_the_engine_runs(tmp_path: Path) -> None:
+def test_the_engine_example_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "engine.md").read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(code)
     model = make_model(tmp_path / "model")

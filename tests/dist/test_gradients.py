@@ -1,4 +1,4 @@
-"""Gradients of the whole model against an fp64 reference written with plain transformers and autograd."""
+"""Gradients of the whole model match an fp64 reference written with plain transformers and autograd."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_gradients_match_plain_transformers_in_fp64(ranks: Ranks, tmp_path: Path
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     squares = 0.0
     for name, expected in checkpoint_names(reference["grads"], start).items():
-        found = (start[name] - moved[name].double()) / LEARNING_RATE
-        error = (found - expected).norm() / expected.norm()
+        gradient = (start[name] - moved[name].double()) / LEARNING_RATE
+        error = (gradient - expected).norm() / expected.norm()
         assert error < 1e-5, f"{name}: {error:.1e}"
         squares += expected.square().sum().item()
     assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
@@ -40,7 +40,7 @@ def torch_weights(model: Path) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_names(grads: dict[str, torch.Tensor], names: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """transformers keeps all experts of a layer in one tensor; checkpoints have one for each."""
+    """Split the tensors of transformers, which hold all experts of a layer, into the checkpoint's one per expert."""
     split: dict[str, torch.Tensor] = {}
     for name, grad in grads.items():
         if name in names:

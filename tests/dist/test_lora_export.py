@@ -1,4 +1,4 @@
-"""LoRA is merged into what goes out and into nothing else."""
+"""LoRA is merged into the exported weights only; the base weights do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_twenty_exports_leave_the_base_bit_identical(ranks: Ranks, kind: str) ->
     flags = ranks.flags(kind, "lora", "bfloat16", layout)
     ranks.call(f"export-{kind}", "lora_export:main", 2, flags, kind=kind)
     for rank in (0, 1):
-        told = ranks.report(f"export-{kind}", rank)
-        assert told["exports"] == 20 and told["base_tensors"] > 20
-        assert told["changed"] == []
-        assert told["worst"] < 5e-3  # against base + B A * alpha / r in fp64: one rounding to bf16
+        report = ranks.report(f"export-{kind}", rank)
+        assert report["exports"] == 20 and report["base_tensors"] > 20
+        assert report["changed"] == []
+        assert report["worst"] < 5e-3  # against base + B A * alpha / r in fp64: one rounding to bf16

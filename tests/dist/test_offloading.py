@@ -1,4 +1,4 @@
-"""Steps are the same to the bit whether or not the trained state leaves the GPU in between, and it really leaves."""
+"""Steps with and without offloading are bitwise equal, and offloaded state really leaves the GPU."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from tests.dist.conftest import OFFLOADED, Ranks
 
-HERE = {
-    "room made": {"policy"},  # until the weights have been sent
+RESIDENT = {
+    "room made": {"policy"},  # until the weights are sent
     "generation": set(),
     "inference": {"policy"},
     "reference": {"policy", "reference"},
@@ -17,41 +17,41 @@ HERE = {
 }
 
 
-def offloaded(ranks: Ranks, what: str, rank: int) -> dict[str, Any]:
-    kind, tuner, extra = OFFLOADED[what]
+def offloaded(ranks: Ranks, case: str, rank: int) -> dict[str, Any]:
+    kind, tuner, extra = OFFLOADED[case]
     adapter = ["--adapters", ranks.adapter(kind)] if tuner == "lora" else []
-    ranks.call(f"offload-{what}", "offloading:main", 2, ranks.flags(kind, tuner, "bfloat16", [*extra, *adapter]))
-    return ranks.report(f"offload-{what}", rank)
+    ranks.call(f"offload-{case}", "offloading:main", 2, ranks.flags(kind, tuner, "bfloat16", [*extra, *adapter]))
+    return ranks.report(f"offload-{case}", rank)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("what", list(OFFLOADED))
-def test_steps_are_the_same_to_the_bit(ranks: Ranks, what: str, rank: int) -> None:
-    told = offloaded(ranks, what, rank)
-    assert told["metrics_equal"] == [True, True, True]
-    assert told["weights_differ"] == []
-    assert told["trained"] and told["moved_by_training"] > 0
+@pytest.mark.parametrize("case", list(OFFLOADED))
+def test_steps_with_and_without_offloading_are_bitwise_equal(ranks: Ranks, case: str, rank: int) -> None:
+    report = offloaded(ranks, case, rank)
+    assert report["metrics_equal"] == [True, True, True]
+    assert report["weights_differ"] == []
+    assert report["trained"] and report["moved_by_training"] > 0
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("what", list(OFFLOADED))
-def test_what_a_phase_does_not_read_holds_no_memory(ranks: Ranks, what: str, rank: int) -> None:
-    told = offloaded(ranks, what, rank)
-    kinds = {"policy", "gradients", "optimizer"} | ({"reference"} if told["groups"]["reference policy"] else set())
-    assert ("reference" in kinds) == ("lora" not in what)  # with LoRA the reference is the base under the adapter
-    for step in told["left"]:
-        for phase, here in HERE.items():
-            assert {kind for kind in kinds if step[phase][kind]} == here & kinds, phase
-    for step in told["stayed"][1:]:  # Adam makes its states in the first one
-        for phase in list(HERE)[1:]:
+@pytest.mark.parametrize("case", list(OFFLOADED))
+def test_state_that_a_phase_does_not_read_uses_no_memory(ranks: Ranks, case: str, rank: int) -> None:
+    report = offloaded(ranks, case, rank)
+    kinds = {"policy", "gradients", "optimizer"} | ({"reference"} if report["groups"]["reference policy"] else set())
+    assert ("reference" in kinds) == ("lora" not in case)  # with LoRA the reference is the base under the adapter
+    for step in report["resident_with_offloading"]:
+        for phase, resident in RESIDENT.items():
+            assert {kind for kind in kinds if step[phase][kind]} == resident & kinds, phase
+    for step in report["resident_without"][1:]:  # Adam creates its states in the first step
+        for phase in list(RESIDENT)[1:]:
             assert all(step[phase][kind] for kind in kinds)
 
 
 @pytest.mark.dist
-def test_a_decision_is_told_once(ranks: Ranks) -> None:
-    told = offloaded(ranks, "full", 0)
-    wake, training = told["decisions"]
+def test_an_offloading_decision_is_logged_once(ranks: Ranks) -> None:
+    report = offloaded(ranks, "full", 0)
+    wake, training = report["decisions"]
     assert wake.endswith("the trainer offloads gradients and optimizer state and reference policy and weights")
     assert training.startswith("the reference policy is offloaded in training")

@@ -1,4 +1,4 @@
-"""An external plugin with reward functions that go wrong on one completion, as users' functions do."""
+"""An external plugin with reward functions that fail on one completion, as users' functions do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swift.rewards import ORM, orms
 
 
 class Broken(ORM):
-    """Fine, but for one completion of the batch it is given."""
+    """Correct rewards, except for one completion of its batch."""
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[Any]:
         rewards: list[Any] = [float(len(text)) for text in completions]
@@ -24,9 +24,9 @@ class Raises(Broken):
         raise KeyError("solution")
 
 
-class SaysNaN(Broken):
+class ReturnsNaN(Broken):
     def break_one(self, rewards: list[Any]) -> list[Any]:
         return [math.nan, *rewards[1:]]
 
 
-orms.update(raises=Raises, says_nan=SaysNaN)
+orms.update(raises=Raises, returns_nan=ReturnsNaN)

@@ -1,4 +1,4 @@
-"""An external plugin: completions come from a fixed random source instead of vLLM, whose start takes most of a test."""
+"""An external plugin: completions come from seeded random numbers, not from vLLM, whose start takes most of a test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from swift_megatron_grpo.types import Prompt, Rollout
 class CannedCompletions:
     """A GenerationEngine on every rank."""
 
-    memory_to_wake = 2**30  # makes the trainer leave where small_gpu.py says that nothing is free
+    memory_to_wake = 2**30  # makes the trainer offload where small_gpu.py reports no free memory
     is_new = False
 
     def __init__(self, *_: Any) -> None:
@@ -48,7 +48,7 @@ class CannedCompletions:
     def _complete(self, prompt: Prompt, longest: int) -> Rollout:
         tokens = [self._random.randrange(97, 123) for _ in range(self._random.randint(1, longest))]
         text = bytes(tokens).decode()
-        # Near the uniform distribution, as the random model is, but not as near as a real engine of its weights.
+        # Near the uniform distribution of the random model, but less near than a real engine with its weights.
         logprobs = [self._random.gauss(-5.56, 0.1) for _ in tokens]
         reason = "length" if len(tokens) > longest * 3 // 4 else "stop"
         return Rollout(prompt, [1, 2, 3], tokens, logprobs, text, reason, self.weights_version)

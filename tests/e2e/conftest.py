@@ -1,4 +1,4 @@
-"""What most of these tests train: a tiny model on a small dataset, of each file its own."""
+"""Fixtures of most of these tests: a tiny model and a small dataset, one copy per test file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "dense")
 
 
 @pytest.fixture(scope="module")
-def dense(folder: Path, made_once: Path) -> Path:
-    return Path(shutil.copytree(made_once, folder / "dense"))
+def dense(folder: Path, shared_model: Path) -> Path:
+    return Path(shutil.copytree(shared_model, folder / "dense"))
 
 
 @pytest.fixture(scope="module")

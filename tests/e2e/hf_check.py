@@ -1,4 +1,4 @@
-"""Compare a run on conversations with plain transformers, in a process of its own."""
+"""Compare a run on conversations with plain transformers, which run in a separate process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.forking.client import run_script
 _SCRIPT = Path(__file__).with_name("hf_conversations.py")
 
 
-def check_by_hand(step: dict[str, Any], model: Path, dumped: Path) -> None:
-    by_hand = json.loads(run_script(_SCRIPT, model, dumped, 4).splitlines()[-1])
-    assert by_hand["logprob_difference"] < 1e-4 and by_hand["grad_norm"] > 0.01
-    assert step["grad_norm"] == pytest.approx(by_hand["grad_norm"], rel=1e-4)
+def check_with_transformers(step: dict[str, Any], model: Path, dumped: Path) -> None:
+    reference = json.loads(run_script(_SCRIPT, model, dumped, 4).splitlines()[-1])
+    assert reference["logprob_difference"] < 1e-4 and reference["grad_norm"] > 0.01
+    assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""Plain transformers on dumped conversations: the gradient norm of the first step and the log-probs. No megatron.
+"""Compute gradient norm of the first step and log-probs of dumped conversations with plain transformers, not Megatron.
 
 python hf_conversations.py MODEL ROLLOUT.jsonl NUM_GENERATIONS        loss_type grpo, advantages as ms-swift's
 """

@@ -1,6 +1,6 @@
-"""Plain transformers (and peft) on a saved checkpoint: log-probs of the probe's sequence. No megatron, no ms-swift.
+"""Compare log-probs of the probe with plain transformers (and peft) on a saved checkpoint. No megatron, no ms-swift.
 
-python hf_logprobs.py CHECKPOINT [BASE_MODEL]        with BASE_MODEL the checkpoint is a peft adapter
+python hf_logprobs.py CHECKPOINT [BASE_MODEL]        BASE_MODEL: the checkpoint is a peft adapter
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def main(checkpoint: str, base: str | None) -> None:
     tokens = torch.tensor([probe["tokens"]])
     with torch.no_grad():
         logits = model.eval()(tokens).logits[0, :-1].float() / probe["temperature"]
-    mine = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
-    theirs = torch.tensor(probe["logprobs"])
-    print(json.dumps({"max": (mine - theirs).abs().max().item(), "mean": (mine - theirs).abs().mean().item()}))
+    logprobs = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0]
+    difference = (logprobs - torch.tensor(probe["logprobs"])).abs()
+    print(json.dumps({"max": difference.max().item(), "mean": difference.mean().item()}))
 
 
 if __name__ == "__main__":

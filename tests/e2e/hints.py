@@ -1,5 +1,7 @@
-"""An external plugin: a scheduler that cuts the first answer short and goes on in it with a hint, as ms-swift's
-math_tip_trick does, and asks again and again until there is no room left. Its first token is left out of the loss."""
+"""An external plugin: a scheduler that truncates the first answer and appends a hint, like ms-swift's math_tip_trick.
+
+It then sends user messages until no room is left. The first token of the answer is excluded from the loss.
+"""
 
 from __future__ import annotations
 

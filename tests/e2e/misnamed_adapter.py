@@ -1,4 +1,4 @@
-"""An external plugin that plants a fault: half of the adapter goes out under names that no module has."""
+"""An external plugin that injects a fault: half of the adapter is sent under names that no module has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An external plugin for tests: on every save, what the trainer says of a fixed sequence goes to probe.json.
+"""An external plugin for tests: on every save, write the log-probs of a fixed sequence to probe.json.
 
 megatron rlhf ... --external_plugins .../probe.py --callbacks probe
 """

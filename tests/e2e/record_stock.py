@@ -1,6 +1,6 @@
-"""An external plugin for ms-swift's own GRPO trainer: what it generated and what each step computed goes to a file.
+"""An external plugin for ms-swift's own GRPO trainer: it records completions and the metrics of each step in a file.
 
-Changes nothing of what the trainer does. RECORD names the file.
+It does not change what the trainer computes. RECORD names the file.
 """
 
 from __future__ import annotations

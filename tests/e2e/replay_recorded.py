@@ -23,7 +23,7 @@ from swift_megatron_grpo.types import Rollout
 
 
 class RecordedCompletions:
-    """A GenerationEngine of one rank. Weights are taken and dropped, so exporting them is part of the run."""
+    """A GenerationEngine of one rank. It receives and discards weights, so exporting them is part of the run."""
 
     share = Share(index=0, of=1, reports=True)
     memory_to_wake = 0

@@ -1,4 +1,4 @@
-"""Runs of the real command line, for the end-to-end tests."""
+"""Run the real command line, or forks of it, for the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.paths import REPOSITORY
 
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
 PROBE = Path(__file__).with_name("probe.py")
-# Fused attention on a GPU wants heads of 64 or 128.
+# Fused attention on a GPU needs heads of 64 or 128.
 SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
-# Seconds of every start that prove nothing: a cache of 1 GiB that is filled with zeros, and Python's own end.
-# On a GPU both stay: its tests are about memory. The templates' runs (test_multi_turn.py) end as a user's do.
+# These save seconds of every run that test nothing: filling a cache of 1 GiB with zeros, and Python's shutdown.
+# Neither is used on a GPU, whose tests are about memory. Runs of templates (test_multi_turn.py) end as a user's do.
 ON_CPU = not torch.cuda.is_available()
 SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 2**26})] if ON_CPU else []
 QUICK_END = Path(__file__).with_name("quick_end")
@@ -43,7 +43,7 @@ def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> 
 
 
 def first_weights(model: Path) -> list[float]:
-    """A few, to see that two machines have made the same model."""
+    """Return a few weights, to verify that two machines generated the same model."""
     with safe_open(model / "model.safetensors", "pt") as file:
         weights: list[float] = file.get_tensor("model.embed_tokens.weight")[0, :4].tolist()
     return weights
@@ -63,7 +63,7 @@ class Finished:
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """Logged steps."""
+        """The logged steps."""
         lines = [json.loads(line) for line in (self.folder / "logging.jsonl").read_text().splitlines()]
         return [line for line in lines if "loss" in line]
 
@@ -73,7 +73,7 @@ class Finished:
 
 
 def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = ()) -> list[str]:
-    """Flags of a small run; later flags win over the ones here."""
+    """Return the flags of a small run; `flags` come last and override them."""
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
             "--dataset", str(dataset), "--output_dir", str(folder),
@@ -101,8 +101,8 @@ def megatron_rlhf(
 ) -> Finished:
     """Run `megatron rlhf --rlhf_type grpo` on forked ranks; on a GPU, the real command.
 
-    A forked rank has imported everything already and runs what torchrun would start. The entry point, torchrun and the
-    end of a process are not in it: for these, use `megatron_command`.
+    A forked rank has imported everything already and runs what torchrun would start. Entry point, torchrun and process
+    shutdown are not covered: for these, use `megatron_command`.
     """
     if not ON_CPU:
         return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
@@ -125,9 +125,9 @@ def megatron_command(
     timeout: int = 600,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run the real command line: entry point, argument parsing, torchrun, and the end of every process."""
+    """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process."""
     script = Path(sys.executable).with_name(command[0])
-    # installed without its scripts where packages lie in a folder of their own
+    # packages in a separate folder have no scripts next to the interpreter
     program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
     program += [*command[1:], *grpo_flags(model, dataset, folder, flags)]
     variables = {
@@ -150,19 +150,19 @@ def _follow(
     timeout: float,
     on_line: Callable[[str], object] | None,
 ) -> Finished:
-    """Pass every line of a process on as it comes; kill its group when it is out of time."""
+    """Pass every line that a process prints to `on_line`; kill its process group after the timeout."""
     reading, writing = os.pipe()
     with open(writing, "w") as output:
         process = start(output)
-    out_of_time = Timer(timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
-    out_of_time.start()
+    killer = Timer(timeout, lambda: os.killpg(process.pid, signal.SIGKILL))
+    killer.start()
     lines = []
     with open(reading, errors="replace") as printed:
         for line in printed:
             lines.append(line)
             if on_line is not None:
                 on_line(line)
-    out_of_time.cancel()
+    killer.cancel()
     text = "".join(lines)
     folder.with_suffix(".txt").write_text(text)
     return Finished(process.wait(), text, folder)

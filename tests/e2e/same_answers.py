@@ -1,4 +1,4 @@
-"""A real vLLM engine asked twice, by this package and by ms-swift's own `infer`; prints what both said.
+"""Send the same requests to a vLLM engine by this package and by ms-swift's `infer`, and print both results.
 
 python same_answers.py MODEL
 """
@@ -16,7 +16,7 @@ from swift_megatron_grpo.plugin.activation import hook_platform
 
 hook_platform()
 
-import mcore_bridge  # noqa: E402, F401  # has the platform put in place
+import mcore_bridge  # noqa: E402, F401  # installs the CPU platform
 import torch  # noqa: E402
 from swift.infer_engine import GRPOVllmEngine  # noqa: E402
 
@@ -35,31 +35,31 @@ def main(model: str) -> None:
         max_num_seqs=4, enforce_eager=True, max_model_len=128, distributed_executor_backend="external_launcher",
         logprobs_mode="processed_logprobs", engine_kwargs={}, seed=1,
     )  # fmt: skip
-    questions = ("hello", "what is two and two?", "a" * 70)  # the last one leaves less room than asked for
+    questions = ("hello", "what is two and two?", "a" * 70)  # the last one leaves less room than TOKENS
     rows = [{"messages": [{"role": "user", "content": question}]} for question in questions]
     requests = requests_for([Prompt(str(i), row) for i, row in enumerate(rows)], GENERATIONS, seed=None, version=3)
-    told = []
+    results = []
     for stop in ((), (_some_word(engine, requests[-1]),)):
-        greedy = SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop)  # top_k 1: nothing is left to chance
-        mine = sample(engine, requests, greedy, weights_version=3)
-        theirs = engine.infer(
+        greedy = SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop)  # top_k 1 makes sampling deterministic
+        ours = sample(engine, requests, greedy, weights_version=3)
+        stock = engine.infer(
             [infer_request(request.prompt) for request in requests], request_config(greedy), use_tqdm=False
         )
-        told.append({
+        results.append({
             "stop": stop,
-            "mine": [[r.prompt_ids, r.completion_ids, r.text, r.finish_reason, r.logprobs] for r in mine],
-            "theirs": [_values(answer.response) for answer in theirs],
-            "versions": [r.weights_version for r in mine],
+            "ours": [[r.prompt_ids, r.completion_ids, r.text, r.finish_reason, r.logprobs] for r in ours],
+            "stock": [_values(output.response) for output in stock],
+            "versions": [r.weights_version for r in ours],
         })  # fmt: skip
-    print(json.dumps(told))
+    print(json.dumps(results))
 
 
 def _some_word(engine: GRPOVllmEngine, request: Request) -> str:
-    """Three characters that the model will say. A token is a character here, so they have none of their own."""
-    answer = sample(engine, [request], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0)[0]
-    said: str = engine.tokenizer.decode(answer.completion_ids[2:5])
-    assert said.isascii() and len(said) == 3
-    return said
+    """Return three characters that the model will generate. A token is one character, so they are several tokens."""
+    rollout = sample(engine, [request], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0)[0]
+    word: str = engine.tokenizer.decode(rollout.completion_ids[2:5])
+    assert word.isascii() and len(word) == 3
+    return word
 
 
 def _values(response: object) -> list[object]:

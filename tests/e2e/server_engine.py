@@ -1,4 +1,4 @@
-"""A rollout server's engine asked twice, by server/completing.py and by ms-swift's `infer_async`.
+"""Send the same requests to a server's engine by server/completions.py and by ms-swift's `infer_async`.
 
 python -m tests.e2e.server_engine MODEL
 """
@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-Ask = Callable[[dict[str, Any], dict[str, Any]], Awaitable[list[Any]]]
+Complete = Callable[[dict[str, Any], dict[str, Any]], Awaitable[list[Any]]]
 TOKENS, MANY = 24, 128
 
 
-def request(question: str, number: int = 0) -> dict[str, Any]:
+def make_request(question: str, number: int = 0) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}], "uuid": f"{question[:5]} {number}"}
 
 
@@ -36,53 +36,58 @@ async def compare(model: str) -> dict[str, Any]:
     )  # fmt: skip
     completer = Completer(engine)
 
-    async def mine(asked: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
-        told = await completer.complete(asked, sampling)
-        return [told.prompt_ids, told.completion_ids, told.text, told.finish_reason, told.logprobs]
+    async def ours(request: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
+        completion = await completer.complete(request, sampling)
+        return [completion.prompt_ids, completion.completion_ids, completion.text, completion.finish_reason,
+                completion.logprobs]  # fmt: skip
 
-    async def theirs(asked: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
-        told = await engine.infer_async(RolloutInferRequest(**asked), RequestConfig(**sampling))
-        choice = told.choices[0]
+    async def stock(request: dict[str, Any], sampling: dict[str, Any]) -> list[Any]:
+        response = await engine.infer_async(RolloutInferRequest(**request), RequestConfig(**sampling))
+        choice = response.choices[0]
         logprobs = [token["logprob"] for token in choice.logprobs["content"]]
-        return [told.prompt_token_ids, choice.token_ids, choice.message.content, choice.finish_reason, logprobs]
+        return [response.prompt_token_ids, choice.token_ids, choice.message.content, choice.finish_reason, logprobs]
 
     def sampling(seed: int | None = None, stop: Sequence[str] = (), **more: Any) -> dict[str, Any]:
-        asked = RequestConfig(max_tokens=TOKENS, seed=seed, stop=list(stop), return_details=True, logprobs=True, **more)
-        return asdict(asked)
+        details = {"return_details": True, "logprobs": True, **more}
+        return asdict(RequestConfig(max_tokens=TOKENS, seed=seed, stop=list(stop), **details))
 
-    questions = ["hello", "what is two and two?", "a" * 70]  # the last one leaves less room than asked for
+    questions = ["hello", "what is two and two?", "a" * 70]  # the last one leaves less room than TOKENS
     greedy, seeded = sampling(temperature=0.9, top_k=1), sampling(7, temperature=0.9, top_p=0.9)
-    said = (await mine(request(questions[0]), greedy))[1]
-    word = engine.tokenizer.decode(said[2:5])  # a token is a character here, so it is no token of its own
+    completion_ids = (await ours(make_request(questions[0]), greedy))[1]
+    word = engine.tokenizer.decode(completion_ids[2:5])  # a token is one character, so these are three tokens
     cases = [greedy, seeded, sampling(temperature=0.9, top_k=1, stop=[word])]
-    pairs = [[await ask(request(question), case) for ask in (mine, theirs)] for case in cases for question in questions]
+    pairs = [
+        [await complete(make_request(question), case) for complete in (ours, stock)]
+        for case in cases
+        for question in questions
+    ]
 
-    # one prompt in flight many times is encoded once, and its encoding is not kept
+    # a prompt with many requests in flight is encoded once, and its encoding is not kept afterwards
     encode, encoded = engine.template.encode, list[Any]()
     engine.template.encode = lambda *args: (encoded.append(args), encode(*args))[1]
     many = [sampling(seed, temperature=0.9) for seed in range(8)]
-    together = await asyncio.gather(*(mine(request(questions[0], i), each) for i, each in enumerate(many)))
+    together = await asyncio.gather(*(ours(make_request(questions[0], i), config) for i, config in enumerate(many)))
     engine.template.encode = encode
     kept = len(completer._encodings)
 
-    # taken back: the engine gives them up
+    # cancelled requests are aborted in the engine
     long = sampling(temperature=0.9) | {"max_tokens": 100}
-    given_up = [asyncio.create_task(mine(request("x", i), long)) for i in range(64)]
+    cancelled = [asyncio.create_task(ours(make_request("x", i), long)) for i in range(64)]
     while not engine.engine.output_processor.has_unfinished_requests():
         await asyncio.sleep(0.01)
-    for task in given_up:
+    for task in cancelled:
         task.cancel()
-    await asyncio.gather(*given_up, return_exceptions=True)
+    await asyncio.gather(*cancelled, return_exceptions=True)
     left = engine.engine.output_processor.get_num_unfinished_requests()
 
-    async def cost(ask: Ask) -> float:
-        """Milliseconds of this process for a request. The model runs in another one, the same for both."""
+    async def cost(complete: Complete) -> float:
+        """Return this process's CPU milliseconds per request. The model runs in another process, the same for both."""
         began = time.process_time()
-        asked = (request(questions[i // 8 % 2] + str(i // 8), i) for i in range(MANY))
-        await asyncio.gather(*(ask(each, sampling(i, temperature=0.9)) for i, each in enumerate(asked)))
+        requests = (make_request(questions[i // 8 % 2] + str(i // 8), i) for i in range(MANY))
+        await asyncio.gather(*(complete(request, sampling(i, temperature=0.9)) for i, request in enumerate(requests)))
         return 1000 * (time.process_time() - began) / MANY
 
-    costs = [[await cost(ask) for ask in (theirs, mine)] for _ in range(2)]
+    costs = [[await cost(complete) for complete in (stock, ours)] for _ in range(2)]
     engine.engine.shutdown()
     return {
         "pairs": pairs, "word": word, "together": together, "encoded": len(encoded), "kept": kept, "left": left,

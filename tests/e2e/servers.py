@@ -1,4 +1,4 @@
-"""`swift rollout` processes of the tests, forked or by the real command, each in a process group that can be killed."""
+"""Start `swift rollout`, forked or by the real command, in a process group that can be killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = "a key for tests"
 
 def _command() -> list[str]:
     script = Path(sys.executable).with_name("swift")
-    # installed without its scripts where packages lie in a folder of their own
+    # packages in a separate folder have no scripts next to the interpreter
     return [str(script), "rollout"] if script.exists() else [sys.executable, "-m", "swift_megatron_grpo.server"]
 
 
@@ -46,7 +46,7 @@ class RolloutServer:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> RolloutServer:
-        """Start the server and return at once; `wait` returns when it answers."""
+        """Start the server and return at once; `wait` returns when it responds."""
         arguments = ["--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
                      "--port", str(self.port), "--api_key", KEY, "--torch_dtype", "float32",
                      "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
@@ -65,10 +65,10 @@ class RolloutServer:
 
     def wait(self, seconds: float = 300) -> RolloutServer:
         assert self.process is not None
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             try:
-                self.ask("GET", "/health")
+                self.request("GET", "/health")
                 return self
             except (urllib.error.URLError, ConnectionError):
                 assert self.process.poll() is None, self.log.read_text()[-4000:]
@@ -76,7 +76,7 @@ class RolloutServer:
         raise TimeoutError(self.log.read_text()[-4000:])
 
     def kill(self) -> None:
-        """kill -9, of the server and all its processes."""
+        """Send SIGKILL to the server and all its processes."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -88,16 +88,16 @@ class RolloutServer:
         return self.process.wait(timeout=60)
 
     def cpu_seconds(self) -> float:
-        """That its processes have used so far."""
+        """Return the CPU time that its processes have used so far."""
         assert self.process is not None
         root = psutil.Process(self.process.pid)
         times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-        return sum(each.user + each.system for each in times)
+        return sum(used.user + used.system for used in times)
 
-    def ask(self, method: str, route: str, asked: Any = None, key: str | None = KEY, run: str | None = None) -> Any:
+    def request(self, method: str, route: str, body: Any = None, key: str | None = KEY, run: str | None = None) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         headers |= {RUN_HEADER: run} if run else {}
-        data = None if asked is None else json.dumps(asked).encode()
+        data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:
             return json.load(response)

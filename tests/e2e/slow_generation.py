@@ -13,9 +13,9 @@ generate = GRPORolloutDeploy.generate
 
 
 @wraps(generate)
-async def slowly(*args: Any, **kwargs: Any) -> Any:
-    answer, _ = await asyncio.gather(generate(*args, **kwargs), asyncio.sleep(float(os.environ["SECONDS"])))
-    return answer
+async def generate_slowly(*args: Any, **kwargs: Any) -> Any:
+    response, _ = await asyncio.gather(generate(*args, **kwargs), asyncio.sleep(float(os.environ["SECONDS"])))
+    return response
 
 
-GRPORolloutDeploy.generate = slowly  # type: ignore[method-assign]
+GRPORolloutDeploy.generate = generate_slowly  # type: ignore[method-assign]

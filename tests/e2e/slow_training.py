@@ -1,5 +1,6 @@
-"""An external plugin of the trainer: an optimizer step takes SECONDS longer than it does, as with a larger model. What
-all steps took goes to seconds.json.
+"""An external plugin of the trainer: each optimizer step takes SECONDS longer, as with a larger model.
+
+The duration of all steps is written to seconds.json.
 
 megatron rlhf ... --external_plugins .../slow_training.py --callbacks stopwatch
 """
@@ -19,12 +20,12 @@ from swift_megatron_grpo.training.engine import MegatronEngine
 train_step = MegatronEngine.train_step
 
 
-def slowly(*args: Any, **kwargs: Any) -> Any:
+def train_slowly(*args: Any, **kwargs: Any) -> Any:
     time.sleep(float(os.environ["SECONDS"]))
     return train_step(*args, **kwargs)
 
 
-MegatronEngine.train_step = slowly  # type: ignore[method-assign]
+MegatronEngine.train_step = train_slowly  # type: ignore[method-assign]
 
 
 class Stopwatch(MegatronCallback):

@@ -1,4 +1,4 @@
-"""An external plugin that gets stuck on rank 1: `sleeps` and `awaits` are reward functions; STUCK=train is training."""
+"""An external plugin that hangs on rank 1: in reward functions `sleeps` and `awaits`; with STUCK=train in training."""
 
 from __future__ import annotations
 

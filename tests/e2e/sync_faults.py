@@ -1,7 +1,8 @@
-"""An external plugin for tests: faults on the way from the trainer to vLLM, here or in a server, in a real run.
+"""An external plugin for tests: faults in the transfer of weights from the trainer to vLLM, local or in a server.
 
-FAULTS names a scenario: before which step which faults are planted, one after the other. What the run says of each goes
-to faults.RANK.json in --output_dir, then the step is done without. The faults before LAST stay, and end the run.
+FAULTS names a scenario: the faults to inject before a step, one after the other. The error that the run raises for each
+is written to faults.RANK.json in --output_dir; then the step runs without a fault. The faults in LAST stay and end the
+run.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-def without(weights: NamedWeights) -> NamedWeights:
+def without_tensor(weights: NamedWeights) -> NamedWeights:
     return ((name, tensor) for name, tensor in weights if name != TENSOR)
 
 
@@ -58,14 +59,14 @@ def swapped(weights: NamedWeights) -> NamedWeights:
             yield name, tensor
 
 
-def on_the_way(loop: GRPOLoop, change: Change, times: int = 2) -> AbstractContextManager[None]:
-    """Between what was exported and the engine, in so many transfers."""
+def in_transfer(loop: GRPOLoop, change: Change, times: int = 2) -> AbstractContextManager[None]:
+    """Change the weights between export and engine, in the next `times` transfers."""
     engine: Any = loop.stages.generation
-    load, left = engine.load_weights, [times]
+    load, remaining = engine.load_weights, [times]
 
     def load_changed(weights: NamedWeights, *args: Any, **kwargs: Any) -> None:
-        left[0] -= 1
-        load(change(weights) if left[0] >= 0 else weights, *args, **kwargs)
+        remaining[0] -= 1
+        load(change(weights) if remaining[0] >= 0 else weights, *args, **kwargs)
 
     return replaced(engine, "load_weights", load_changed)
 
@@ -76,19 +77,19 @@ def in_export(change: Change) -> AbstractContextManager[None]:
 
 
 def tensor_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return in_export(without)
+    return in_export(without_tensor)
 
 
-def tensor_lost_on_the_way(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return on_the_way(loop, without)
+def tensor_lost_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_transfer(loop, without_tensor)
 
 
 def tensor_lost_once(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return on_the_way(loop, without, times=1)
+    return in_transfer(loop, without_tensor, times=1)
 
 
-def experts_swapped_on_the_way(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return on_the_way(loop, swapped)
+def experts_swapped_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_transfer(loop, swapped)
 
 
 def experts_swapped_in_export(loop: GRPOLoop) -> AbstractContextManager[None]:
@@ -97,18 +98,18 @@ def experts_swapped_in_export(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 @contextmanager
 def experts_swapped_for_one_engine(loop: GRPOLoop) -> Iterator[None]:
-    """That of rank 1; or of rank 0, which alone speaks to servers."""
-    speaker = 0 if isinstance(loop.stages.generation, RemoteVllm) else 1
-    if torch.distributed.get_rank() != speaker:
+    """Inject the fault on rank 1; with servers on rank 0, the only rank that connects to them."""
+    faulty_rank = 0 if isinstance(loop.stages.generation, RemoteVllm) else 1
+    if torch.distributed.get_rank() != faulty_rank:
         yield
         return
-    with on_the_way(loop, swapped):
+    with in_transfer(loop, swapped):
         yield
 
 
 @dataclass
-class Changed:
-    """A generation that tells other completions than were made."""
+class ChangedGeneration:
+    """A generation that returns changed rollouts."""
 
     generation: Generation
     change: Callable[[Rollout], Rollout]
@@ -122,31 +123,36 @@ class Changed:
         return replace(progress, finished={index: self.change(rollout) for index, rollout in progress.finished.items()})
 
 
-def answering(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> AbstractContextManager[None]:
+def changed_rollouts(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> AbstractContextManager[None]:
     engine: Any = loop.stages.generation
     generate = engine.generate
-    return replaced(engine, "generate", lambda *args: Changed(generate(*args), change))
+    return replaced(engine, "generate", lambda *args: ChangedGeneration(generate(*args), change))
+
+
+def _shift_logprobs(rollout: Rollout) -> Rollout:
+    assert rollout.logprobs is not None
+    return replace(rollout, logprobs=[*rollout.logprobs[1:], rollout.logprobs[0]])
 
 
 def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
     loop._compared_with_engine = False
-    return answering(loop, lambda told: replace(told, logprobs=[*told.logprobs[1:], told.logprobs[0]]))  # type: ignore[misc, index]
+    return changed_rollouts(loop, _shift_logprobs)
 
 
-def temperature_not_heeded(loop: GRPOLoop) -> AbstractContextManager[None]:
+def temperature_not_applied(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.stages.generation
     generate = engine.generate
     loop._compared_with_engine = False
 
-    def heedless(requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
-        told: Generation = generate(requests, group_size, replace(sampling, temperature=1.0))
-        return told
+    def generate_at_temperature_1(requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        generation: Generation = generate(requests, group_size, replace(sampling, temperature=1.0))
+        return generation
 
-    return replaced(engine, "generate", heedless)
+    return replaced(engine, "generate", generate_at_temperature_1)
 
 
-def older_weights_answer(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return answering(loop, lambda told: replace(told, weights_version=told.weights_version - 1))
+def rollouts_of_older_weights(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return changed_rollouts(loop, lambda rollout: replace(rollout, weights_version=rollout.weights_version - 1))
 
 
 def adapter_bound_to_nothing(loop: GRPOLoop) -> AbstractContextManager[None]:
@@ -164,44 +170,46 @@ def adapter_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 def one_adapter_of_a_layer_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
     merge = export._merged
-    return replaced(export, "_merged", lambda modules, told: merge(list(modules)[1:], told))
+    return replaced(export, "_merged", lambda modules, merged: merge(list(modules)[1:], merged))
 
 
 SCENARIOS: dict[str, dict[int, list[Fault]]] = {
     "experts": {
-        0: [tensor_lost_on_the_way],
+        0: [tensor_lost_in_transfer],
         1: [tensor_not_sent, experts_swapped_in_export],
-        2: [tensor_lost_on_the_way, experts_swapped_on_the_way, logprobs_shifted, older_weights_answer],
+        2: [tensor_lost_in_transfer, experts_swapped_in_transfer, logprobs_shifted, rollouts_of_older_weights],
         3: [tensor_lost_once],
-        5: [temperature_not_heeded],
+        5: [temperature_not_applied],
     },
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
 LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine]), "adapter": (-1, [])}
 scenario = os.environ["FAULTS"]
-told: dict[str, Any] = {}
+reports: dict[str, Any] = {}
 base: dict[str, torch.Tensor] = {}
 step = GRPOLoop.step
 
 
-def step_with_faults(self: GRPOLoop) -> dict[str, float]:
+def step_after_faults(self: GRPOLoop) -> dict[str, float]:
     done = self._weights_version
     models = self.stages.sync.export._models
-    frozen = {name: each for model in models for name, each in model.named_parameters() if not each.requires_grad}
-    base.update({name: each.detach().clone() for name, each in frozen.items() if name not in base})
+    weights = (named for model in models for named in model.named_parameters())
+    frozen = {name: weight for name, weight in weights if not weight.requires_grad}
+    base.update({name: weight.detach().clone() for name, weight in frozen.items() if name not in base})
     for fault in SCENARIOS[scenario].get(done, []):
-        told[f"{fault.__name__}, step {done}"] = story(self, fault)
-    told["frozen weights"] = len(base)
-    told["frozen weights that changed"] = [name for name in base if not torch.equal(base[name], frozen[name])]
+        reports[f"{fault.__name__}, step {done}"] = step_with_fault(self, fault)
+    reports["frozen weights"] = len(base)
+    reports["frozen weights that changed"] = [name for name in base if not torch.equal(base[name], frozen[name])]
     folder = Path(self.config.log.output_dir)
-    (folder / f"faults.{torch.distributed.get_rank()}.json").write_text(json.dumps(told))
+    (folder / f"faults.{torch.distributed.get_rank()}.json").write_text(json.dumps(reports))
     with ExitStack() as last:
         for fault in LAST[scenario][1] if done == LAST[scenario][0] else []:
             last.enter_context(fault(self))
         return step(self)
 
 
-def story(loop: GRPOLoop, fault: Fault) -> str:
+def step_with_fault(loop: GRPOLoop, fault: Fault) -> str:
+    """Run a step with a fault; return the error and how often the engine generated."""
     engine: Any = loop.stages.generation
     generate, times = engine.generate, [0]
 
@@ -214,7 +222,7 @@ def story(loop: GRPOLoop, fault: Fault) -> str:
             step(loop)
         except RuntimeError as error:
             return f"{type(error).__name__}, generated {times[0]} times: {error}"
-    return "nothing was said"
+    return "no error"
 
 
-GRPOLoop.step = step_with_faults  # type: ignore[method-assign]
+GRPOLoop.step = step_after_faults  # type: ignore[method-assign]

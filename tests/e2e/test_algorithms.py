@@ -1,5 +1,7 @@
-"""What is decided once per step goes through the whole loop, on a pipeline as on tensor parallel ranks; every algorithm
-learns the quickstart's task."""
+"""The decisions made once per step, in the whole loop, on a pipeline and on tensor parallel ranks.
+
+Every algorithm learns the quickstart's task.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +36,18 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, dense: Path, dataset: Path) -> dict[str, Finished]:
-    found = {}
+    finished = {}
     for name, layout in LAYOUTS.items():
-        found[name] = megatron_rlhf(dense, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
-        assert found[name].code == 0, found[name].output[-4000:]
-    return found
+        finished[name] = megatron_rlhf(dense, dataset, folder / name, ranks=2, flags=[*FLAGS, *layout])
+        assert finished[name].code == 0, finished[name].output[-4000:]
+    return finished
 
 
-def test_a_pipeline_trains_what_tensor_parallel_ranks_train(runs: dict[str, Finished]) -> None:
-    """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None there."""
-    mine, other = runs["pp2"].log, runs["tp2"].log
-    assert len(mine) == len(other) == 4
-    for a, b in zip(mine, other, strict=True):
+def test_a_pipeline_matches_tensor_parallel_ranks(runs: dict[str, Finished]) -> None:
+    """The KL in the reward needs log-probs that only the last stage has; ms-swift subtracts None on the others."""
+    pipeline, tensor = runs["pp2"].log, runs["tp2"].log
+    assert len(pipeline) == len(tensor) == 4
+    for a, b in zip(pipeline, tensor, strict=True):
         names = [
             n for n, v in a.items() if isinstance(v, float) and not n.startswith(("time/", "train_speed", "memory"))
         ]
@@ -53,12 +55,12 @@ def test_a_pipeline_trains_what_tensor_parallel_ranks_train(runs: dict[str, Fini
         assert {n: a[n] for n in names} == pytest.approx({n: b[n] for n in names}, rel=2e-3, abs=1e-5)
 
 
-def test_the_reward_is_less_by_beta_times_the_kl(runs: dict[str, Finished]) -> None:
+def test_the_reward_is_reduced_by_beta_times_the_kl(runs: dict[str, Finished]) -> None:
     rollouts = [step for step in runs["pp2"].log if "reward" in step]
     assert abs(rollouts[0]["kl"]) < 1e-5 and abs(rollouts[1]["kl"]) > 0.01
     for step in rollouts:
-        said = step["rewards/EverySecond/mean"]
-        assert step["reward"] == pytest.approx(said - step["kl_beta"] * step["kl"], abs=1e-5)
+        graded = step["rewards/EverySecond/mean"]
+        assert step["reward"] == pytest.approx(graded - step["kl_beta"] * step["kl"], abs=1e-5)
 
 
 def test_beta_adapts_and_is_saved(runs: dict[str, Finished]) -> None:
@@ -69,15 +71,15 @@ def test_beta_adapts_and_is_saved(runs: dict[str, Finished]) -> None:
 
 
 def test_groups_of_equal_rewards_are_replaced(runs: dict[str, Finished]) -> None:
-    found = [step for step in runs["pp2"].log if "dynamic_sample/rounds" in step]
-    assert sum(step["dynamic_sample/rounds"] for step in found) > 0
-    for step in found:
+    steps = [step for step in runs["pp2"].log if "dynamic_sample/rounds" in step]
+    assert sum(step["dynamic_sample/rounds"] for step in steps) > 0
+    for step in steps:
         assert step["dynamic_sample/generated_groups"] >= 4
         if step["dynamic_sample/uniform_groups"] == 0:
             assert step["rewards/EverySecond/mean"] < 1
 
 
-def test_entropies_choose_the_tokens(runs: dict[str, Finished]) -> None:
+def test_tokens_are_selected_by_entropy(runs: dict[str, Finished]) -> None:
     for step in runs["pp2"].log:
         assert 0 < step["entropy/entropy_min"] <= step["entropy/entropy_mean"] <= step["entropy/entropy_max"] < 5.6
         assert 5 < step["entropy/entropy_threshold"] < 5.6
@@ -86,7 +88,7 @@ def test_entropies_choose_the_tokens(runs: dict[str, Finished]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns(name: str, tmp_path: Path) -> None:
-    """Takes about a minute each. docs/algorithms.md shows the measured rewards."""
+    """Each algorithm takes about a minute. docs/algorithms.md shows the measured rewards."""
     command = [sys.executable, "-m", "benchmarks.train_every_algorithm", "--only", name,
                "--out", str(tmp_path / "r.json"), "--work", str(tmp_path)]  # fmt: skip
     done = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""Rollouts that are generated while the one before is trained: real `swift rollout` processes and real trainers."""
+"""Rollouts are generated while the previous one is trained: real `swift rollout` processes and real trainers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ AHEAD = ["--async_generate", "true"]
 
 @pytest.fixture(scope="module")
 def server(folder: Path, dense: Path) -> Iterator[RolloutServer]:
-    started = RolloutServer(dense, folder / "server.txt").start().wait()
-    yield started
-    started.stop()
+    running = RolloutServer(dense, folder / "server.txt").start().wait()
+    yield running
+    running.stop()
 
 
 def train(
@@ -35,43 +35,47 @@ def train(
     environment: dict[str, str] | None = None,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    asked = [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags]
+    all_flags = [*EXACT, "--vllm_mode", "server", "--vllm_server_base_url", server.url, *flags]
     variables = {API_KEY_VARIABLE: KEY, **(environment or {})}
-    run = megatron_rlhf(dense, dataset, folder, 2, asked, variables, on_line=on_line)
+    run = megatron_rlhf(dense, dataset, folder, 2, all_flags, variables, on_line=on_line)
     assert run.code == 0, run.output[-4000:]
     return run
 
 
 def numbers(run: Finished, *more: str) -> list[list[float | None]]:
-    """Of every step; rewards only where a rollout begins."""
+    """Return the compared numbers of every step; rewards are logged only where a rollout begins."""
     names = ("loss", "grad_norm", "reward", "completions/mean_length", *more)
     return [[step.get(name) for name in names] for step in run.log]
 
 
 def versions(rollouts: Path) -> list[set[int]]:
-    """Of the weights that generated each rollout."""
+    """Return the versions of the weights that generated each rollout."""
     files = sorted(rollouts.glob("rollout-*.jsonl"))
     return [set(pandas.read_json(file, lines=True).weights_version) for file in files]
 
 
-def test_at_staleness_0_it_is_the_synchronous_run_bit_by_bit(
+def test_at_staleness_0_the_run_is_bitwise_equal_to_a_synchronous_one(
     folder: Path, dense: Path, dataset: Path, server: RolloutServer
 ) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--steps_per_generation", "2",
              "--train_iters", "6", "--save_steps", "6"]  # fmt: skip
     runs = [
-        train(dense, dataset, folder / "turns", server, flags),
+        train(dense, dataset, folder / "synchronous", server, flags),
         train(dense, dataset, folder / "staleness 0", server, [*flags, *AHEAD, "--max_staleness", "0"]),
     ]
-    turns, ahead = (numbers(run) for run in runs)
-    assert ahead == turns and len(turns) == 6
-    saved, same = ((run.last_checkpoint / "model.safetensors").read_bytes() for run in runs)
-    assert same == saved and len(saved) > 100_000
+    synchronous, ahead = (numbers(run) for run in runs)
+    assert ahead == synchronous and len(synchronous) == 6
+    saved, saved_ahead = ((run.last_checkpoint / "model.safetensors").read_bytes() for run in runs)
+    assert saved_ahead == saved and len(saved) > 100_000
 
 
-def test_one_rollout_ahead(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
-    """Without a rollout correction, and with an evaluation in the middle of a rollout. The dump says which weights
-    generated, so a replay has the same old policy, and the same numbers."""
+def test_one_rollout_ahead_has_staleness_1_and_can_be_replayed(
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
+) -> None:
+    """The run has no rollout correction, and evaluations in the middle of a rollout.
+
+    The dump records which weights generated, so a replay has the same old policy and the same numbers.
+    """
     rollouts, validation = folder / "rollouts", make_dataset(folder / "validation.jsonl", rows=4)
     flags = ["--steps_per_generation", "2", "--train_iters", "8", "--save_steps", "100", "--lr", "3e-3"]
     run = train(dense, dataset, folder / "one ahead", server,
@@ -80,57 +84,66 @@ def test_one_rollout_ahead(folder: Path, dense: Path, dataset: Path, server: Rol
     staleness = [step["rollout/staleness"] for step in run.log if "rollout/staleness" in step]
     assert staleness == [0, 1, 1, 1]
     assert all("time/generation" in step for step in run.log[::2])
-    assert versions(rollouts) == [{0}, {0}, {2}, {4}]  # the last evaluation lay beside what had begun already
+    # the last evaluation ran next to a rollout that had begun already
+    assert versions(rollouts) == [{0}, {0}, {2}, {4}]
     logged = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
     assert [row["gen_step"] for row in logged] == [0] * 32 + [2] * 16 + [4] * 16
     evaluated = [line for line in map(json.loads, (run.folder / "logging.jsonl").open()) if "eval_reward" in line]
     assert len(evaluated) >= 2
-    # of its first step on a rollout the policy has moved since; not so in the very first one
+    # at the first step on a rollout the policy has moved since generation, except in the very first rollout
     first_steps = [step["actor/approxkl"] for step in run.log[::2]]
     assert first_steps[0] == 0 and all(value > 0 for value in first_steps[1:])
     assert "time/old_logprobs" in run.log[0] and not any("time/old_logprobs" in step for step in run.log[1:])
-    assert server.ask("GET", Routes.STATUS)["weights_version"] in (4, 6, 8)
+    assert server.request("GET", Routes.STATUS)["weights_version"] in (4, 6, 8)
 
-    again = megatron_rlhf(dense, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
-    assert again.code == 0, again.output[-4000:]
-    assert numbers(again, "actor/approxkl") == numbers(run, "actor/approxkl")
+    replay = megatron_rlhf(dense, dataset, folder / "replay", 2, [*EXACT, *flags, "--rollout_replay", str(rollouts)])
+    assert replay.code == 0, replay.output[-4000:]
+    assert numbers(replay, "actor/approxkl") == numbers(run, "actor/approxkl")
 
 
-def test_one_rollout_ahead_with_a_correction(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
-    """And dynamic sampling, which asks the engine for more before it may go ahead."""
+def test_one_rollout_ahead_is_corrected_for_its_staleness(
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
+) -> None:
+    """Dynamic sampling is on as well: it requests more completions before the next rollout may begin."""
     flags = ["--train_iters", "4", "--save_steps", "4", "--lr", "3e-3", "--dynamic_sample", "true",
              "--max_resample_times", "2", "--reward_funcs", "every_second", "--external_plugins", str(REWARDS),
              str(HERE / "uniform_groups.py"), "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
     rollouts = folder / "corrected rollouts"
     run = train(dense, dataset, folder / "corrected", server, [*flags, *AHEAD, "--rollout_dump", str(rollouts)])
     assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
-    assert all(step["actor/approxkl"] == 0 for step in run.log)  # the correction weighs, and no ratio
+    assert all(step["actor/approxkl"] == 0 for step in run.log)  # weights correct the staleness, the ratio stays 1
     k3 = [step["rollout/k3_kl"] for step in run.log]
     assert k3[0] < 1e-7 and all(1e-6 < value < 1 for value in k3[1:])
     assert all("rollout_correction/ess" in step for step in run.log)
     drawn = {path.name: set(pandas.read_json(path, lines=True).weights_version) for path in rollouts.glob("*-draw-*")}
-    assert drawn and all(found == {int(name.split("-")[1])} for name, found in drawn.items())  # newest weights
+    assert drawn and all(used == {int(name.split("-")[1])} for name, used in drawn.items())  # newest weights
 
 
 @pytest.mark.slow
-def test_two_rollouts_ahead(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
-    """Which weights generate depends on who is quicker; the bound, and that every prompt is trained once, do not."""
+def test_two_rollouts_ahead_stay_within_the_staleness_bound(
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
+) -> None:
+    """The weights that generate depend on timing; the bound does not, and every prompt is trained exactly once."""
     rollouts = folder / "rollouts of two"
     run = train(dense, dataset, folder / "two ahead", server,
                 ["--train_iters", "8", "--save_steps", "100", *AHEAD, "--max_staleness", "2",
                  "--rollout_dump", str(rollouts)])  # fmt: skip
-    found = versions(rollouts)
-    assert len(run.log) == len(found) == 8 and found[:2] == [{0}, {0}]
-    assert all(number - 2 <= min(each) and max(each) <= number for number, each in enumerate(found))
+    used = versions(rollouts)
+    assert len(run.log) == len(used) == 8 and used[:2] == [{0}, {0}]
+    assert all(number - 2 <= min(weights) and max(weights) <= number for number, weights in enumerate(used))
     assert max(step["rollout/staleness_max"] for step in run.log) == 2
     dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
     assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 8 * 8
 
 
 @pytest.mark.slow
-def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Path, server: RolloutServer) -> None:
-    """It dies with a rollout ahead of training, whose weights the trainer no longer has: what is missing is made with
-    those that it has now."""
+def test_a_run_survives_a_restart_of_its_only_server(
+    folder: Path, dense: Path, dataset: Path, server: RolloutServer
+) -> None:
+    """The server dies during a rollout ahead of training, whose weights the trainer no longer has.
+
+    The missing completions are generated with the trainer's current weights.
+    """
     restarted: list[str] = []
 
     def kill(line: str) -> None:
@@ -147,16 +160,16 @@ def test_the_only_server_is_started_again(folder: Path, dense: Path, dataset: Pa
     assert restarted and "0 of 1 remain" in run.output and "is back after" in run.output
     assert "weights 3 were resent to servers that needed them" in run.output
     assert len(run.log) == 5 and all(step["rollout/staleness_max"] <= 1 for step in run.log)
-    found = versions(rollouts)
-    assert 3 in found[3] <= {2, 3} and found[4] == {3}
+    used = versions(rollouts)
+    assert 3 in used[3] <= {2, 3} and used[4] == {3}
     dumped = pandas.concat(pandas.read_json(file, lines=True) for file in rollouts.glob("*.jsonl"))
     assert (dumped.groupby("prompt_id").size() == 4).all() and len(dumped) == 5 * 32
 
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_it_takes_two_thirds_of_the_time(folder: Path, dense: Path, dataset: Path) -> None:
-    """Where generation takes as long as training. Both take so long by force: the model is tiny."""
+def test_generating_ahead_takes_two_thirds_of_the_time(folder: Path, dense: Path, dataset: Path) -> None:
+    """Generation takes as long as training. Both are slowed down by plugins, because the model is tiny."""
     seconds, steps = 6, 8
     environment = {"SECONDS": str(seconds)}
     server = RolloutServer(dense, folder / "slow server.txt", ["--external_plugins", str(HERE / "slow_generation.py")],
@@ -166,13 +179,13 @@ def test_it_takes_two_thirds_of_the_time(folder: Path, dense: Path, dataset: Pat
     took = {}
     try:
         server.start().wait()
-        for name, ahead in (("slow turns", []), ("slow ahead", AHEAD)):
+        for name, ahead in (("slow synchronous", []), ("slow ahead", AHEAD)):
             run = train(dense, dataset, folder / name, server, [*flags, *ahead], environment=environment)
             took[name] = json.loads((run.folder / "seconds.json").read_text())
             waited = [step["time/generation"] for step in run.log[1:]]
-            assert all(each < seconds / 2 for each in waited) if ahead else all(each >= seconds for each in waited)
+            assert all(wait < seconds / 2 for wait in waited) if ahead else all(wait >= seconds for wait in waited)
     finally:
         server.stop()
-    print(f"{took}, {took['slow ahead'] / took['slow turns']:.3f} of the time")
-    assert took["slow turns"] >= 2 * seconds * steps
-    assert took["slow ahead"] <= 0.65 * took["slow turns"]
+    print(f"{took}, {took['slow ahead'] / took['slow synchronous']:.3f} of the time")
+    assert took["slow synchronous"] >= 2 * seconds * steps
+    assert took["slow ahead"] <= 0.65 * took["slow synchronous"]

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py on this machine: both arms through the command line, the same work, and ours faster."""
+"""benchmarks/bench.py on this machine: both arms run through the command line, do the same work, and ours is faster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=850)
     assert done.returncode == 0, done.stdout
     processes = json.loads(results.read_text())["processes"]
-    assert [each["arm"] for each in processes] == ["ours", "stock", "ours", "stock"]
-    norms = [[step["grad_norm"] for step in each["steps"]] for each in processes]
-    assert all(of_process == pytest.approx(norms[0], rel=1e-4) for of_process in norms)
+    assert [process["arm"] for process in processes] == ["ours", "stock", "ours", "stock"]
+    norms = [[step["grad_norm"] for step in process["steps"]] for process in processes]
+    assert all(steps == pytest.approx(norms[0], rel=1e-4) for steps in norms)
     assert float(done.stdout.split("ratio")[-1]) >= 1.5, done.stdout

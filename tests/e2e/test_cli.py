@@ -1,7 +1,7 @@
 """The real command in every mode.
 
-It trains, the engine runs the trainer's weights after each sync, and what it saves is what it trained, as plain
-transformers reads it.
+It trains, the engine runs the trainer's weights after each sync, and plain transformers computes the same log-probs
+from the saved checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, 
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
-# everything leaves whenever it may; test_offloading.py says that this changes no number
+# everything is offloaded whenever possible; test_offloading.py verifies that this changes no number
 SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
              "--external_plugins", str(REWARDS), str(PROBE), str(PROBE.with_name("small_gpu.py"))]  # fmt: skip
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
@@ -35,12 +35,12 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
     assert run.log[0]["actor/approxkl"] == 0 and run.log[0]["actor/clipfrac"] == 0  # the first step is on-policy
 
 
-def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dataset: Path) -> None:
+def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
              "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip
     run = megatron_command(dense, dataset, folder / "full", ranks=2, flags=flags)
-    check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout trains on an older policy's
+    check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout is off-policy
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
     assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0
     assert "reference TP 1, PP 1, CP 1, EP 1, DP 2" in run.output
@@ -51,7 +51,7 @@ def test_full_tuning_tensor_and_sequence_parallel(folder: Path, dense: Path, dat
     assert (run.folder / "runs").is_dir()  # TensorBoard
 
 
-def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
+def test_lora_trains_with_data_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
     run = megatron_command(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
@@ -63,7 +63,7 @@ def test_lora_data_parallel(folder: Path, dense: Path, dataset: Path) -> None:
     assert hf_difference(merged)["mean"] < 2e-2
 
 
-def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
+def test_a_pipeline_trains_with_tensor_parallel_vllm(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2", "--torch_dtype", "float32",
              "--fp16", "false", "--beta", "0.04", "--virtual_pipeline_model_parallel_size", "2",
              "--max_tokens_per_micro_batch", "96", "--num_iterations", "2", "--infer_batch_size", "8",
@@ -73,15 +73,15 @@ def test_pipeline_parallel_with_tensor_parallel_vllm(folder: Path, dense: Path, 
     assert "the trainer offloads gradients and reference policy and weights" in run.output
     assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[1]["kl"] > 0
     assert run.log[0]["rollout/k3_kl"] < 1e-7
-    assert "time/generation" in run.log[0] and "time/generation" not in run.log[1]  # the same completions again
+    assert "time/generation" in run.log[0] and "time/generation" not in run.log[1]  # reuses the completions
     assert run.log[1]["actor/approxkl"] > 0
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
 
 
-def test_experts_in_parallel(folder: Path, dataset: Path) -> None:
-    """Without the entry point: on this machine it brings the CPU platform only, and --external_plugins the trainer.
+def test_experts_train_in_parallel_without_the_entry_point(folder: Path, dataset: Path) -> None:
+    """The entry point activates only the CPU platform here; --external_plugins loads the trainer.
 
-    Then ms-swift's argument class has parsed the flags, and its stricter batch arithmetic holds.
+    In this mode ms-swift's argument class parses the flags, and its stricter batch arithmetic applies.
     """
     model = make_model(folder / "moe", kind="moe")
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",

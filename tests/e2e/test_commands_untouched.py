@@ -1,5 +1,7 @@
-"""Installed, the plugin changes `megatron rlhf --rlhf_type grpo` and `swift megatron ...`, and nothing else: every
-other command says with the plugin on, word for word, what it says with the plugin off."""
+"""The installed plugin changes `megatron rlhf --rlhf_type grpo` and `swift megatron ...`, and nothing else.
+
+Every other command prints exactly the same with the plugin on and off.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def run(mode: str, *command: str, **environ: str) -> tuple[int, str]:
 
 
 def without_numbers(output: str) -> list[str]:
-    """Times and process ids differ from run to run, and so does the order in which two processes' lines arrive."""
+    """Return the sorted lines without numbers: times, process ids and the order of two processes' lines vary by run."""
     return sorted(re.sub(r"\d+", "#", line) for line in output.splitlines())
 
 
@@ -50,16 +52,16 @@ def without_numbers(output: str) -> list[str]:
         "megatron rlhf --rlhf_type dpo --model /no/such/model",
     ],
 )
-def test_other_commands(command: str) -> None:
+def test_other_commands_print_the_same_with_and_without_the_plugin(command: str) -> None:
     on, off = (finish(process) for process in [start(mode, *command.split()) for mode in ("on", "off")])
     assert on[0] == off[0]
     assert without_numbers(on[1]) == without_numbers(off[1])
-    assert len(on[1].splitlines()) > 3  # it did say something
+    assert len(on[1].splitlines()) > 3  # it did print something
     assert "swift_megatron_grpo" not in on[1]
 
 
-def test_swift_megatron_is_megatron() -> None:
-    """For every command and not only for GRPO: ms-swift's `swift` script knows no `megatron`."""
+def test_swift_megatron_runs_megatron() -> None:
+    """This holds for every command, not only for GRPO: ms-swift's `swift` script has no command `megatron`."""
     command = ["export", "--model", "/no/such/model"]
     handed_over, megatron, off = (
         finish(process)
@@ -74,15 +76,15 @@ def test_swift_megatron_is_megatron() -> None:
     assert "KeyError: 'megatron'" in off[1]
 
 
-def test_swift_megatron_rlhf_reaches_our_flags() -> None:
-    """Handed over, armed in the rank, on the CPU platform if there is no accelerator, parsed by our argument class."""
+def test_swift_megatron_rlhf_parses_our_flags() -> None:
+    """The command reaches the rank, on the CPU platform if needed, and our argument class parses the flags."""
     code, output = run("on", "swift", "megatron", "rlhf", "--rlhf_type", "grpo")
     assert code != 0
     assert re.search(r"run sh: `.*/rlhf\.py --rlhf_type grpo`", output)
     assert "no model is set; use --model" in output
 
 
-def test_a_config_file_reaches_our_flags(tmp_path: Path) -> None:
+def test_a_config_file_is_parsed_with_our_flags(tmp_path: Path) -> None:
     config = tmp_path / "grpo.yaml"
     config.write_text("rlhf_type: grpo\n")
     code, output = run("on", "megatron", "rlhf", str(config))
@@ -90,13 +92,13 @@ def test_a_config_file_reaches_our_flags(tmp_path: Path) -> None:
     assert "no model is set; use --model" in output
 
 
-def test_ranks_under_torchrun_reach_our_flags() -> None:
+def test_ranks_under_torchrun_parse_our_flags() -> None:
     code, output = run("on", "megatron", "rlhf", "--rlhf_type=grpo", NPROC_PER_NODE="2", MASTER_PORT="29417")
     assert code != 0
     assert output.count("ValueError: no model is set; use --model") == 2
 
 
-def test_a_wrong_value_of_the_variable_is_explained() -> None:
+def test_an_invalid_value_of_the_switch_is_explained() -> None:
     code, output = run("yes", "megatron", "rlhf", "--rlhf_type", "grpo")
     assert code == 1
     assert "SWIFT_MEGATRON_GRPO='yes' is none of its values (on: " in output

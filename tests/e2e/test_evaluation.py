@@ -1,4 +1,4 @@
-"""Rewards on a validation set, beside training, under eval_ names."""
+"""Rewards on a validation set are logged during training under eval_ names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.e2e.runs import REWARDS, make_dataset, megatron_rlhf
 
 
 @pytest.mark.e2e
-def test_evaluation_logs_rewards_and_leaves_training_alone(tmp_path: Path, dense: Path, dataset: Path) -> None:
+def test_evaluation_logs_rewards_and_does_not_add_training_steps(tmp_path: Path, dense: Path, dataset: Path) -> None:
     validation = make_dataset(tmp_path / "validation.jsonl", rows=4)
-    small_gpu = Path(__file__).with_name("small_gpu.py")  # everything is back before a checkpoint
+    small_gpu = Path(__file__).with_name("small_gpu.py")  # everything is restored before a checkpoint
     canned = Path(__file__).with_name("canned_completions.py")
     flags = ["--val_dataset", str(validation), "--eval_steps", "1", "--eval_iters", "1", "--train_iters", "2",
              "--save_steps", "1", "--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",

@@ -19,7 +19,7 @@ MEGATRON = Path(sys.executable).with_name("megatron")
     ("rlhf_type", "has_own_flags"), [(["--rlhf_type", "grpo"], True), ([], False)], ids=["grpo", "no rlhf_type"]
 )
 def test_help_is_printed(rlhf_type: list[str], has_own_flags: bool) -> None:
-    """Flags of this package are listed for `--rlhf_type grpo`; without it, the help is ms-swift's."""
+    """The help lists flags of this package for `--rlhf_type grpo`; without it, it is ms-swift's."""
     process = subprocess.run(
         [str(MEGATRON), "rlhf", *rlhf_type, "--help"],
         env={**os.environ, "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1", SWITCH: "on"},

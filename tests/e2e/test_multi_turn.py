@@ -1,4 +1,4 @@
-"""Conversations with an environment: its words are read and not trained, its rewards are the reward."""
+"""Conversations with an environment: its messages are not trained, and its rewards are the reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.hf_check import check_by_hand
+from tests.e2e.hf_check import check_with_transformers
 from tests.e2e.runs import Finished, make_dataset
 from tests.e2e.servers import HOST
 from tests.forking.client import free_port
@@ -42,7 +42,7 @@ def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *wh
 
 
 def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> None:
-    """One engine over both ranks, and an environment that throws dice: the ranks must not throw different ones."""
+    """One engine spans both ranks, and the environment draws random numbers, which must not differ between ranks."""
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(HERE / "turns_reward.py")]
     flags = ["--vllm_tensor_parallel_size", "2", "--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100",
@@ -50,7 +50,7 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
     run = run_template(dense, dataset, tmp_path / "run", flags)
     assert run.code == 0, run.output[-4000:]
     first, second = run.log
-    # What vLLM said of each sampled token in its turn is what the trainer says of it in the whole conversation.
+    # vLLM's log-prob of each sampled token in its turn matches the trainer's in the whole conversation.
     assert first["rollout/k3_kl"] < 1e-9 and second["rollout/k3_kl"] < 1e-9
     assert first["num_turns"] == 3 and first["rewards/gym_reward/mean"] > 0 and first["rewards/Turns/mean"] == 3
 
@@ -59,16 +59,16 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
     for row in rows:
         assert len(row["sampled"]) == len(row["completion_ids"]) and sum(row["sampled"]) == len(row["logprobs"]) <= 36
         words = bytes(
-            ids for ids, mine in zip(row["completion_ids"], row["sampled"], strict=True) if not mine and ids < 256
+            ids for ids, sampled in zip(row["completion_ids"], row["sampled"], strict=True) if not sampled and ids < 256
         )
         assert len(row["conversation"]) == 6 and len(words) > 0
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
-    check_by_hand(first, dense, dumped)
+    check_with_transformers(first, dense, dumped)
 
 
 @pytest.mark.slow
-def test_the_template_with_a_server(tmp_path: Path, dense: Path) -> None:
+def test_the_template_trains_with_a_server(tmp_path: Path, dense: Path) -> None:
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     server = "--model_type qwen3 --template qwen3 --torch_dtype float32 --vllm_enforce_eager true "
     server += "--vllm_gpu_memory_utilization 0.3 --vllm_max_model_len 256"

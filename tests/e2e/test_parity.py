@@ -1,4 +1,4 @@
-"""ms-swift's own trainer and this one, on the same completions: the same loss, KL and gradient norm, step by step."""
+"""ms-swift's own trainer and this one have equal loss, KL and gradient norm in every step on the same completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [("float32", 1e-5), pytest.param("bfloat16", 1e-3, marks=pytest.mark.slow)]
 )
-def test_same_numbers_as_the_stock_trainer(
+def test_numbers_match_the_stock_trainer(
     tmp_path: Path, dense: Path, dataset: Path, dtype: str, tolerance: float
 ) -> None:
     flags = ["--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04", "--save_steps", "100",
@@ -33,15 +33,15 @@ def test_same_numbers_as_the_stock_trainer(
         return finished.folder
 
     run("record_stock.py", "stock", "platform")
-    ours = run("replay_recorded.py", "ours", "on", "--sync_check", "off")
-    theirs = json.loads(record.read_text())["steps"]
-    mine = [json.loads(line) for line in (ours / "logging.jsonl").read_text().splitlines()]
-    mine = [step for step in mine if "loss" in step]
-    assert len(mine) == len(theirs) == 4
-    for step, stock in zip(mine, theirs, strict=True):
+    folder = run("replay_recorded.py", "ours", "on", "--sync_check", "off")
+    stock_steps = json.loads(record.read_text())["steps"]
+    logged = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
+    steps = [line for line in logged if "loss" in line]
+    assert len(steps) == len(stock_steps) == 4
+    for step, stock in zip(steps, stock_steps, strict=True):
         assert step["loss"] == pytest.approx(stock["loss"], abs=tolerance)
-        # The stock trainer logs the mean over micro batches of each one's token mean, which depends on how completions
-        # fell into micro batches; ours is the mean over the step's tokens. The loss has the same KL in both.
+        # The stock trainer logs the mean over micro batches of their token means, which depends on how completions
+        # are split into micro batches; ours is the mean over all tokens. The loss contains the same KL in both.
         assert step["kl"] == pytest.approx(stock["kl"], rel=0.05, abs=tolerance)
         assert step["grad_norm"] == pytest.approx(stock["grad_norm"], rel=tolerance)
-    assert any(abs(step["loss"]) > 1e-4 for step in mine) and mine[-1]["kl"] > 1e-4  # there was something to compare
+    assert any(abs(step["loss"]) > 1e-4 for step in steps) and steps[-1]["kl"] > 1e-4  # the comparison is not trivial

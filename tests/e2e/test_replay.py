@@ -1,4 +1,4 @@
-"""A run on the completions of another one, without an engine: the same numbers, bit for bit, and on any layout."""
+"""A run without an engine on the completions of another one: numbers are bitwise equal, and the same on any layout."""
 
 from __future__ import annotations
 
@@ -26,18 +26,14 @@ CANNED = [
 
 def numbers(run: Finished) -> list[dict[str, Any]]:
     assert run.code == 0, run.output[-4000:]
-    no_number_of_training = ("time/", "train_speed", "memory", "elapsed", "remaining", "rollout/seconds", "sync_check/")
+    other_metrics = ("time/", "train_speed", "memory", "elapsed", "remaining", "rollout/seconds", "sync_check/")
     return [
-        {
-            name: value
-            for name, value in step.items()
-            if isinstance(value, float) and not name.startswith(no_number_of_training)
-        }
+        {name: value for name, value in step.items() if isinstance(value, float) and not name.startswith(other_metrics)}
         for step in run.log
     ]
 
 
-def test_a_replay_gives_the_numbers_of_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+def test_a_replay_reproduces_the_numbers_of_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     rollouts = folder / "vllm"
     flags = [*FP32, "--steps_per_generation", "2", "--train_iters", "4", "--beta", "0.04",
              "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
@@ -47,35 +43,35 @@ def test_a_replay_gives_the_numbers_of_the_run(folder: Path, dense: Path, datase
     assert {len(ids) for ids in frame.completion_ids} != {24} and frame.rewards.str[0].between(0, 1).all()
 
     flags += ["--rollout_replay", str(rollouts)]
-    again = megatron_rlhf(dense, dataset, folder / "again", 2, flags)
-    assert "time/generation" in first.log[0] and "time/generation" not in again.log[0]
-    assert "vllm" not in "".join(line for line in again.output.splitlines() if "EngineCore" in line)
-    assert numbers(again) == numbers(first) and len(again.log) == 4
+    replay = megatron_rlhf(dense, dataset, folder / "again", 2, flags)
+    assert "time/generation" in first.log[0] and "time/generation" not in replay.log[0]
+    assert "vllm" not in "".join(line for line in replay.output.splitlines() if "EngineCore" in line)
+    assert numbers(replay) == numbers(first) and len(replay.log) == 4
 
     other = megatron_rlhf(dense, dataset, folder / "tp2", 2, [*flags, "--tensor_model_parallel_size", "2",
                                                               "--sequence_parallel", "true"])  # fmt: skip
-    for mine, theirs in zip(numbers(other), numbers(first), strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-6)
+    for step, expected in zip(numbers(other), numbers(first), strict=True):
+        assert step["loss"] == pytest.approx(expected["loss"], abs=1e-6)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-6)
 
 
-def test_a_resumed_run_goes_on_dumping(folder: Path, dense: Path, dataset: Path) -> None:
-    """With dynamic sampling, so that a rollout has several draws; both halves are one run, number by number."""
+def test_a_resumed_run_continues_the_dump(folder: Path, dense: Path, dataset: Path) -> None:
+    """Dynamic sampling gives a rollout several draws; a replay of both halves has exactly their numbers."""
     rollouts, crashed = folder / "canned", folder / "crashed"
     flags = [*FP32, *CANNED, "--save_steps", "100", "--reward_funcs", "every_second", "--dynamic_sample", "true",
              "--max_resample_times", "2",
              "--no_save_optim", "false", "--no_save_rng", "false", "--lr_decay_style", "constant"]  # fmt: skip
     dump = ["--rollout_dump", str(rollouts)]
-    begin = megatron_rlhf(dense, dataset, crashed, 1, [*flags, *dump, "--train_iters", "3", "--save_steps", "2"])
-    assert begin.code == 0, begin.output[-4000:]
+    begun = megatron_rlhf(dense, dataset, crashed, 1, [*flags, *dump, "--train_iters", "3", "--save_steps", "2"])
+    assert begun.code == 0, begun.output[-4000:]
     assert sorted(path.name for path in rollouts.glob("rollout-??????.jsonl"))[-1] == "rollout-000002.jsonl"
     assert list(rollouts.glob("rollout-*-draw-1.jsonl"))
 
     resume = ["--finetune", "false", "--mcore_model", str(crashed / "checkpoint-2"), "--train_iters", "4"]
-    end = megatron_rlhf(dense, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
+    resumed = megatron_rlhf(dense, dataset, folder / "resumed", 1, [*flags, *dump, *resume])
     whole = megatron_rlhf(dense, dataset, folder / "whole", 1,
                           [*flags, "--rollout_replay", str(rollouts), "--train_iters", "4"])  # fmt: skip
-    assert numbers(whole) == [*numbers(begin)[:2], *numbers(end)]
+    assert numbers(whole) == [*numbers(begun)[:2], *numbers(resumed)]
 
 
 def test_rollout_only_trains_nothing(folder: Path, dense: Path, dataset: Path) -> None:

@@ -1,4 +1,4 @@
-"""Server mode: real `swift rollout` processes and real trainers. The numbers are those of vLLM in the trainer."""
+"""Server mode: real `swift rollout` processes and real trainers. The numbers match vLLM in the trainer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
 @pytest.fixture(scope="module")
 def servers(folder: Path, dense: Path) -> Iterator[list[RolloutServer]]:
     real = RolloutServer(dense, folder / "server0.txt", command=True)  # `swift rollout`, as a user starts it
-    started = [real.start(), RolloutServer(dense, folder / "server1.txt").start()]
-    for server in started:
+    running = [real.start(), RolloutServer(dense, folder / "server1.txt").start()]
+    for server in running:
         server.wait()
-    yield started
-    for server in started:
+    yield running
+    for server in running:
         server.stop()
 
 
@@ -61,8 +61,8 @@ def numbers(run: Finished) -> list[list[float]]:
     return [[step[name] for name in NUMBERS] for step in run.log]
 
 
-def test_doors(servers: list[RolloutServer]) -> None:
-    """Loopback alone; our routes and ms-swift's only with the key; and both kinds answer."""
+def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[RolloutServer]) -> None:
+    """Our routes and ms-swift's are available on loopback only, and only with the key."""
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
@@ -71,24 +71,24 @@ def test_doors(servers: list[RolloutServer]) -> None:
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
             with pytest.raises(urllib.error.HTTPError, match="401"):
-                server.ask(method, route, {}, key)
+                server.request(method, route, {}, key)
     message = {"messages": [{"role": "user", "content": "hello"}]}
     sampling = {"max_tokens": 4, "return_details": True}
-    [answer] = server.ask("POST", "/infer/", {"infer_requests": [message], "request_config": sampling})
-    assert 1 <= len(answer["response"]["choices"][0]["token_ids"]) <= 4
-    with pytest.raises(urllib.error.HTTPError, match="409"):  # nobody has sent weights yet
-        server.ask("POST", Routes.GENERATE, {"request": message, "sampling": sampling, "weights_version": 0})
+    [output] = server.request("POST", "/infer/", {"infer_requests": [message], "request_config": sampling})
+    assert 1 <= len(output["response"]["choices"][0]["token_ids"]) <= 4
+    with pytest.raises(urllib.error.HTTPError, match="409"):  # no run has sent weights yet
+        server.request("POST", Routes.GENERATE, {"request": message, "sampling": sampling, "weights_version": 0})
 
 
-def test_numbers_of_two_servers_are_those_of_colocate(
+def test_numbers_of_two_servers_match_colocate(
     folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
 ) -> None:
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "3",
              "--save_steps", "3", "--sleep_level", "1", *PROBED]  # fmt: skip
     remote = train(dense, dataset, folder / "remote", [*flags, *server_flags(*servers)])
     local = train(dense, dataset, folder / "local", flags)
-    for step, (there, here) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
-        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    for step, (values, expected) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     assert all(step["rollout/k3_kl"] < 1e-7 for step in remote.log)
     assert len({step["reward"] for step in remote.log}) == 3
     assert "weights 2 sent to 2 servers" in remote.output
@@ -98,16 +98,16 @@ def test_numbers_of_two_servers_are_those_of_colocate(
         )
         assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert "--sleep_level: without effect with --vllm_mode server" in remote.output
-    assert [server.ask("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
+    assert [server.request("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
 
 
-def test_a_killed_server_takes_nothing_with_it(
+def test_a_killed_server_loses_no_completion(
     folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
 ) -> None:
-    """LoRA, merged, on a pipeline; one server is killed in the middle of a step and started again during the run.
+    """One server of a run with merged LoRA on a pipeline is killed in the middle of a step and restarted after the run.
 
-    With seeds of their own, completions do not depend on who makes them: the numbers are those of an undisturbed run.
+    Completions have their own seeds and do not depend on the server: the numbers match an undisturbed run.
     """
     flags = ["--pipeline_model_parallel_size", "2", "--tuner_type", "lora", "--train_iters", "6", "--save_steps", "6",
              "--global_batch_size", "32", "--max_completion_length", "100", *PROBED]  # fmt: skip
@@ -123,26 +123,26 @@ def test_a_killed_server_takes_nothing_with_it(
     undisturbed = train(dense, dataset, folder / "undisturbed", [*flags, *server_flags(servers[1])])
     assert killed and "is lost: " in disturbed.output and "1 of 2 remain" in disturbed.output
     assert "unfinished completions of" in disturbed.output and "are recovered" in disturbed.output
-    for step, (there, here) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
-        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    for step, (values, expected) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     assert hf_difference(disturbed.last_checkpoint, base=dense)["max"] < 1e-4
     servers[0].wait()
 
 
-def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
-    dense: Path, servers: list[RolloutServer]
-) -> None:
-    """One server stops dead with half of the requests. They run out of time and are asked again; when it goes on,
-    nobody waits for its answers, and it does not make them."""
-    stuck, well = servers
+def test_requests_of_a_stuck_server_are_resent_and_cancelled_on_it(dense: Path, servers: list[RolloutServer]) -> None:
+    """One server hangs with half of the requests. They time out and are resent to the other one.
+
+    When the server continues, it does not generate them, because the client has disconnected.
+    """
+    stuck, healthy = servers
     config = ServerConfig(
-        urls=(stuck.url, well.url), group_ports=(0, 0), timeout=120, request_timeout=15, api_key=KEY,
+        urls=(stuck.url, healthy.url), group_ports=(0, 0), timeout=120, request_timeout=15, api_key=KEY,
         bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
     )  # fmt: skip
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompts = [Prompt(str(i), {"messages": [{"role": "user", "content": f"question {i}"}]}) for i in range(32)]
     requests = requests_for(prompts, 2, seed=1, version=7)
-    asked_before = well.log.read_text().count(f"POST {Routes.GENERATE}")
+    posts_before = healthy.log.read_text().count(f"POST {Routes.GENERATE}")
     try:
         engine.check()
         assert engine.needs_weights(7)
@@ -159,14 +159,14 @@ def test_what_a_stuck_server_was_asked_goes_to_the_other_and_is_given_up_there(
         engine.shutdown()
     assert sorted(rollouts) == list(range(len(requests)))
     assert {rollout.weights_version for rollout in rollouts.values()} == {7}
-    assert well.log.read_text().count(f"POST {Routes.GENERATE}") - asked_before == len(requests)
-    stuck.ask("GET", "/health")  # it goes on
+    assert healthy.log.read_text().count(f"POST {Routes.GENERATE}") - posts_before == len(requests)
+    stuck.request("GET", "/health")  # it continues
     time.sleep(6)
     assert stuck.cpu_seconds() - before < 1  # seconds; generating takes more than two
 
 
 def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutServer]) -> None:
-    """Versions are counted by each run for itself: another one's weights of the same version must not generate."""
+    """Every run counts its own versions: weights of another run with the same version must not generate."""
     config = ServerConfig(
         urls=(servers[1].url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY,
         bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
@@ -174,7 +174,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
     weights = load_file(dense / "model.safetensors")
     ours, another = (RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
     requests = requests_for([Prompt("a", {"messages": [{"role": "user", "content": "question"}]})], 1, None, version=7)
-    asked = {"tokens": [5, 6, 7], "weights_version": 7}
+    score_request = {"tokens": [5, 6, 7], "weights_version": 7}
     try:
         ours.check()
         assert ours.needs_weights(7)
@@ -183,24 +183,24 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
         began = time.monotonic()
         with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run)}\), and"):
             another.check()
-        assert time.monotonic() - began > RUN_IDLE_SECONDS  # it might have ended a moment ago
-        for method, route, said in [
+        assert time.monotonic() - began > RUN_IDLE_SECONDS  # the other run might just have ended
+        for method, route, body in [
             ("POST", Routes.GENERATE, {"request": {}, "sampling": {}, "weights_version": 7}),
-            ("POST", Routes.SCORE, asked),
+            ("POST", Routes.SCORE, score_request),
             ("POST", Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
             ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "collect_checksums": False}),
             ("GET", Routes.HELD_WEIGHTS, None),
         ]:
             with pytest.raises(urllib.error.HTTPError, match="423"):
-                servers[1].ask(method, route, said, run=another._servers.run)
+                servers[1].request(method, route, body, run=another._servers.run)
         generation = ours.generate(requests, 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ()))
         assert generation.next(7).finished[0].weights_version == 7  # it was not disturbed
         ours.shutdown()
         began = time.monotonic()
-        another.check()  # now it is free
+        another.check()  # the lease is free now
         assert time.monotonic() - began < 5
-        with pytest.raises(urllib.error.HTTPError, match="409"):  # and has no weights of this run
-            servers[1].ask("POST", Routes.SCORE, asked, run=another._servers.run)
+        with pytest.raises(urllib.error.HTTPError, match="409"):  # the server has no weights of this run
+            servers[1].request("POST", Routes.SCORE, score_request, run=another._servers.run)
     finally:
         ours.shutdown()
         another.shutdown()
@@ -209,8 +209,8 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
 ADAPTER = ["--tuner_type", "lora", "--vllm_enable_lora", "true", "--lr", "1e-2", "--train_iters", "3"]
 
 
-def test_the_adapter_alone_to_a_server_and_to_colocate(folder: Path, dense: Path, dataset: Path) -> None:
-    """Both engines run the adapter that was trained, beside the checkpoint, and nobody changes it."""
+def test_sending_only_the_adapter_matches_between_server_and_colocate(folder: Path, dense: Path, dataset: Path) -> None:
+    """Both engines run the trained adapter on the unchanged weights of the checkpoint."""
     server = RolloutServer(dense, folder / "with adapter.txt", ["--vllm_enable_lora", "true"]).start()
     try:
         local = train(dense, dataset, folder / "local adapter", ADAPTER)
@@ -218,14 +218,14 @@ def test_the_adapter_alone_to_a_server_and_to_colocate(folder: Path, dense: Path
         remote = train(dense, dataset, folder / "remote adapter", [*ADAPTER, *server_flags(server)])
     finally:
         server.stop()
-    for step, (there, here) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
-        assert there == pytest.approx(here, rel=1e-5, abs=1e-6), f"step {step}"
+    for step, (values, expected) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     for run in (local, remote):
         assert all(step["rollout/k3_kl"] < 1e-7 for step in run.log)
         assert len({step["reward"] for step in run.log}) == 3
 
 
-def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path, dense: Path, dataset: Path) -> None:
+def test_an_adapter_that_vllm_would_apply_only_in_part_stops_the_run(folder: Path, dense: Path, dataset: Path) -> None:
     fault = str(Path(__file__).with_name("misnamed_adapter.py"))
     run = train(dense, dataset, folder / "misnamed", [*ADAPTER, "--external_plugins", str(REWARDS), fault])
     assert run.code != 0
@@ -233,9 +233,10 @@ def test_an_adapter_that_vllm_would_leave_out_in_part_stops_the_run(folder: Path
     assert "feed_forward" in run.output and "Use --vllm_enable_lora false" in run.output
 
 
-def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]) -> None:
-    """It goes while it is asked what it holds. The run ends, with what it has learned so far saved and one clear
-    message."""
+def test_a_run_whose_servers_are_gone_saves_a_checkpoint_and_ends(
+    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
+) -> None:
+    """The only server is killed when its weights are verified. The run ends with a checkpoint and one clear message."""
 
     def kill(line: str) -> None:
         if "weights 2 sent" in line:
@@ -249,11 +250,11 @@ def test_no_server_comes_back(folder: Path, dense: Path, dataset: Path, servers:
     assert run.last_checkpoint.name == "checkpoint-2" and (run.last_checkpoint / "model.safetensors").is_file()
 
 
-# ---- at start
+# ---- checks at start
 
 
-class NotOurs(BaseHTTPRequestHandler):
-    """A web server that knows none of our routes, as `swift rollout` without this package."""
+class OtherServer(BaseHTTPRequestHandler):
+    """A web server without our routes, as `swift rollout` without this package."""
 
     def do_GET(self) -> None:
         self.send_error(404)
@@ -262,7 +263,7 @@ class NotOurs(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
         ({"api_key": None}, "requires its --api_key"),
@@ -277,8 +278,8 @@ class NotOurs(BaseHTTPRequestHandler):
         ({}, None),
     ],
 )
-def test_a_server_that_does_not_suit_is_refused(
-    servers: list[RolloutServer], dense: Path, change: dict[str, object], said: str | None,
+def test_an_unsuitable_server_is_refused(
+    servers: list[RolloutServer], dense: Path, change: dict[str, object], message: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     config = ServerConfig(
@@ -286,24 +287,26 @@ def test_a_server_that_does_not_suit_is_refused(
         needed_length=256, model=read_model_identity(dense),
     )  # fmt: skip
     if change.get("urls") == "not ours":
-        web = HTTPServer((HOST, free_port()), NotOurs)
+        web = HTTPServer((HOST, free_port()), OtherServer)
         Thread(target=web.serve_forever, daemon=True).start()
         change = {"urls": (f"http://{HOST}:{web.server_port}",)}
     monkeypatch.setenv("http_proxy", "http://proxy.example:3128")
     engine = RemoteVllm(replace(config, **change), WeightSender(torch.device("cpu"), 2**20), rank=0)  # type: ignore
     try:
-        if said is None:
+        if message is None:
             engine.check()
             return
-        with pytest.raises(ValueError, match=said) as refused:
+        with pytest.raises(ValueError, match=message) as refused:
             engine.check()
-        if "did not answer" in said:
+        if "did not answer" in message:
             assert "http_proxy=http://proxy.example:3128 is set but not used" in str(refused.value)
     finally:
         engine.shutdown()
 
 
-def test_refused_on_the_command_line_before_the_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
+def test_an_unreachable_server_stops_the_command_before_the_model_loads(
+    folder: Path, dense: Path, dataset: Path
+) -> None:
     flags = ["--vllm_mode", "server", "--vllm_server_host", HOST, "--vllm_server_port", str(free_port()),
              "--vllm_server_timeout", "1"]  # fmt: skip
     run = train(dense, dataset, folder / "unreachable", flags)
@@ -312,8 +315,8 @@ def test_refused_on_the_command_line_before_the_model_loads(folder: Path, dense:
     assert "model_config: ModelConfig" not in run.output
 
 
-def test_without_the_plugin_swift_rollout_is_ms_swifts(dense: Path, folder: Path) -> None:
-    """Turned off, it fails on a CPU as it does without this package; and arguments that we add a meaning to."""
+def test_without_the_plugin_swift_rollout_is_unchanged(dense: Path, folder: Path) -> None:
+    """With the plugin off it fails on a CPU as without this package; with it on, our error names a working setting."""
     script = str(Path(sys.executable).with_name("swift"))
     command = [script, "rollout", "--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]
     off = subprocess.run(command, env={**os.environ, "SWIFT_MEGATRON_GRPO": "off"}, text=True, capture_output=True)

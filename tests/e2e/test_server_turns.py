@@ -1,4 +1,4 @@
-"""Conversations that a real `swift rollout` leads. The numbers are those of vLLM in the training processes."""
+"""Conversations on a real `swift rollout`. The numbers match vLLM in the training processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Completion, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
-from tests.e2e.hf_check import check_by_hand
+from tests.e2e.hf_check import check_with_transformers
 from tests.e2e.riddles import WAIT
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
@@ -42,12 +42,13 @@ def dataset(folder: Path) -> Path:
 
 
 def closed(folder: Path) -> list[str]:
+    """Return the uuids of the conversations whose environment was closed."""
     return (folder / "closed.txt").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def riddles(folder: Path, dense: Path) -> Iterator[RolloutServer]:
-    """It has a fixture's time to start while the first test trains with vLLM in the training processes."""
+    """Start a server, which becomes ready while the first test trains with vLLM in the training processes."""
     flags = ["--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3",
              "--external_plugins", str(HERE / "riddles.py")]  # fmt: skip
     closed_log = {"RIDDLES_CLOSED": str(folder / "closed.txt")}
@@ -57,7 +58,7 @@ def riddles(folder: Path, dense: Path) -> Iterator[RolloutServer]:
 
 
 def train(model: Path, dataset: Path, folder: Path, flags: Sequence[str]) -> tuple[Finished, list[dict[str, Any]]]:
-    """The run, and the rollouts of its first step."""
+    """Return the run and the rollouts of its first step."""
     dump = folder.with_suffix(".rollouts")
     run = megatron_rlhf(
         model, dataset, folder, 2, [*FLAGS, "--rollout_dump", str(dump), *flags], {API_KEY_VARIABLE: KEY}
@@ -67,16 +68,19 @@ def train(model: Path, dataset: Path, folder: Path, flags: Sequence[str]) -> tup
 
 
 def check_same(remote: tuple[Finished, list[dict[str, Any]]], local: tuple[Finished, list[dict[str, Any]]]) -> None:
-    for there, here in zip(remote[1], local[1], strict=True):
-        assert {name: there[name] for name in TRAINED} == {name: here[name] for name in TRAINED}
-        assert there["logprobs"] == pytest.approx(here["logprobs"], abs=1e-5)
-    for there, here in zip(remote[0].log, local[0].log, strict=True):
-        assert [there[name] for name in NUMBERS] == pytest.approx([here[name] for name in NUMBERS], rel=1e-5, abs=1e-6)
+    for row, expected in zip(remote[1], local[1], strict=True):
+        assert {name: row[name] for name in TRAINED} == {name: expected[name] for name in TRAINED}
+        assert row["logprobs"] == pytest.approx(expected["logprobs"], abs=1e-5)
+    for step, expected in zip(remote[0].log, local[0].log, strict=True):
+        numbers, expected_numbers = ([values[name] for name in NUMBERS] for values in (step, expected))
+        assert numbers == pytest.approx(expected_numbers, rel=1e-5, abs=1e-6)
     assert all(step["rollout/k3_kl"] < 1e-7 for run in (remote[0], local[0]) for step in run.log)
 
 
-def test_an_environment_behind_a_server(folder: Path, dense: Path, dataset: Path, riddles: RolloutServer) -> None:
-    """The trainer's script is one for ms-swift's: scheduler and environment are named on the server alone."""
+def test_an_environment_on_a_server_matches_colocate(
+    folder: Path, dense: Path, dataset: Path, riddles: RolloutServer
+) -> None:
+    """The trainer's script is written as for ms-swift: only the server has flags for scheduler and environment."""
     reward = ["--reward_funcs", "turns"]
     local = train(dense, dataset, folder / "local", [
         "--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3", *reward,
@@ -89,17 +93,19 @@ def test_an_environment_behind_a_server(folder: Path, dense: Path, dataset: Path
     assert {row["infos"]["num_turns"] for row in remote[1]} == {1, 2, 3}
     tokenizer = AutoTokenizer.from_pretrained(dense)
     for row in remote[1]:
-        # The environment's words between the turns are not trained.
+        # The environment's messages between the turns are not trained.
         not_sampled = compress(row["completion_ids"], map(not_, row["sampled"]))
         assert tokenizer.decode(list(not_sampled)).count("user\nUse ") == row["infos"]["num_turns"] - 1
         assert sum(row["sampled"]) == len(row["logprobs"])
         assert row["rewards"] == [row["infos"]["num_turns"], row["infos"]["total_reward"]]
-    # also those that --max_turns has ended; of every generation, each once
+    # including those ended by --max_turns, exactly once per conversation
     assert sorted(closed(folder)) == sorted({*closed(folder)}) and len(closed(folder)) == 16
 
 
 @pytest.mark.slow
-def test_conversations_ahead_of_training(folder: Path, dense: Path, dataset: Path, riddles: RolloutServer) -> None:
+def test_conversations_are_generated_ahead_of_training(
+    folder: Path, dense: Path, dataset: Path, riddles: RolloutServer
+) -> None:
     riddles.wait()
     before = len(closed(folder)) if (folder / "closed.txt").exists() else 0
     run, _ = train(dense, dataset, folder / "ahead", [
@@ -118,7 +124,7 @@ def config_of(server: RolloutServer, model: Path) -> ServerConfig:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "said"),
+    ("settings", "message"),
     [
         (None, r"it runs multi-turn conversations \(--multi_turn_scheduler gym_scheduler --max_turns 3"),
         (
@@ -128,42 +134,40 @@ def config_of(server: RolloutServer, model: Path) -> ServerConfig:
         (RemoteTurnsConfig("", max_turns=4), "its --max_turns is 3, and this run's is 4; give both the same"),
     ],
 )
-def test_a_server_that_leads_otherwise_is_refused(
-    riddles: RolloutServer, dense: Path, wanted: RemoteTurnsConfig | None, said: str
+def test_a_server_with_other_conversation_settings_is_refused(
+    riddles: RolloutServer, dense: Path, settings: RemoteTurnsConfig | None, message: str
 ) -> None:
     riddles.wait()
-    config = replace(config_of(riddles, dense), turns=wanted)
+    config = replace(config_of(riddles, dense), turns=settings)
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     try:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             engine.check()
     finally:
         engine.shutdown()
 
 
-def test_a_conversation_that_is_taken_back_closes_its_environment(
-    folder: Path, dense: Path, riddles: RolloutServer
-) -> None:
-    """By new weights, and by who asks for it once more."""
+def test_a_cancelled_conversation_closes_its_environment(folder: Path, dense: Path, riddles: RolloutServer) -> None:
+    """Both new weights and a second request for the same conversation cancel it."""
     riddles.wait()
     weights = load_file(dense / "model.safetensors")
     engine = RemoteVllm(config_of(riddles, dense), WeightSender(torch.device("cpu"), 2**20), rank=0)
     sampling = {"max_tokens": 4, "temperature": 1.0, "seed": 3}
 
-    def ask(uuid: str, content: str) -> Any:
+    def complete(uuid: str, content: str) -> Any:
         request = {
             "messages": [{"role": "user", "content": content}],
             "uuid": uuid,
             "data_dict": {"letters": "abcdefgh"},
         }
-        asked = {"request": request, "sampling": sampling, "weights_version": 7}
+        body = {"request": request, "sampling": sampling, "weights_version": 7}
         try:
-            return Completion.from_json(riddles.ask("POST", Routes.GENERATE, asked, run=engine._servers.run))
+            return Completion.from_json(riddles.request("POST", Routes.GENERATE, body, run=engine._servers.run))
         except urllib.error.HTTPError as error:
             return error.read().decode()
 
-    def ask_and_keep(answers: list[Any], uuid: str) -> Thread:
-        thread = Thread(target=lambda: answers.append(ask(uuid, WAIT)))
+    def complete_in_thread(responses: list[Any], uuid: str) -> Thread:
+        thread = Thread(target=lambda: responses.append(complete(uuid, WAIT)))
         thread.start()
         time.sleep(2)
         return thread
@@ -172,22 +176,22 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
         engine.load_weights(weights.items(), version, None, collect_checksums=False)
 
     try:
-        assert engine.check()  # which says that the environment grades
+        assert engine.check()  # True: the environment grades
         assert engine.needs_weights(7)
         send(7)
-        answers: list[Any] = []
-        first = ask_and_keep(answers, "waits")
-        again = ask_and_keep(answers, "waits")  # as after a request that took too long
+        responses: list[Any] = []
+        first = complete_in_thread(responses, "waits")
+        second = complete_in_thread(responses, "waits")  # as after a request timeout
         first.join(timeout=20)
-        assert len(answers) == 1 and closed(folder)[-1] == "waits"
-        beside = ask("beside", "Hello.")
-        assert beside.infos["num_turns"] == len(beside.messages) // 2 and True in beside.sampled
+        assert len(responses) == 1 and closed(folder)[-1] == "waits"
+        other = complete("beside", "Hello.")
+        assert other.infos["num_turns"] == len(other.messages) // 2 and True in other.sampled
         assert engine.needs_weights(8)
         send(8)
-        again.join(timeout=20)
-        assert len(answers) == 2 and all("cancelled" in answer for answer in answers)
-        until = time.monotonic() + 10
-        while closed(folder).count("waits") < 2 and time.monotonic() < until:
+        second.join(timeout=20)
+        assert len(responses) == 2 and all("cancelled" in response for response in responses)
+        deadline = time.monotonic() + 10
+        while closed(folder).count("waits") < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         assert closed(folder).count("waits") == 2
     finally:
@@ -195,8 +199,8 @@ def test_a_conversation_that_is_taken_back_closes_its_environment(
 
 
 @pytest.mark.slow
-def test_a_scheduler_that_changes_answers_and_never_ends(folder: Path, dense: Path, dataset: Path) -> None:
-    """What it put in is not trained, nor what it took out of the loss, and all ends where there is no room left."""
+def test_a_scheduler_may_change_completions_and_never_finish(folder: Path, dense: Path, dataset: Path) -> None:
+    """Tokens that it inserts or masks are not trained, and a conversation ends where no room is left."""
     turns = ["--multi_turn_scheduler", "hints", "--max_turns", "50"]
     plugins = [str(REWARDS), str(HERE / "hints.py")]
     server = RolloutServer(dense, folder / "hints.txt", [*turns, "--external_plugins", plugins[1]]).start()
@@ -210,8 +214,8 @@ def test_a_scheduler_that_changes_answers_and_never_ends(folder: Path, dense: Pa
     check_same(remote, local)
     first = local[0].log[0]
     assert first["num_turns"] > 3 and "num_turns/lost" not in first
-    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # of the last answer there was room for
-    check_by_hand(first, dense, folder / "local hints.rollouts" / "rollout-000000.jsonl")
+    assert first["rewards/Letters/mean"] > 0 and first["reward_std"] > 0  # rewards of the last completion that fitted
+    check_with_transformers(first, dense, folder / "local hints.rollouts" / "rollout-000000.jsonl")
     for row in remote[1]:
         assert len(row["prompt_ids"]) + len(row["completion_ids"]) <= 256 + 40
         hint = b" wait, "

@@ -1,4 +1,4 @@
-"""A run that gets stuck ends, on all ranks, soon and with a reason. The real command: torchrun ends ranks too."""
+"""A stuck run ends soon on all ranks and reports the reason. Tests use the real command: torchrun ends ranks too."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ def run(
 
 
 def sections(run: Finished) -> dict[str, str]:
-    """The report, by rank."""
+    """Return the sections of the report by rank."""
     assert run.code != 0, run.output[-4000:]
     (report,) = run.folder.glob("stuck-*.txt")
     assert str(report) in run.output
-    found = re.split("^==== rank ", report.read_text(), flags=re.MULTILINE)[1:]
-    assert len(found) == 2
-    return {section[0]: section for section in found}
+    parts = re.split("^==== rank ", report.read_text(), flags=re.MULTILINE)[1:]
+    assert len(parts) == 2
+    return {section[0]: section for section in parts}
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("function", "name"), [("sleeps", "Sleeps"), ("awaits", "Awaits")])
-def test_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
+def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
     done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"], start=megatron_rlhf)
-    assert done.code != 0  # the function would have slept for an hour
-    said = (
+    assert done.code != 0  # the function would sleep for an hour
+    message = (
         rf"RewardError: reward function {name} has not returned after [23]\.\d s \(--reward_timeout\), on 4 completions"
     )
-    assert re.search(said, done.output), done.output[-3000:]
+    assert re.search(message, done.output), done.output[-3000:]
     assert f"RankFailure: grading failed on rank 1: RewardError: reward function {name}" in done.output
     assert not list(done.folder.glob("stuck-*.txt"))  # an error like any other
 
 
-def test_a_stuck_reward_function_meets_the_watchdog(inputs: tuple[Path, Path, Path]) -> None:
+def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "30"])
     ranks = sections(done)
     assert "phase grading has not finished after 30 s (--phase_timeout 30)" in done.output
@@ -70,7 +70,7 @@ def test_a_stuck_reward_function_meets_the_watchdog(inputs: tuple[Path, Path, Pa
     assert re.search(r"not finished: [12]\n  gloo:all_?gather", ranks["0"]), ranks["0"]
 
 
-def test_one_rank_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
+def test_the_watchdog_reports_a_rank_that_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
     done = run(inputs, "train", ["--phase_timeout", "30"], {"STUCK": "train"})
     ranks = sections(done)
     assert "phase train has not finished after 30 s" in done.output

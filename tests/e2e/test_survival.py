@@ -1,4 +1,4 @@
-"""The stress scripts of runs with servers: kills and memory growth. tests/unit/stress covers their verdicts."""
+"""Stress scripts of runs with servers: killed servers and memory growth. tests/unit/stress covers their verdicts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_stress(module: str, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(5000)
-def test_twenty_killed_servers_cost_nothing_but_time(tmp_path: Path) -> None:
+def test_twenty_killed_servers_lose_no_completion(tmp_path: Path) -> None:
     report = run_stress("kill_servers", tmp_path, "--kills", "20", "--steps", "40")
     assert report["good"] and len(report["kills"]) == 20
     assert report["result"]["trained"] == 640

@@ -1,4 +1,4 @@
-"""Faults between the trainer and vLLM, planted in real runs: each is caught before anything is generated."""
+"""Faults between the trainer and vLLM, injected into real runs: each is detected before anything is generated."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PLUGINS = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("syn
 STOPPED = "EngineHasOtherWeights, generated 0 times"
 
 
-def told(run: Finished) -> dict[str, str]:
-    """Of each fault, the same on both ranks."""
+def reports(run: Finished) -> dict[str, str]:
+    """Return the report of each fault, which must be the same on both ranks."""
     one, other = (json.loads((run.folder / f"faults.{rank}.json").read_text()) for rank in (0, 1))
     assert one == other
     return one  # type: ignore[no-any-return]
@@ -30,7 +30,7 @@ WHERE = pytest.mark.parametrize("where", ["colocate", pytest.param("server", mar
 
 @contextmanager
 def generating(where: str, model: Path, flags: list[str]) -> Iterator[tuple[list[str], str]]:
-    """Where vLLM runs: flags of the trainer, and the name of its engines."""
+    """Run vLLM in the trainer or in a server; yield the trainer's flags and the names of the engines."""
     if where == "colocate":
         yield [], "engine 0, engine 1"
         return
@@ -42,7 +42,7 @@ def generating(where: str, model: Path, flags: list[str]) -> Iterator[tuple[list
 
 
 @WHERE
-def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: str) -> None:
+def test_lost_tensors_and_swapped_experts_are_detected(folder: Path, dataset: Path, where: str) -> None:
     model = make_model(folder / f"moe {where}", kind="moe")
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
              "1", "--train_iters", "12", "--save_steps", "100", "--temperature", "0.7", *PLUGINS]  # fmt: skip
@@ -51,35 +51,35 @@ def test_tensors_and_experts_that_go_astray(folder: Path, dataset: Path, where: 
         run = megatron_rlhf(model, dataset, folder / f"experts {where}", 2, [*flags, *more], environment)
     up = "model.layers.1.mlp.experts.2.up_proj.weight"
     assert "first weight sync: vLLM holds all 87 tensors bit for bit" in run.output
-    found = told(run)
-    first = found["tensor_lost_on_the_way, step 0"]  # vLLM has it from the checkpoint, the same one
+    errors = reports(run)
+    first = errors["tensor_lost_in_transfer, step 0"]  # vLLM has the same tensor from the checkpoint
     assert first.startswith(STOPPED) and "w13_weight" in first
     assert "parameters of the engine that no sent tensor writes" in first
-    assert found["tensor_not_sent, step 1"].startswith(STOPPED)
-    assert f"trainer: not sent, unlike in the sync before: {up}" in found["tensor_not_sent, step 1"]
-    swapped = found["experts_swapped_in_export, step 1"]
+    assert errors["tensor_not_sent, step 1"].startswith(STOPPED)
+    assert f"trainer: not sent, unlike in the sync before: {up}" in errors["tensor_not_sent, step 1"]
+    swapped = errors["experts_swapped_in_export, step 1"]
     assert swapped.startswith(STOPPED) and "So the export itself is wrong" in swapped
-    stale = found["tensor_lost_on_the_way, step 2"]
+    stale = errors["tensor_lost_in_transfer, step 2"]
     assert stale.startswith(STOPPED)
     assert f"{engines}: the engine holds other values than were sent: {up}" in stale
-    swapped = found["experts_swapped_on_the_way, step 2"]
+    swapped = errors["experts_swapped_in_transfer, step 2"]
     assert swapped.startswith(STOPPED)
     assert all(f"experts.{i}.{name}_proj" in swapped for i in (0, 1) for name in ("down", "gate", "up"))
-    assert found["logprobs_shifted, step 2"].startswith("ShiftedLogprobs, generated 1 times")
-    assert "completions of weights [1] were returned instead of 2" in found["older_weights_answer, step 2"]
-    assert found["tensor_lost_once, step 3"] == "nothing was said"
+    assert errors["logprobs_shifted, step 2"].startswith("ShiftedLogprobs, generated 1 times")
+    assert "completions of weights [1] were returned instead of 2" in errors["rollouts_of_older_weights, step 2"]
+    assert errors["tensor_lost_once, step 3"] == "no error"
     assert "weight sync 3 failed its check, was repeated, and then passed" in run.output
-    assert found["temperature_not_heeded, step 5"] == "nothing was said"
+    assert errors["temperature_not_applied, step 5"] == "no error"
     assert "vLLM does not apply --temperature 0.7" in run.output
-    assert run.code != 0  # the last fault is of one engine
+    assert run.code != 0  # the last fault affects one engine
     assert "weight sync 7 failed its check twice" in run.output
     assert f"{engines.split(', ')[-1]}: the engine holds other" in run.output
     assert all(step.get("sync_check/mean_diff", 0) < 1e-5 for step in run.log)
 
 
 @WHERE
-def test_twenty_syncs_of_an_adapter(folder: Path, dense: Path, dataset: Path, where: str) -> None:
-    """The engine equals the trainer after each, bit by bit, and the base is what it was."""
+def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path, dataset: Path, where: str) -> None:
+    """The engine matches the trainer bit for bit after each sync, and the base weights do not change."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
              "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
              "--save_steps", "100", *PLUGINS]  # fmt: skip
@@ -89,11 +89,11 @@ def test_twenty_syncs_of_an_adapter(folder: Path, dense: Path, dataset: Path, wh
     assert run.code == 0, run.output[-4000:]
     assert len(run.log) == 20 and all(step["sync_check/mean_diff"] < 5e-3 for step in run.log)
     assert run.output.count("failed its check") == 0
-    found = told(run)
-    assert found["frozen weights"] == 35 and found["frozen weights that changed"] == []
-    nothing = found["adapter_bound_to_nothing, step 19"]
+    errors = reports(run)
+    assert errors["frozen weights"] == 35 and errors["frozen weights that changed"] == []
+    nothing = errors["adapter_bound_to_nothing, step 19"]
     assert nothing.startswith(STOPPED) and "bound to no module (--target_modules)" in nothing
-    assert found["adapter_merged_as_zeros, step 19"].startswith(STOPPED)
-    fewer = found["one_adapter_of_a_layer_left_out, step 19"]
+    assert errors["adapter_merged_as_zeros, step 19"].startswith(STOPPED)
+    fewer = errors["one_adapter_of_a_layer_left_out, step 19"]
     assert fewer.startswith(STOPPED) and "4 of 16 adapters were not merged into the weights sent" in fewer
     assert "--top_p 0.8" in run.output and "use --top_p 1 to sample from the policy" in run.output

@@ -1,4 +1,4 @@
-"""An external plugin: a reward function that reads what environments say, and demands what ms-swift promises of it."""
+"""An external plugin: a reward function that reads the infos of environments and checks what ms-swift guarantees."""
 
 from __future__ import annotations
 

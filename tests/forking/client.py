@@ -1,4 +1,4 @@
-"""Processes of the tests, forked from a preloaded one; they behave like a subprocess.Popen of the same command."""
+"""Start processes of the tests as forks of a preloaded one; they behave like subprocess.Popen of the same command."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ForkedProcess:
         self._status = status
 
     def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code; -9 if the leader was killed."""
+        """Wait for the leader and return its exit code, -9 if it was killed."""
         if self.returncode is None:
             if timeout is not None and not _readable(self._status, timeout):
                 raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout)
@@ -46,15 +46,17 @@ class ForkedProcess:
 
 
 class ForkServer:
+    """A preloaded process, of one kind of programs.py, that forks runs on request."""
+
     def __init__(self, kind: str) -> None:
-        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.forking.server", kind, str(its.fileno())]
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.forking.server", kind, str(far.fileno())]
         environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)}
-        self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[its.fileno()])
-        its.close()
-        self._connection = ours
+        self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[far.fileno()])
+        far.close()
+        self._connection = near
         atexit.register(self.stop)
-        self._receive()  # it has imported everything
+        self._receive()  # the server has imported everything
 
     def start(
         self,
@@ -65,12 +67,12 @@ class ForkServer:
         output: IO[Any],
         environment: Mapping[str, str],
     ) -> ForkedProcess:
-        """Start a program of programs.py; 0 ranks: a command without torchrun."""
+        """Start a program of programs.py; with 0 ranks, a command without torchrun."""
         request = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(folder),
                    "environment": dict(environment), "port": free_port()}  # fmt: skip
-        status, its_status = os.pipe()
-        socket.send_fds(self._connection, [json.dumps(request).encode()], [output.fileno(), its_status])
-        os.close(its_status)
+        status, server_status = os.pipe()
+        socket.send_fds(self._connection, [json.dumps(request).encode()], [output.fileno(), server_status])
+        os.close(server_status)
         return ForkedProcess(self._receive()["pid"], status)
 
     def stop(self) -> None:
@@ -87,12 +89,12 @@ class ForkServer:
 
 @cache
 def fork_server(kind: str) -> ForkServer:
-    """The preloaded process of this test process; the first use takes its imports' 20 s."""
+    """Return the preloaded process of this test process; the first call takes 20 s, for the imports."""
     return ForkServer(kind)
 
 
 def run_script(script: Path, *arguments: object) -> str:
-    """Run a script of plain transformers in a fork and return what it prints."""
+    """Run a script of plain transformers in a fork and return its output."""
     with tempfile.TemporaryFile("w+") as output:
         process = fork_server("plain").start("script", [str(script), *map(str, arguments)], 0, REPOSITORY, output, {})
         code = process.wait()

@@ -1,4 +1,4 @@
-"""What a fork server imports ahead, and what a forked process runs. Each program is one of the commands of a user."""
+"""The imports of each kind of fork server, and the programs that a forked process runs, each a command of a user."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A rank of torchrun has the logger of ms-swift at ERROR unless its local rank is 0; it reads LOCAL_RANK at import.
+# ms-swift sets these to ERROR in ranks whose local rank is not 0. It reads LOCAL_RANK at import, too early for a fork.
 _RANK_LOGGERS = ("swift", "modelscope")
 
 
 def preload_trainer() -> None:
-    """Import what a rank of `megatron rlhf --rlhf_type grpo` imports, CPU platform and plugin included."""
+    """Import the modules of a rank of `megatron rlhf --rlhf_type grpo`, including CPU platform and plugin."""
     from swift_megatron_grpo.platforms.cpu import activate, cuda
 
     activate()
@@ -42,16 +42,16 @@ def preload_trainer() -> None:
     from swift.infer_engine import GRPOVllmEngine
     from swift.megatron import megatron_rlhf_main
 
-    cuda.install()  # vLLM's CPU worker puts its own stream into torch.cuda; in a run Megatron has taken its by then
+    cuda.install()  # vLLM's CPU worker replaces the stream of torch.cuda; in a run, Megatron has read it before
     del GRPOVllmEngine, megatron_rlhf_main  # ms-swift resolves names lazily
 
 
 def preload_rollout() -> None:
-    """Import what the processes of `swift rollout` import."""
+    """Import the modules of the processes of `swift rollout`."""
     from swift_megatron_grpo.platforms.cpu import prepare_server_environment
 
     prepare_server_environment()
-    multiprocessing.set_start_method("fork")  # ms-swift spawns otherwise, and imports everything once more
+    multiprocessing.set_start_method("fork")  # ms-swift would spawn, and import everything again
     import_all(
         "swift_megatron_grpo.server.deploy",
         "swift_megatron_grpo.server.weight_receiver",
@@ -65,7 +65,7 @@ def preload_rollout() -> None:
 
 
 def preload_plain() -> None:
-    """Import what scripts on plain transformers import: no platform, no Megatron, no ms-swift."""
+    """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift."""
     import_all(
         "torch",
         "safetensors.torch",
@@ -123,7 +123,7 @@ def run_script(arguments: list[str]) -> None:
 
 
 def _script(name: str) -> str:
-    """Return the path of a command's script in ms-swift, as it stands in sys.argv[0]."""
+    """Return the path of a command's script in ms-swift, for sys.argv[0]."""
     package = importlib.util.find_spec("swift")
     assert package is not None and package.submodule_search_locations is not None
     return str(Path(package.submodule_search_locations[0], "cli", name))

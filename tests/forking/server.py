@@ -1,9 +1,9 @@
 """A process that has imported everything and forks the ranks of a run: `python -m tests.forking.server KIND FD`.
 
-Requests come as JSON over a socket of the process that started it, each with two file descriptors: where the run
-prints, and a pipe for its exit code. The server itself has one thread, because a fork copies no other. For each request
-it forks a leader in a process group of its own, which takes torchrun's part: it forks the ranks, ends all of them when
-one fails, and reports the exit code. The server ends, with every run, when its socket closes.
+Requests arrive as JSON over a socket of the process that started the server, each with two file descriptors: the
+output of the run, and a pipe for its exit code. The server has one thread, because a fork copies only the calling
+thread. For each request it forks a leader with a new process group, which replaces torchrun: it forks the ranks, ends
+all of them when one fails, and reports the exit code. When its socket closes, the server ends, and all runs with it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
 def main(kind: str, fd: int) -> None:
     connection = socket.socket(fileno=fd)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # meant for pytest; when that ends, this ends with all runs
+        signal.signal(number, signal.SIG_IGN)  # these are for pytest; the server and all runs end after it
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # lines of ranks share one pipe
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # ranks share one pipe
     PRELOAD[kind]()
     if threading.active_count() > 1:
         raise SystemExit(f"imports of {kind} started threads, which a fork would lose: {threading.enumerate()}")
@@ -49,8 +49,8 @@ def main(kind: str, fd: int) -> None:
         if pid == 0:
             connection.close()
             _lead(json.loads(data), *fds)
-        for each in fds:
-            os.close(each)
+        for descriptor in fds:
+            os.close(descriptor)
         leaders.append(pid)
         connection.send(json.dumps({"pid": pid}).encode())
     for pid in leaders:
@@ -68,7 +68,7 @@ def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
     ranks = request["ranks"]
-    if ranks == 0:  # a command without torchrun: this process is the command
+    if ranks == 0:  # without torchrun this process is the command
         code = _run(request)
     else:
         pids = [_fork_rank(request, rank, status) for rank in range(ranks)]
@@ -111,12 +111,12 @@ def _run(request: dict[str, Any]) -> int:
 
 
 def _wait(pids: list[int]) -> int:
-    """Wait for all ranks; end the others when one fails, as torchrun does."""
+    """Wait for all ranks; when one fails, end the others, as torchrun does. Return 1 if any failed, else 0."""
     remaining, failed = set(pids), 0
     while remaining:
-        pid, waited = os.wait()
+        pid, wait_status = os.wait()
         remaining.discard(pid)
-        code = os.waitstatus_to_exitcode(waited)
+        code = os.waitstatus_to_exitcode(wait_status)
         if code and not failed:
             failed = 1
             print(f"rank {pids.index(pid)} ended with exit code {code}; ending the others", file=sys.stderr)

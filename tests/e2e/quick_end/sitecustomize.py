@@ -1,5 +1,7 @@
-"""On the path of every process of the tests that has no GPU: it ends without walking the million objects that its
-imports made, which takes each rank three seconds."""
+"""Loaded by every test process on a machine without a GPU: the process exits without a last garbage collection.
+
+Traversing the million objects that its imports create would take each rank three seconds.
+"""
 
 import atexit
 import gc
