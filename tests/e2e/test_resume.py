@@ -13,6 +13,7 @@ pytestmark = pytest.mark.e2e
 TENSOR_PARALLEL = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
 
 
+@pytest.mark.slow  # each save of optimizer states starts processes that import everything
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [

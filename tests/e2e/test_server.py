@@ -325,4 +325,4 @@ def test_without_the_plugin_swift_rollout_is_unchanged(dense: Path, folder: Path
         assert "local_device_count (0) must be greater than or equal to" in off.stderr
     on = subprocess.run([*command, "--vllm_use_async_engine", "false"], text=True, capture_output=True)
     assert on.returncode != 0
-    assert "leave it out, or set SWIFT_MEGATRON_GRPO=off" in on.stderr
+    assert "remove the flag, or set SWIFT_MEGATRON_GRPO=off" in on.stderr
