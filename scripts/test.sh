@@ -57,10 +57,9 @@ tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is 
 
 if [ -n "$quick" ]; then
     checks
-    step "pytest tests/unit" "${pytest[@]}" tests/unit --alone no -n 2 --dist loadfile "$@"
-    step "pytest tests/contract" "${pytest[@]}" tests/contract --alone no -n 2 --dist loadfile "$@"
-    step "one layout" "${pytest[@]}" tests/dist/test_layouts.py -k "dense-full-tp2+sp]"
-    step "one run of the command" "${pytest[@]}" tests/e2e/test_cli.py -k test_full_tuning
+    step "pytest" "${pytest[@]}" tests/unit tests/contract \
+        "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
+        tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no -n 2 --dist loadfile "$@"
     exit
 fi
 for stage in "${stages[@]}"; do

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.forking.client import sockets_folder
+
 settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
 settings.load_profile("patient")
 
@@ -13,6 +15,10 @@ if not torch.cuda.is_available():
     from swift_megatron_grpo.platforms.cpu import activate
 
     activate()
+
+
+def pytest_configure() -> None:
+    sockets_folder()  # before xdist starts its workers, which then share the fork servers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

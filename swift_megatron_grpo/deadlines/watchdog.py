@@ -24,15 +24,19 @@ from swift_megatron_grpo.deadlines.interrupt import interrupted_after
 logger = logging.getLogger(__name__)
 _BETWEEN_PHASES = "logging, checkpoints and callbacks, between phases"
 _GRACE_SECONDS = 10.0  # for interrupted code to clean up
-_EXIT_SECONDS = 30.0  # for a rank to exit after an error
 
 
 class Watchdog:
     """Deadlines of one rank. Limits nest: a phase, and a reward function within it."""
 
-    def __init__(self, report: Path, rank: int, world_size: int, phase_timeout: float) -> None:
-        """Start the monitor. `report`: one file for all ranks of this run. `phase_timeout`: in seconds; 0: no limit."""
-        self._phase_timeout = phase_timeout
+    def __init__(
+        self, report: Path, rank: int, world_size: int, phase_timeout: float, exit_timeout: float = 30.0
+    ) -> None:
+        """Start the monitor. `report`: one file for all ranks of this run.
+
+        Limits in seconds: `phase_timeout` for a phase, 0 for no limit; `exit_timeout` for the exit after an error.
+        """
+        self._phase_timeout, self._exit_timeout = phase_timeout, exit_timeout
         self._limits: list[monitor.Limit] = []
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  # stays open for the life of this process
         faulthandler.register(monitor.STACKS_SIGNAL, file=self._stacks, all_threads=True)
@@ -66,7 +70,9 @@ class Watchdog:
         """Limit how long this process may take to exit: a thread left by a reward function could block it forever."""
         self._hook(kind, error, trace)
         what = "the exit of the process after the error above"
-        self._limits = [_limit(what, _EXIT_SECONDS, "after an error", "the stacks show what keeps the process alive")]
+        self._limits = [
+            _limit(what, self._exit_timeout, "after an error", "the stacks show what keeps the process alive")
+        ]
         self._send_limits()
 
     def close(self) -> None:

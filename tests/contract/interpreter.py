@@ -1,22 +1,16 @@
-"""Runs code in a fresh interpreter, in which ms-swift, Megatron and vLLM can be imported.
-
-On a machine without CUDA these packages import only under the CPU platform, which changes the whole process.
-"""
+"""Runs code in a process of its own that has imported ms-swift, Megatron and vLLM, but not this package's plugin."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import textwrap
 from typing import Any
+
+from tests.forking.client import run_code
 
 PREAMBLE = """
 import inspect, json, sys
 import torch
-if not torch.cuda.is_available():
-    from swift_megatron_grpo.platforms.cpu import activate
-    activate()
 
 def parameters(function):
     return list(inspect.signature(function).parameters)
@@ -28,7 +22,9 @@ def source(function):
 
 def result_of(code: str) -> Any:
     """Run the code after PREAMBLE and return what it assigns to `result`, through JSON."""
-    program = PREAMBLE + textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result))\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    return printed_result(PREAMBLE + textwrap.dedent(code) + "\nprint('RESULT ' + json.dumps(result))\n")
+
+
+def printed_result(code: str) -> Any:
+    """Run the code and return what it prints as JSON after the word RESULT."""
+    return json.loads(run_code("upstream", code).rsplit("RESULT ", 1)[1].splitlines()[0])

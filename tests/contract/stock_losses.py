@@ -1,6 +1,6 @@
-"""Run ms-swift's own loss_func on all cases and print the results as JSON.
+"""ms-swift's own loss_func on all cases, printed as JSON.
 
-Runs as a separate process, because ms-swift needs initialized process groups.
+`main` runs in a process of its own, because ms-swift needs initialized process groups.
 """
 
 from __future__ import annotations
@@ -12,12 +12,6 @@ from collections import defaultdict
 from typing import Any
 
 import torch
-
-if not torch.cuda.is_available():
-    from swift_megatron_grpo.platforms.cpu import activate
-
-    activate()
-
 from megatron.core import mpu
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Stock
 from swift.rl_core.data import GRPOBatch
@@ -88,7 +82,3 @@ def main() -> None:
     Stock._has_teacher = False
     results = {name: stock_step(case, make_step(LENGTHS, seed=case.seed)) for name, case in CASES.items()}
     sys.stdout.write("RESULT " + json.dumps(results) + "\n")
-
-
-if __name__ == "__main__":
-    main()

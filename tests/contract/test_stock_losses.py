@@ -6,10 +6,7 @@ ms-swift's errors appear only with several micro batches.
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from functools import cache
 from typing import Any
 
@@ -18,15 +15,14 @@ import pytest
 
 from swift_megatron_grpo.training.loss import effective_sample_size
 from tests.contract.cases import CASES, LENGTHS, Case
+from tests.contract.interpreter import printed_result
 from tests.unit.training.loss.losses import Step, make_step, run
 
 
 @cache
 def stock() -> dict[str, Any]:
-    program = [sys.executable, "-m", "tests.contract.stock_losses"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: dict[str, Any] = json.loads(done.stdout.rsplit("RESULT ", 1)[1])
+    code = "from tests.contract import stock_losses; stock_losses.main()"
+    results: dict[str, Any] = printed_result(code)
     return results
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import IO, Any
 
 from tests.paths import REPOSITORY
 
+_SOCKETS = "TESTS_FORK_SERVERS"
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
@@ -49,14 +53,17 @@ class ForkServer:
     """A preloaded process, of one kind of programs.py, that forks runs on request."""
 
     def __init__(self, kind: str) -> None:
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "tests.forking.server", kind, str(far.fileno())]
-        environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)}
-        self._process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, pass_fds=[far.fileno()])
-        far.close()
-        self._connection = near
-        atexit.register(self.stop)
-        self._receive()  # the server has imported everything
+        """Connect to the server of this session; the first process that needs it starts it."""
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = Path(sockets_folder()) / kind
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                self._connection.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                path.unlink(missing_ok=True)
+                _start_server(kind, path)
+                self._connection.connect(str(path))
 
     def start(
         self,
@@ -75,33 +82,57 @@ class ForkServer:
         os.close(server_status)
         return ForkedProcess(self._receive()["pid"], status)
 
-    def stop(self) -> None:
-        self._connection.close()
-        self._process.wait(timeout=30)
-
     def _receive(self) -> dict[str, Any]:
         data = self._connection.recv(2**16)
         if not data:
-            raise RuntimeError(f"the fork server ended with exit code {self._process.wait(timeout=30)}")
+            raise RuntimeError("the fork server has ended")
         message: dict[str, Any] = json.loads(data)
         return message
 
 
 @cache
 def fork_server(kind: str) -> ForkServer:
-    """Return the preloaded process of this test process; the first call takes 20 s, for the imports."""
+    """Return the preloaded process of this session; the first call takes 20 s, for the imports."""
     return ForkServer(kind)
+
+
+def _start_server(kind: str, path: Path) -> None:
+    """Start a server and wait until it has imported everything."""
+    command = [sys.executable, "-m", "tests.forking.server", kind, str(path)]
+    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    while not path.exists():
+        if process.poll() is not None:
+            raise RuntimeError(f"the fork server of kind {kind} ended with exit code {process.returncode}")
+        time.sleep(0.05)
+
+
+def sockets_folder() -> str:
+    """Return the folder of the servers' sockets. Child processes, such as pytest's workers, share it."""
+    if _SOCKETS not in os.environ:
+        os.environ[_SOCKETS] = tempfile.mkdtemp(prefix="fork-servers-")
+        atexit.register(shutil.rmtree, os.environ[_SOCKETS], ignore_errors=True)
+    return os.environ[_SOCKETS]
 
 
 def run_script(script: Path, *arguments: object) -> str:
     """Run a script of plain transformers in a fork and return its output."""
+    return _output("plain", "script", str(script), *map(str, arguments))
+
+
+def run_code(kind: str, code: str) -> str:
+    """Run code in a fork and return its output."""
+    return _output(kind, "code", code)
+
+
+def _output(kind: str, program: str, *arguments: str) -> str:
     with tempfile.TemporaryFile("w+") as output:
-        process = fork_server("plain").start("script", [str(script), *map(str, arguments)], 0, REPOSITORY, output, {})
+        process = fork_server(kind).start(program, arguments, 0, REPOSITORY, output, {})
         code = process.wait()
         output.seek(0)
         printed = output.read()
     if code != 0:
-        raise RuntimeError(f"{script.name} ended with exit code {code}:\n{printed[-4000:]}")
+        raise RuntimeError(f"{program} {arguments[0]} ended with exit code {code}:\n{printed[-4000:]}")
     return printed
 
 

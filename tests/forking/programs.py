@@ -64,6 +64,23 @@ def preload_rollout() -> None:
     )
 
 
+def preload_upstream() -> None:
+    """Import ms-swift, Megatron and vLLM without the plugin, for tests of what this package relies on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        from swift_megatron_grpo.platforms.cpu import activate
+
+        activate()
+    import_all(
+        "swift.megatron.pipelines.train.rlhf",
+        "swift.megatron.trainers.grpo_trainer",
+        "swift.pipelines.infer.rollout",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.worker.gpu_model_runner",
+    )
+
+
 def preload_plain() -> None:
     """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift."""
     import_all(
@@ -85,6 +102,7 @@ def import_all(*names: str) -> None:
 PRELOAD: dict[str, Callable[[], None]] = {
     "trainer": preload_trainer,
     "rollout": preload_rollout,
+    "upstream": preload_upstream,
     "plain": preload_plain,
 }
 
@@ -122,6 +140,11 @@ def run_script(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def run_code(arguments: list[str]) -> None:
+    """Run `python -c CODE`."""
+    exec(compile(arguments[0], "<code>", "exec"), {"__name__": "__main__"})
+
+
 def _script(name: str) -> str:
     """Return the path of a command's script in ms-swift, for sys.argv[0]."""
     package = importlib.util.find_spec("swift")
@@ -134,4 +157,5 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "swift rollout": run_swift_rollout,
     "tasks": run_tasks,
     "script": run_script,
+    "code": run_code,
 }

@@ -1,9 +1,10 @@
-"""A process that has imported everything and forks the ranks of a run: `python -m tests.forking.server KIND FD`.
+"""A process that has imported everything and forks the ranks of a run: `python -m tests.forking.server KIND SOCKET`.
 
-Requests arrive as JSON over a socket of the process that started the server, each with two file descriptors: the
-output of the run, and a pipe for its exit code. The server has one thread, because a fork copies only the calling
-thread. For each request it forks a leader with a new process group, which replaces torchrun: it forks the ranks, ends
-all of them when one fails, and reports the exit code. When its socket closes, the server ends, and all runs with it.
+The test processes of one pytest session share it. Requests arrive as JSON over a Unix socket, each with two file
+descriptors: the output of the run, and a pipe for its exit code. The server has one thread, because a fork copies only
+the calling thread. For each request it forks a leader with a new process group, which replaces torchrun: it forks the
+ranks, ends all of them when one fails, and reports the exit code. When a test process disconnects, its runs end, and
+the server ends with the last one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import atexit
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -27,8 +29,7 @@ _LARGEST_REQUEST = 2**20
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
 
 
-def main(kind: str, fd: int) -> None:
-    connection = socket.socket(fileno=fd)
+def main(kind: str, path: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # these are for pytest; the server and all runs end after it
     for stream in (sys.stdout, sys.stderr):
@@ -38,24 +39,46 @@ def main(kind: str, fd: int) -> None:
         raise SystemExit(f"imports of {kind} started threads, which a fork would lose: {threading.enumerate()}")
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy the pages of every imported object
-    connection.send(json.dumps({"ready": os.getpid()}).encode())
-    leaders: list[int] = []
-    while True:
-        data, fds, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 2)
-        leaders = [pid for pid in leaders if os.waitpid(pid, os.WNOHANG) == (0, 0)]
-        if not data:
-            break
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            _lead(json.loads(data), *fds)
-        for descriptor in fds:
-            os.close(descriptor)
-        leaders.append(pid)
-        connection.send(json.dumps({"pid": pid}).encode())
-    for pid in leaders:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    with _listen(path) as listener:
+        connection, _ = listener.accept()
+        leaders: dict[socket.socket, list[int]] = {connection: []}
+        while leaders:
+            ready, _, _ = select.select([listener, *leaders], [], [])
+            for connection in ready:
+                if connection is listener:
+                    leaders[listener.accept()[0]] = []
+                else:
+                    _serve(connection, leaders, listener)
+
+
+def _listen(path: str) -> socket.socket:
+    """Listen at the path, which appears once clients can connect."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"{path}.new")
+    listener.listen()
+    os.rename(f"{path}.new", path)
+    return listener
+
+
+def _serve(connection: socket.socket, leaders: dict[socket.socket, list[int]], listener: socket.socket) -> None:
+    """Fork the leader of a requested run; end all runs of a client that has disconnected."""
+    data, fds, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 2)
+    leaders[connection] = [pid for pid in leaders[connection] if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    if not data:
+        for pid in leaders.pop(connection):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        connection.close()
+        return
+    pid = os.fork()
+    if pid == 0:
+        for inherited in (listener, *leaders):
+            inherited.close()
+        _lead(json.loads(data), *fds)
+    for descriptor in fds:
+        os.close(descriptor)
+    leaders[connection].append(pid)
+    connection.send(json.dumps({"pid": pid}).encode())
 
 
 def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
@@ -138,4 +161,4 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2])

@@ -23,7 +23,7 @@ def main(how: str, report: str, rank: int, world_size: int) -> None:
                 time.sleep(0.1)
         watchdog.close()
         return
-    watchdog = Watchdog(Path(report), rank, world_size, phase_timeout=60 if how == "waits" else 1)
+    watchdog = Watchdog(Path(report), rank, world_size, 60 if how == "waits" else 1, exit_timeout=2)
     if how == "left behind":
         threading.Thread(target=time.sleep, args=(3600,), name="left").start()
         raise ValueError("a step failed")
