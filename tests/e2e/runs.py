@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 
+from swift_megatron_grpo import SWITCH
 from tests.forking.client import ForkedProcess, fork_server, run_script
 from tests.paths import REPOSITORY
 
@@ -98,18 +99,24 @@ def megatron_rlhf(
     environment: Mapping[str, str] | None = None,
     timeout: int = 600,
     on_line: Callable[[str], object] | None = None,
+    plugin: bool = True,
 ) -> Finished:
     """Run `megatron rlhf --rlhf_type grpo` on forked ranks; on a GPU, the real command.
 
     A forked rank has imported everything already and runs what torchrun would start. Entry point, torchrun and process
-    shutdown are not covered: for these, use `megatron_command`.
+    shutdown are not covered: for these, use `megatron_command`. Without `plugin`, a rank is as if the entry point had
+    activated the CPU platform only.
     """
+    if not plugin:
+        environment = {**(environment or {}), SWITCH: "platform"}
     if not ON_CPU:
         return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
     arguments, variables = grpo_flags(model, dataset, folder, flags), dict(environment or {})
 
     def start(output: IO[str]) -> ForkedProcess:
-        return fork_server("trainer").start("megatron rlhf", arguments, ranks, folder.parent, output, variables)
+        return fork_server("trainer" if plugin else "upstream").start(
+            "megatron rlhf", arguments, ranks, folder.parent, output, variables
+        )
 
     return _follow(start, folder, timeout, on_line)
 

@@ -1,4 +1,4 @@
-"""The real command in every mode.
+"""The command in every mode: one run by the real command, the others on forked ranks.
 
 It trains, the engine runs the trainer's weights after each sync, and plain transformers computes the same log-probs
 from the saved checkpoint.
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import swift_megatron_grpo
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_command
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_command, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
@@ -53,7 +53,7 @@ def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, d
 
 def test_lora_trains_with_data_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
-    run = megatron_command(dense, dataset, folder / "lora", ranks=2, flags=flags, command=("swift", "megatron", "rlhf"))
+    run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags)
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
     assert not (run.folder / "runs").exists() and not (run.folder / "images").exists()  # --report_to none
     checkpoint = run.last_checkpoint
@@ -68,7 +68,7 @@ def test_a_pipeline_trains_with_tensor_parallel_vllm(folder: Path, dense: Path, 
              "--fp16", "false", "--beta", "0.04", "--virtual_pipeline_model_parallel_size", "2",
              "--max_tokens_per_micro_batch", "96", "--num_iterations", "2", "--infer_batch_size", "8",
              "--sync_check", "full", *PROBED, *SMALL_GPU]  # fmt: skip
-    run = megatron_command(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
+    run = megatron_rlhf(dense, dataset, folder / "pipeline", ranks=2, flags=flags)
     check_run(run, steps=2, layout="PP 2 with VPP 2", k3_bound=5e-2, max_diff=1e-5)
     assert "the trainer offloads gradients and reference policy and weights" in run.output
     assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[1]["kl"] > 0
@@ -87,7 +87,7 @@ def test_experts_train_in_parallel_without_the_entry_point(folder: Path, dataset
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
              "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE),
              "--moe_aux_loss_coeff", "0.001"]  # fmt: skip
-    run = megatron_command(model, dataset, folder / "experts", 2, flags, {"SWIFT_MEGATRON_GRPO": "platform"})
+    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, plugin=False)
     check_run(run, steps=2, layout="EP 2", k3_bound=1e-7, max_diff=1e-5)
     assert all(0.9 < step["load_balancing_loss"] < 4 for step in run.log)  # 1: all experts get as many tokens
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4

@@ -47,8 +47,8 @@ def without_numbers(output: str) -> list[str]:
         "swift sft --help",
         "swift rlhf --rlhf_type grpo --help",
         "megatron sft --model /no/such/model",
-        "megatron pt --model /no/such/model",
-        "megatron export --model /no/such/model",
+        pytest.param("megatron pt --model /no/such/model", marks=pytest.mark.slow),
+        pytest.param("megatron export --model /no/such/model", marks=pytest.mark.slow),
         "megatron rlhf --rlhf_type dpo --model /no/such/model",
     ],
 )

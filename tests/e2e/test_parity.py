@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, megatron_command
+from tests.e2e.runs import REWARDS, megatron_rlhf
 
 HERE = Path(__file__).parent
 
@@ -24,16 +24,16 @@ def test_numbers_match_the_stock_trainer(
              *(["--fp16", "false"] if dtype == "float32" else [])]  # fmt: skip
     record = tmp_path / "record.json"
 
-    def run(plugin: str, name: str, mode: str, *more: str) -> Path:
-        plugins = ["--external_plugins", str(REWARDS), str(HERE / plugin)]
-        finished = megatron_command(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
-                                    {"SWIFT_MEGATRON_GRPO": mode, "RECORD": str(record)})  # fmt: skip
+    def run(recorder: str, name: str, plugin: bool, *more: str) -> Path:
+        plugins = ["--external_plugins", str(REWARDS), str(HERE / recorder)]
+        finished = megatron_rlhf(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
+                                 {"RECORD": str(record)}, plugin=plugin)  # fmt: skip
         assert finished.code == 0, finished.output[-4000:]
-        assert ("trains this run" in finished.output) == (mode == "on")
+        assert ("trains this run" in finished.output) == plugin
         return finished.folder
 
-    run("record_stock.py", "stock", "platform")
-    folder = run("replay_recorded.py", "ours", "on", "--sync_check", "off")
+    run("record_stock.py", "stock", False)
+    folder = run("replay_recorded.py", "ours", True, "--sync_check", "off")
     stock_steps = json.loads(record.read_text())["steps"]
     logged = [json.loads(line) for line in (folder / "logging.jsonl").read_text().splitlines()]
     steps = [line for line in logged if "loss" in line]
