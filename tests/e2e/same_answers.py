@@ -1,35 +1,26 @@
-"""Send the same requests to a vLLM engine by this package and by ms-swift's `infer`, and print both results.
-
-python same_answers.py MODEL
-"""
+"""Send the same requests to a vLLM engine by this package and by ms-swift's `infer`, and print both results."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+import torch
+from swift.infer_engine import GRPOVllmEngine
 
-from swift_megatron_grpo.plugin.activation import hook_platform
-
-hook_platform()
-
-import mcore_bridge  # noqa: E402, F401  # installs the CPU platform
-import torch  # noqa: E402
-from swift.infer_engine import GRPOVllmEngine  # noqa: E402
-
-from swift_megatron_grpo.config import SamplingConfig  # noqa: E402
-from swift_megatron_grpo.generation.interface import Request, requests_for  # noqa: E402
-from swift_megatron_grpo.generation.local.sampling import sample  # noqa: E402
-from swift_megatron_grpo.generation.requests import infer_request, request_config  # noqa: E402
-from swift_megatron_grpo.types import Prompt  # noqa: E402
+from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.generation.interface import Request, requests_for
+from swift_megatron_grpo.generation.local.sampling import sample
+from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.types import Prompt
+from tests.forking.client import free_port
 
 GENERATIONS, TOKENS = 3, 24
 
 
 def main(model: str) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     engine = GRPOVllmEngine(
         model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=False,
         max_num_seqs=4, enforce_eager=True, max_model_len=128, distributed_executor_backend="external_launcher",
@@ -51,7 +42,7 @@ def main(model: str) -> None:
             "stock": [_values(output.response) for output in stock],
             "versions": [r.weights_version for r in ours],
         })  # fmt: skip
-    print(json.dumps(results))
+    print("RESULT " + json.dumps(results))
 
 
 def _some_word(engine: GRPOVllmEngine, request: Request) -> str:
@@ -67,7 +58,3 @@ def _values(response: object) -> list[object]:
     logprobs = [token["logprob"] for token in choice.logprobs["content"]]
     prompt_ids = response.prompt_token_ids  # type: ignore[attr-defined]
     return [prompt_ids, choice.token_ids, choice.message.content, choice.finish_reason, logprobs]
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

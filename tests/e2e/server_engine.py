@@ -1,13 +1,9 @@
-"""Send the same requests to a server's engine by server/completions.py and by ms-swift's `infer_async`.
-
-python -m tests.e2e.server_engine MODEL
-"""
+"""Send the same requests to a server's engine by server/completions.py and by ms-swift's `infer_async`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
@@ -96,11 +92,4 @@ async def compare(model: str) -> dict[str, Any]:
 
 
 def main(model: str) -> None:
-    from swift_megatron_grpo.platforms.cpu import prepare_server_environment
-
-    prepare_server_environment()
-    print(json.dumps(asyncio.run(compare(model))))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    print("RESULT " + json.dumps(asyncio.run(compare(model))))

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.paths import REPOSITORY
+from tests.forking.client import run_code
 
 
-def run_module(module: str, model: Path) -> Any:
-    environment = {**os.environ, "MASTER_PORT": str(random.randint(20000, 32000))}
-    finished = subprocess.run(
-        [sys.executable, "-m", module, str(model)],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+def report_of(kind: str, module: str, model: Path) -> Any:
+    printed = run_code(kind, f"from tests.e2e import {module}; {module}.main({str(model)!r})")
+    return json.loads(printed.rsplit("RESULT ", 1)[1].splitlines()[0])
 
 
 @pytest.mark.e2e
 def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
-    plain, stopped = run_module("tests.e2e.same_answers", dense)
+    plain, stopped = report_of("trainer", "same_answers", dense)
     for result in (plain, stopped):
         assert result["ours"] == result["stock"] and len(result["ours"]) == 9
         assert result["versions"] == [3] * 9
@@ -38,7 +29,7 @@ def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
 
 @pytest.mark.e2e
 def test_completions_of_a_server_match_ms_swifts_and_cost_less(dense: Path) -> None:
-    report = run_module("tests.e2e.server_engine", dense)
+    report = report_of("rollout", "server_engine", dense)
     for ours, stock in report["pairs"]:  # greedy, seeded, with a stop word
         assert ours == stock
     assert [len(ids) for (_, ids, *_), _ in report["pairs"]][:6] == [24, 24, 20] * 2
