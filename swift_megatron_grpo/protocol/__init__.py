@@ -2,6 +2,7 @@
 
     messages.py        HTTP routes, status codes and JSON messages
     model_identity.py  values of config.json in which both must agree
+    rendezvous.py      admits processes that have a secret, and shares the keys of their stores
     channel.py         a process group that carries weights to the workers of one server
     buckets.py         packs many tensors into one flat tensor
     held_weights.py    checksums of the weights that an engine holds

@@ -1,47 +1,31 @@
 """Sends tensors from the trainer to the workers of one rollout server. Both ends use it, so it imports torch only.
 
 Each server has a separate process group, built directly from a store: it is independent of both default groups, no
-object is pickled, and a server that dies breaks only its own group. Rank 0 is the trainer.
+object is pickled, and a server that dies breaks only its own group. Rank 0 is the trainer. Only processes with the
+secret of rendezvous.py take part: they prove it at the rendezvous, and once more over the group itself.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
-import socket
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
+
+from swift_megatron_grpo.protocol.rendezvous import Rendezvous, authenticate, shared_store
 
 _TRAINER = 0
-_CONNECT = timedelta(seconds=30)  # the store is already listening, unless its process has just been killed
+_PROOF_BYTES = 32
 # Groups closed during a transfer. A gloo transfer cannot be interrupted, and destroying its group would wait for it.
 _abandoned: list[Any] = []
-
-
-@dataclass(frozen=True, slots=True)
-class Rendezvous:
-    """Address and settings with which the ranks of a group find each other."""
-
-    host: str
-    port: int
-    size: int
-    session: str  # prefix of the group's keys, different from those of earlier groups
-    timeout: float  # seconds, for the rendezvous and for every transfer
-
-
-def listen(host: str, port: int) -> TCPStore:
-    """Create the store of a rendezvous, which listens on this address only. Port 0: any free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 class Channel:
@@ -49,12 +33,19 @@ class Channel:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         self.device = device
+        self._rank, self._size = rank, rendezvous.size
         timeout = timedelta(seconds=rendezvous.timeout)
-        tcp_store = TCPStore(rendezvous.host, rendezvous.port, timeout=min(timeout, _CONNECT), wait_for_workers=False)
-        tcp_store.set_timeout(timeout)
-        store = PrefixStore(rendezvous.session, tcp_store)
-        create = _nccl_group if device.type == "cuda" else _gloo_group
-        self._group: Any = create(store, rank, rendezvous, timeout)
+        with shared_store(rendezvous) as (store, address):
+            self._group: Any = (
+                _nccl_group(store, rank, rendezvous.size, timeout)
+                if device.type == "cuda"
+                else _gloo_group(store, rank, rendezvous.size, timeout, address)
+            )
+            try:
+                self._check_members(rendezvous.secret.encode())
+            except BaseException:
+                self.close()
+                raise
 
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """Send a message; return when every worker has received it. `payload`: bytes, on this device."""
@@ -82,12 +73,32 @@ class Channel:
         if group is not None:
             group.abort()
 
-    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _check_members(self, secret: bytes) -> None:
+        """Raise ConnectionError unless every rank of the group proves that it has the secret.
+
+        The rendezvous has checked the ranks that exchanged addresses there; the group's own connections, which gloo
+        and NCCL open, authenticate nobody.
+        """
+        nonces = b"".join(self._from_each_rank(secrets.token_bytes(_PROOF_BYTES)))
+        own = authenticate(secret, b"rank %d" % self._rank, nonces)
+        for rank, proof in enumerate(self._from_each_rank(own)):
+            if not hmac.compare_digest(proof, authenticate(secret, b"rank %d" % rank, nonces)):
+                raise ConnectionError(f"rank {rank} of the weight group does not have the secret of the rendezvous")
+
+    def _from_each_rank(self, own: bytes) -> list[bytes]:
+        """Return the 32 bytes that each rank contributes."""
+        received = []
+        for rank in range(self._size):
+            data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+            received.append(bytes(self._broadcast(data, rank).cpu().numpy()))
+        return received
+
+    def _broadcast(self, tensor: torch.Tensor, root: int = _TRAINER) -> torch.Tensor:
         group = self._group
         if group is None:
             raise ConnectionError("the channel is closed")
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = _TRAINER, 0
+        options.rootRank, options.rootTensor = root, 0
         work = group.broadcast([tensor], options)
         delay = 1e-5
         while not work.is_completed():
@@ -100,24 +111,24 @@ class Channel:
         return tensor
 
 
-def _gloo_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> ProcessGroupGloo:
+def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> ProcessGroupGloo:
+    """Create a group whose connections use this local address, unless GLOO_SOCKET_IFNAME selects an interface."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     if "GLOO_SOCKET_IFNAME" in os.environ:
         options._devices = [ProcessGroupGloo.create_default_device()]
-    else:  # the local address of a connection to the other machine; loopback if both are the same
-        address = _local_address(rendezvous.host, rendezvous.port)
+    else:
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
-    return ProcessGroupGloo(store, rank, rendezvous.size, options)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
-def _nccl_group(store: Store, rank: int, rendezvous: Rendezvous, timeout: timedelta) -> Any:
+def _nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     with _blocking_wait():
-        return ProcessGroupNCCL(store, rank, rendezvous.size, options)
+        return ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager
@@ -136,9 +147,3 @@ def _blocking_wait() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _local_address(host: str, port: int) -> str:
-    with socket.create_connection((host, port)) as connection:
-        address: str = connection.getsockname()[0]
-    return address

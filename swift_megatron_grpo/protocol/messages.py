@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-PROTOCOL = 5
+PROTOCOL = 6
 API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the run that sends a request

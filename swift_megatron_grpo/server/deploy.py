@@ -22,10 +22,8 @@ from fastapi import Depends, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
-from torch.distributed import TCPStore
 
 from swift_megatron_grpo import __version__
-from swift_megatron_grpo.protocol.channel import Rendezvous, listen
 from swift_megatron_grpo.protocol.messages import (
     CONFLICT,
     ENGINE_GONE,
@@ -38,6 +36,7 @@ from swift_megatron_grpo.protocol.messages import (
     ServerStatus,
     serves_another,
 )
+from swift_megatron_grpo.protocol.rendezvous import Hub, Rendezvous, new_secret
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
 from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
@@ -81,7 +80,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.weights_version = NO_WEIGHTS
         self.lease = RunLease()
         self.description: dict[str, Any] = {}
-        self.store: TCPStore | None = None  # of the current group, which exists as long as its store
+        self.hub: Hub | None = None  # at which the processes of the current group meet
         self.join_task: asyncio.Task[Any] | None = None
         super().__init__(args)
 
@@ -195,14 +194,12 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.lease.touch(run, time.monotonic())
         self.weights_version = NO_WEIGHTS
         everywhere = self.args.host in _EVERY_INTERFACE
-        self.store = listen(self.args.host or "::", body.port)
-        rendezvous = Rendezvous(
-            host=body.host if everywhere else self.args.host,
-            port=self.store.port,
-            size=self._world_size + 1,
-            session=uuid.uuid4().hex,
-            timeout=body.timeout,
-        )
+        if self.hub is not None:
+            self.hub.close()
+        size, secret = self._world_size + 1, new_secret()
+        self.hub = Hub(self.args.host or "::", body.port, size, secret)
+        host = body.host if everywhere else self.args.host
+        rendezvous = Rendezvous(host, self.hub.port, size, secret, body.timeout)
         self.join_task = asyncio.create_task(self.commands.call("join", rendezvous=asdict(rendezvous)))
         self.join_task.add_done_callback(_log_failure)
         return asdict(rendezvous) | {"host": body.host}

@@ -17,7 +17,8 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.protocol.buckets import unpack
-from swift_megatron_grpo.protocol.channel import Channel, Rendezvous
+from swift_megatron_grpo.protocol.channel import Channel
+from swift_megatron_grpo.protocol.rendezvous import Rendezvous
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.protocol.buckets import Bucket, NamedWeights, buckets
-from swift_megatron_grpo.protocol.channel import Channel, Rendezvous
+from swift_megatron_grpo.protocol.channel import Channel
+from swift_megatron_grpo.protocol.rendezvous import Rendezvous
 
 _IN_FLIGHT = 1  # buckets queued behind the one being sent
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
-from swift_megatron_grpo.protocol.channel import Channel, Rendezvous, listen
+from swift_megatron_grpo.protocol.channel import Channel
+from swift_megatron_grpo.protocol.rendezvous import Hub, Rendezvous, new_secret
 
 CPU = torch.device("cpu")
 WEIGHTS = [
@@ -58,9 +59,7 @@ def receive(rendezvous: dict[str, Any], rank: int, failure: str, results: Connec
 
 
 def start(workers: int, failure: str = "") -> tuple[WeightConnection, list[Any], list[Connection]]:
-    store = listen("127.0.0.1", 0)
-    STORES.append(store)
-    rendezvous = {"host": "127.0.0.1", "port": store.port, "size": workers + 1, "session": "s", "timeout": 60.0}
+    rendezvous = open_rendezvous(workers + 1)
     context = multiprocessing.get_context("spawn")
     processes, results = [], []
     for rank in range(1, workers + 1):
@@ -73,7 +72,13 @@ def start(workers: int, failure: str = "") -> tuple[WeightConnection, list[Any],
     return WeightSender(CPU, 100).join(rendezvous), processes, results
 
 
-STORES: list[Any] = []
+def open_rendezvous(size: int) -> dict[str, Any]:
+    hub = Hub("127.0.0.1", 0, size, secret := new_secret())
+    HUBS.append(hub)
+    return {"host": "127.0.0.1", "port": hub.port, "size": size, "secret": secret, "timeout": 60.0}
+
+
+HUBS: list[Hub] = []
 PROCESSES: list[Any] = []
 
 
@@ -83,7 +88,9 @@ def _clean() -> Iterator[None]:
     for process in PROCESSES:
         process.kill()
     PROCESSES.clear()
-    STORES.clear()
+    for hub in HUBS:
+        hub.close()
+    HUBS.clear()
 
 
 def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blocks_no_other() -> None:
@@ -108,9 +115,7 @@ def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blo
 
 def test_closing_a_connection_unblocks_its_sender() -> None:
     """This happens when the server reports that it could not load the weights, and receives no more."""
-    store = listen("127.0.0.1", 0)
-    STORES.append(store)
-    rendezvous = {"host": "127.0.0.1", "port": store.port, "size": 2, "session": "s", "timeout": 60.0}
+    rendezvous = open_rendezvous(2)
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=join_only, args=(rendezvous,), daemon=True)
     process.start()
@@ -134,7 +139,6 @@ def join_only(rendezvous: dict[str, Any]) -> None:
 
 
 def test_the_rendezvous_listens_on_its_address_only() -> None:
-    store = listen("127.0.0.1", 0)
-    STORES.append(store)
-    addresses = {line.split()[3] for line in os.popen(f"ss -ltn 'sport = :{store.port}'").read().splitlines()[1:]}
-    assert addresses == {f"127.0.0.1:{store.port}"}
+    port = open_rendezvous(2)["port"]
+    addresses = {line.split()[3] for line in os.popen(f"ss -ltn 'sport = :{port}'").read().splitlines()[1:]}
+    assert addresses == {f"127.0.0.1:{port}"}
