@@ -80,52 +80,41 @@ def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[Rollout
         server.request("POST", Routes.GENERATE, {"request": message, "sampling": sampling, "weights_version": 0})
 
 
-def test_numbers_of_two_servers_match_colocate(
+def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
 ) -> None:
-    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "3",
-             "--save_steps", "3", "--sleep_level", "1", *PROBED]  # fmt: skip
-    remote = train(dense, dataset, folder / "remote", [*flags, *server_flags(*servers)])
+    """One server is killed in the middle of a step, and its completions are generated again on the other.
+
+    Completions have their own seeds and do not depend on the server, so the numbers match vLLM in the trainer.
+    """
+    flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "5",
+             "--save_steps", "5", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
+             *PROBED]  # fmt: skip
+    killed: list[str] = []
+
+    def kill(line: str) -> None:
+        if "may generate with weights 3" in line and not killed:
+            killed.append(line)
+            servers[0].kill()
+
+    remote = train(dense, dataset, folder / "remote", [*flags, *server_flags(*servers)], on_line=kill)
+    servers[0].start()
     local = train(dense, dataset, folder / "local", flags)
     for step, (values, expected) in enumerate(zip(numbers(remote), numbers(local), strict=True)):
         assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
     assert all(step["rollout/k3_kl"] < 1e-7 for step in remote.log)
-    assert len({step["reward"] for step in remote.log}) == 3
-    assert "weights 2 sent to 2 servers" in remote.output
+    assert len({step["reward"] for step in remote.log}) == 5
     for run in (remote, local):
         assert (
             " tensors bit for bit as they were sent; its log-probs of a fixed text of 128 tokens differ" in run.output
         )
         assert all(step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert "--sleep_level: without effect with --vllm_mode server" in remote.output
-    assert [server.request("GET", Routes.STATUS)["weights_version"] for server in servers] == [2, 2]
+    assert "weights 2 sent to 2 servers" in remote.output
+    assert killed and "is lost: " in remote.output and "1 of 2 remain" in remote.output
+    assert "unfinished completions of" in remote.output and "are recovered" in remote.output
+    assert servers[1].request("GET", Routes.STATUS)["weights_version"] == 4
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
-
-
-def test_a_killed_server_loses_no_completion(
-    folder: Path, dense: Path, dataset: Path, servers: list[RolloutServer]
-) -> None:
-    """One server of a run with merged LoRA on a pipeline is killed in the middle of a step and restarted after the run.
-
-    Completions have their own seeds and do not depend on the server: the numbers match an undisturbed run.
-    """
-    flags = ["--pipeline_model_parallel_size", "2", "--tuner_type", "lora", "--train_iters", "6", "--save_steps", "6",
-             "--global_batch_size", "32", "--max_completion_length", "100", *PROBED]  # fmt: skip
-    killed: list[str] = []
-
-    def kill(line: str) -> None:
-        if "may generate with weights 2" in line and not killed:
-            killed.append(line)
-            servers[0].kill()
-
-    disturbed = train(dense, dataset, folder / "disturbed", [*flags, *server_flags(*servers)], on_line=kill)
-    servers[0].start()
-    undisturbed = train(dense, dataset, folder / "undisturbed", [*flags, *server_flags(servers[1])])
-    assert killed and "is lost: " in disturbed.output and "1 of 2 remain" in disturbed.output
-    assert "unfinished completions of" in disturbed.output and "are recovered" in disturbed.output
-    for step, (values, expected) in enumerate(zip(numbers(disturbed), numbers(undisturbed), strict=True)):
-        assert values == pytest.approx(expected, rel=1e-5, abs=1e-6), f"step {step}"
-    assert hf_difference(disturbed.last_checkpoint, base=dense)["max"] < 1e-4
     servers[0].wait()
 
 
