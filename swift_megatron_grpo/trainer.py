@@ -24,6 +24,7 @@ from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
@@ -66,6 +67,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.settings = configure(args)
+        if self.settings.server is None and self.settings.recording.replay is None:
+            check_engine_settings(self.settings.vllm)
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None

@@ -99,6 +99,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
+        checks.check_ranges(self)  # once more, with the number of iterations
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)
 
