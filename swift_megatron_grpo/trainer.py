@@ -43,6 +43,11 @@ from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.resumed_logs import trim_logs
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
+from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
+    adapter_settings_applied,
+    has_adapter_dropout,
+    seed_adapter_dropout,
+)
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
@@ -94,7 +99,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
-        peft_models: list[Any] = super()._prepare_peft_model(models)
+        with adapter_settings_applied():
+            peft_models: list[Any] = super()._prepare_peft_model(models)
+        self._seeds_dropout = has_adapter_dropout(models)
         mark_experts(models)
         if self.args.fast_kernels:
             use_fast_kernels(models, trained=True, recompute_elementwise=self.args.recompute_elementwise)
@@ -226,6 +233,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
+        if self._seeds_dropout:
+            seed_adapter_dropout(self.args.seed, self.state.iteration)
         try:
             metrics = self.loop.step()
         except SharedFailure:

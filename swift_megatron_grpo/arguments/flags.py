@@ -18,6 +18,7 @@ class GRPOFlags(MegatronRLHFArguments):
     """Flags of `megatron rlhf --rlhf_type grpo` beyond ms-swift's."""
 
     vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
+    lora_dropout: float = 0.0  # as in effect in ms-swift, whose default of 0.05 mcore-bridge ignores
     bad_reward: Literal["stop", "drop"] = field(
         default="stop",
         metadata={

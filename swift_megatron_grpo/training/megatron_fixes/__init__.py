@@ -1,5 +1,6 @@
 """Corrections of what megatron-core, mcore-bridge and Transformer Engine get wrong, one file each.
 
+    adapter_settings.py       --use_rslora and --lora_dropout
     expert_marks.py           gradients of experts without expert parallelism
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
     moe_aux_losses.py         values of the losses that MoE layers add
