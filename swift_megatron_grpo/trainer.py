@@ -49,6 +49,7 @@ from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     seed_adapter_dropout,
 )
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
@@ -103,6 +104,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             peft_models: list[Any] = super()._prepare_peft_model(models)
         self._seeds_dropout = has_adapter_dropout(models)
         mark_experts(models)
+        router_note = freeze_router_bias(models, self.args.megatron_extra_kwargs)
+        if router_note is not None and self.args.tuner_type == "full":  # an adapter's base has no moving bias
+            logger.info(router_note)
         if self.args.fast_kernels:
             use_fast_kernels(models, trained=True, recompute_elementwise=self.args.recompute_elementwise)
         return peft_models
