@@ -55,6 +55,7 @@ from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
 
 logger = get_logger()
 
@@ -100,7 +101,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
-        with adapter_settings_applied():
+        with adapter_settings_applied(), every_tensor_read(models[0].config, self.args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
         self._seeds_dropout = has_adapter_dropout(models)
         mark_experts(models)
@@ -126,7 +127,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             models = get_mcore_model(args.with_reference_sizes(), self.template.config)
             for model in models:
                 model.to(torch.cuda.current_device())
-            models[0].config.bridge.load_weights(models, folder)
+            with every_tensor_read(models[0].config, args.unread_tensors):
+                models[0].config.bridge.load_weights(models, folder)
             if args.fast_kernels:
                 use_fast_kernels(models, trained=False, recompute_elementwise=False)
             return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from swift.megatron.arguments import MegatronRLHFArguments
 
-from swift_megatron_grpo.config import Estimator, KlEstimator, SyncCheckMode
+from swift_megatron_grpo.config import Estimator, KlEstimator, SyncCheckMode, UnreadTensors
 
 
 @dataclass
@@ -100,6 +100,14 @@ class GRPOFlags(MegatronRLHFArguments):
         },
     )
 
+    unread_tensors: UnreadTensors = field(
+        default="stop",
+        metadata={
+            "help": "What to do if a checkpoint has tensors that nothing loads, so that they would be neither trained "
+            "nor sent to vLLM. stop: the run ends with an error that names them. warn: they are logged and left out. "
+            "Layers of multi-token prediction and buffers that are computed are always left out. Default: stop."
+        },
+    )
     fast_kernels: bool = field(
         default=True,
         metadata={

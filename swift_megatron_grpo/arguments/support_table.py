@@ -120,7 +120,7 @@ def _flags(names: str) -> frozenset[str]:
 USED_HERE = _flags(
     """
     max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size num_iterations
-    lora_dropout fast_kernels recompute_elementwise
+    lora_dropout unread_tensors fast_kernels recompute_elementwise
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
