@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
@@ -54,6 +53,7 @@ from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import ma
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.weights.export import merged_on_read
 from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
 
@@ -103,6 +103,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         with adapter_settings_applied(), every_tensor_read(models[0].config, self.args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
+        check_trained(models, frozen_by=self.args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
         mark_experts(models)
         router_note = freeze_router_bias(models, self.args.megatron_extra_kwargs)
@@ -246,7 +247,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         except SharedFailure:
             self._save_before_stopping()
             raise
-        grad_norm = reduce_max_stat_across_model_parallel_group(metrics.pop("grad_norm"))
+        grad_norm = metrics.pop("grad_norm")
         return [_tensors(metrics)], grad_norm, True
 
     def _save_before_stopping(self) -> None:
