@@ -1,8 +1,9 @@
-"""Write the table of refused flags into README.md, between two comments.
+"""Write the tables of refused flags and of refused settings of vLLM into README.md, between two comments.
 
     python scripts/write_support_table.py
 
-The contents come from swift_megatron_grpo/arguments/support_table.py; tests/unit/test_readme.py compares the two.
+The contents come from support_table.py and engine_kwargs.py in swift_megatron_grpo/arguments; tests/unit/test_readme.py
+compares them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.arguments.engine_kwargs import REFUSED
 from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
 
 README = Path(__file__).parents[1] / "README.md"
@@ -29,11 +31,24 @@ def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
     return "\n".join([*head, *rows]) + "\n"
 
 
+def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
+    """Return a Markdown table with one row for every reason and the settings of vLLM that it applies to."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        flag = why.removeprefix("use ") if why.startswith("use --") else None
+        reason = "the flag in brackets sets it" if flag else why
+        by_reason.setdefault(reason, []).append(f"`{name}`" + (f" (`{flag}`)" if flag else ""))
+    rows = [f"| {', '.join(names)} | {why} |" for why, names in by_reason.items()]
+    return "\n".join(["| refused | why |", "| --- | --- |", *rows]) + "\n"
+
+
 def with_table(readme: str, refused: Mapping[str, Refusal] = NOT_YET) -> str:
     before, rest = readme.split(BEGIN)
     summary = f"<summary>The {len(refused)} flags that are refused, with the values that work</summary>"
-    folded = f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"
-    return before + BEGIN + folded + END + rest.split(END)[1]
+    of_engine = f"<summary>The {len(REFUSED)} settings of vLLM that --vllm_engine_kwargs refuses</summary>"
+    folded = [f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"]
+    folded += [f"<details>\n{of_engine}\n\n{engine_table()}\n</details>\n"]
+    return before + BEGIN + "\n".join(folded) + END + rest.split(END)[1]
 
 
 def _described(flag: str, refusal: Refusal) -> str:

@@ -16,6 +16,7 @@ Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
+UnreadTensors = Literal["stop", "warn"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 

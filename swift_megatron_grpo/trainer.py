@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
@@ -24,6 +23,7 @@ from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
@@ -42,12 +42,20 @@ from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.resumed_logs import trim_logs
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
+from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
+    adapter_settings_applied,
+    has_adapter_dropout,
+    seed_adapter_dropout,
+)
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
 
 logger = get_logger()
 
@@ -66,6 +74,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.settings = configure(args)
+        if self.settings.server is None and self.settings.recording.replay is None:
+            check_engine_settings(self.settings.vllm)
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
@@ -91,8 +101,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
-        peft_models: list[Any] = super()._prepare_peft_model(models)
+        with adapter_settings_applied(), every_tensor_read(models[0].config, self.args.unread_tensors):
+            peft_models: list[Any] = super()._prepare_peft_model(models)
+        check_trained(models, frozen_by=self.args.freezing_flags)
+        self._seeds_dropout = has_adapter_dropout(models)
         mark_experts(models)
+        router_note = freeze_router_bias(models, self.args.megatron_extra_kwargs)
+        if router_note is not None and self.args.tuner_type == "full":  # an adapter's base has no moving bias
+            logger.info(router_note)
         if self.args.fast_kernels:
             use_fast_kernels(models, trained=True, recompute_elementwise=self.args.recompute_elementwise)
         return peft_models
@@ -112,7 +128,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             models = get_mcore_model(args.with_reference_sizes(), self.template.config)
             for model in models:
                 model.to(torch.cuda.current_device())
-            models[0].config.bridge.load_weights(models, folder)
+            with every_tensor_read(models[0].config, args.unread_tensors):
+                models[0].config.bridge.load_weights(models, folder)
             if args.fast_kernels:
                 use_fast_kernels(models, trained=False, recompute_elementwise=False)
             return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
@@ -223,12 +240,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
+        if self._seeds_dropout:
+            seed_adapter_dropout(self.args.seed, self.state.iteration)
         try:
             metrics = self.loop.step()
         except SharedFailure:
             self._save_before_stopping()
             raise
-        grad_norm = reduce_max_stat_across_model_parallel_group(metrics.pop("grad_norm"))
+        grad_norm = metrics.pop("grad_norm")
         return [_tensors(metrics)], grad_norm, True
 
     def _save_before_stopping(self) -> None:

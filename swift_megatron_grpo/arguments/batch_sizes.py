@@ -40,6 +40,7 @@ class Sizes:
         return self.global_batch_size * (1 if self.steps_per_generation is None else self.steps_per_generation)
 
 
+_REACH = 2**13  # values that a search tries in each direction, in 50 ms
 _SIZE_FLAGS = tuple(field.name for field in fields(Sizes))
 _LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tensor_model_parallel_size")
 
@@ -77,7 +78,7 @@ def _other_layouts(layout: Layout) -> Iterator[Layout]:
         yield replace(layout, world_size=multiple * layout.model_parallel)
     for flag in _LAYOUT_FLAGS:
         current = getattr(layout, flag)
-        for value in range(1, current):
+        for value in range(1, min(current, layout.world_size + 1)):
             other = replace(layout, **{flag: value})  # type: ignore[arg-type]
             if current % value == 0 and layout.world_size % other.model_parallel == 0:
                 yield other
@@ -150,13 +151,22 @@ def _nearest(sizes: Sizes, dp: int, flag: str) -> list[tuple[float, int]]:
     current = getattr(sizes, flag)
     if current is None:
         return []
-    valid = [v for v in _candidates(sizes, dp, flag) if _first_fault(replace(sizes, **{flag: v}), dp) is None]
+    around = _around(_candidates(sizes, dp, flag), current)
+    valid = [v for v in around if _first_fault(replace(sizes, **{flag: v}), dp) is None]
     below = [v for v in valid if v < current][-1:]
     above = [v for v in valid if v > current][:1]
     return [(abs(v - current) / max(abs(current), 1), v) for v in below + above]
 
 
-def _candidates(sizes: Sizes, dp: int, flag: str) -> Iterable[int]:
+def _around(candidates: range, current: int) -> range:
+    """Return the candidates next to the current value, so that the search also ends for sizes of a billion."""
+    if not candidates:
+        return candidates
+    place = min(max(0, (current - candidates.start) // candidates.step), len(candidates))
+    return candidates[max(0, place - _REACH) : place + _REACH]
+
+
+def _candidates(sizes: Sizes, dp: int, flag: str) -> range:
     """Return the values of `flag` to try, in ascending order, up to a bound that includes the next valid one."""
     micro, step, group = max(sizes.micro_batch_size, 1), max(sizes.global_batch_size, 1), max(sizes.num_generations, 1)
     given = sizes.generation_batch_size

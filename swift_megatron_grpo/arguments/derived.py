@@ -13,6 +13,7 @@ from swift.rewards import orms
 from swift.utils import get_dist_setting
 
 from swift_megatron_grpo.arguments import server_checks as servers
+from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
 from swift_megatron_grpo.config import BatchPlan
@@ -43,6 +44,12 @@ class DerivedArguments(GRPOFlags):
     @property
     def has_adapter(self) -> bool:
         return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter)
+
+    @property
+    def freezing_flags(self) -> str:
+        """The flags that freeze weights, as typed; empty if there are none."""
+        flags = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
+        return " ".join(f"--{flag} {typed_value(getattr(self, flag))}" for flag in flags if getattr(self, flag))
 
     # ---- layout and batches
 

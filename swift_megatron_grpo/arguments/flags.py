@@ -10,7 +10,7 @@ from typing import Literal
 
 from swift.megatron.arguments import MegatronRLHFArguments
 
-from swift_megatron_grpo.config import Estimator, KlEstimator, SyncCheckMode
+from swift_megatron_grpo.config import Estimator, KlEstimator, SyncCheckMode, UnreadTensors
 
 
 @dataclass
@@ -18,6 +18,7 @@ class GRPOFlags(MegatronRLHFArguments):
     """Flags of `megatron rlhf --rlhf_type grpo` beyond ms-swift's."""
 
     vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
+    lora_dropout: float = 0.0  # as in effect in ms-swift, whose default of 0.05 mcore-bridge ignores
     bad_reward: Literal["stop", "drop"] = field(
         default="stop",
         metadata={
@@ -99,6 +100,14 @@ class GRPOFlags(MegatronRLHFArguments):
         },
     )
 
+    unread_tensors: UnreadTensors = field(
+        default="stop",
+        metadata={
+            "help": "What to do if a checkpoint has tensors that nothing loads, so that they would be neither trained "
+            "nor sent to vLLM. stop: the run ends with an error that names them. warn: they are logged and left out. "
+            "Layers of multi-token prediction and buffers that are computed are always left out. Default: stop."
+        },
+    )
     fast_kernels: bool = field(
         default=True,
         metadata={

@@ -15,7 +15,8 @@ from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.problems import check_all
-from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+from swift_megatron_grpo.data.checks import check_rows
+from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
 
 
@@ -99,6 +100,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
+        checks.check_ranges(self)  # once more, with the number of iterations
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)
 

@@ -6,8 +6,10 @@ fault, the flag, and a value that works; all faults are reported together, befor
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
@@ -21,8 +23,10 @@ from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
+from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.conversations import checks as turns
@@ -44,6 +48,9 @@ def check_command_line(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
+            lambda: check_ranges(args),
+            lambda: ranges.check_weight_decay(vars(args)),
+            lambda: _check_json(args),
             lambda: _check_model_path(args),
             args.batch_plan,
             lambda: check_layout(args),
@@ -72,6 +79,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
+            lambda: check_ranges(args),
             lambda: check_layout(args),
             lambda: _check_modality(args),
             lambda: _check_precision(args),
@@ -84,6 +92,8 @@ def check_adopted(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
+            lambda: check_ranges(args),
+            lambda: _check_json(args),
             lambda: _check_callbacks(args),
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
@@ -118,6 +128,19 @@ def check_flags(args: DerivedArguments) -> None:
         raise ValueError("\n".join(problems))
 
 
+def check_ranges(args: DerivedArguments) -> None:
+    """Check numbers against their ranges, and the flags of the learning rate against each other."""
+    given = {field.name: getattr(args, field.name) for field in fields(args)}
+    defaults = {field.name: _default(field) for field in fields(args)}
+    check_all(
+        [
+            lambda: ranges.check_ranges(given, defaults),
+            lambda: ranges.check_schedule(given),
+            lambda: ranges.check_trainable(given),
+        ]
+    )
+
+
 def check_rewards(args: DerivedArguments) -> None:
     """Check reward functions and weights; skipped while the servers' part in grading is unknown."""
     if args.servers_may_grade:
@@ -145,6 +168,18 @@ def check_layout(args: DerivedArguments) -> None:
     if args.reference_layout is not None:
         with prefix_problems("the reference copy (--ref_...)"):
             layouts.check_layout(args.reference_layout, layouts.read_model_shape(checkpoint))
+
+
+def _check_json(args: DerivedArguments) -> None:
+    """Check the flags that take JSON, and the settings of vLLM in the training processes among them."""
+
+    def check_engine() -> None:
+        settings = values.parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        if not args.uses_servers:  # otherwise the flag has no effect, as the start-up log notes
+            check_engine_kwargs(settings, adapter_only=args.vllm_enable_lora)
+
+    others = [flag for flag in values.JSON_FLAGS if flag != "vllm_engine_kwargs"]
+    check_all([check_engine, *(partial(values.parse_json_object, flag, getattr(args, flag)) for flag in others)])
 
 
 def _check_callbacks(args: DerivedArguments) -> None:
@@ -249,3 +284,7 @@ def _check_turns(args: DerivedArguments) -> None:
     turns.check_multi_turn(
         args.multi_turn_scheduler, args.max_turns, args.use_gym_env, args.gym_env, multi_turns, with_own_run, envs
     )
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

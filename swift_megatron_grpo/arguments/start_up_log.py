@@ -18,6 +18,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
         *plan.notes,
         *_offload_notes(args),
+        *_dropout_notes(args),
         *servers.start_up_notes(args.vllm_mode, vars(args)),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
         *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
@@ -38,4 +39,13 @@ def _offload_notes(args: DerivedArguments) -> list[str]:
     return [
         f"{', '.join(flags)}: nothing is offloaded once vLLM has started, because at --sleep_level 0 vLLM keeps its "
         "GPU memory; use --sleep_level 2 to let trainer and vLLM alternate"
+    ]
+
+
+def _dropout_notes(args: DerivedArguments) -> list[str]:
+    if not args.has_adapter or args.lora_dropout == 0:
+        return []
+    return [
+        f"--lora_dropout {args.lora_dropout:g}: log-probs of a training step are computed with dropout, and those of "
+        "vLLM, the old and the reference log-probs without it; use --lora_dropout 0 to train the policy that generates"
     ]

@@ -70,6 +70,9 @@ NOT_YET: Mapping[str, Refusal] = {
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
     "tuner_type": Refusal(("full", "lora"), _IMAGES),
+    "lora_bias": Refusal(
+        ("none",), "biases of the model are frozen, and an adapter is saved without them", stock=False
+    ),
     "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
     "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
     "language_model_only": Refusal((False,), _IMAGES),
@@ -117,7 +120,7 @@ def _flags(names: str) -> frozenset[str]:
 USED_HERE = _flags(
     """
     max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size num_iterations
-    fast_kernels recompute_elementwise
+    lora_dropout unread_tensors fast_kernels recompute_elementwise
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
@@ -155,8 +158,8 @@ USED_BY_SWIFT = _flags(
     stopping_strategy download_mode columns strict remove_unused_columns disable_auto_column_mapping
     model_name model_author custom_dataset_info
     adapters freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters
-    trainable_parameters_regex target_modules target_regex modules_to_save lora_rank lora_alpha lora_dropout lora_bias
-    lora_dtype use_rslora merge_lora
+    trainable_parameters_regex target_modules target_regex modules_to_save lora_rank lora_alpha lora_dtype use_rslora
+    merge_lora
     cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct cosine_max_len_value_correct
     cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length
     recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute

@@ -6,8 +6,10 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
+import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -53,12 +55,20 @@ def check_reward_functions(names: Sequence[Any], known: Iterable[str]) -> None:
 
 
 def check_reward_weights(weights: Sequence[float] | None, num_functions: int) -> None:
-    """Check that there is one weight per reward function."""
-    if weights is not None and len(weights) != num_functions:
+    """Check that there is one finite weight per reward function, and that one of them is not 0."""
+    if weights is None:
+        return
+    if len(weights) != num_functions:
         raise ValueError(
             f"reward_weights has {len(weights)} values for {num_functions} reward functions; set --reward_weights to "
             "one value for each, or leave it out"
         )
+    advice = f"use --reward_weights {' '.join('1' for _ in weights)}, or leave it out"
+    typed = f"--reward_weights {' '.join(f'{weight:g}' for weight in weights)}"
+    if not all(map(math.isfinite, weights)):
+        raise ValueError(f"{typed}: weights must be finite numbers; {advice}")
+    if not any(weights):
+        raise ValueError(f"{typed}: every reward would be 0, so nothing would be trained; {advice}")
 
 
 def check_plugin_files(paths: Sequence[str]) -> None:
@@ -154,3 +164,31 @@ def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, in
 def check_iterations(num_iterations: int) -> None:
     if num_iterations < 1:
         raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")
+
+
+# ---- JSON
+
+JSON_FLAGS = ("vllm_engine_kwargs", "megatron_extra_kwargs", "model_kwargs", "vllm_limit_mm_per_prompt", "columns")
+
+
+def parse_json_object(flag: str, value: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the value of a flag that takes a JSON object, or the path of a JSON file, as in ms-swift.
+
+    ms-swift repairs malformed JSON, which turns a missing quote into other settings.
+    """
+    if not isinstance(value, str):
+        return dict(value or {})
+    is_file = Path(value).is_file()
+    source, text = (f"the file {value}", Path(value).read_text()) if is_file else ("the value", value)
+    advice = f"""use the form --{flag} '{{"name": 1}}', or leave it out"""
+    try:
+        parsed = json.loads(text)
+    except json.JSONDecodeError as error:
+        around = text[max(0, error.pos - 20) : error.pos + 20]
+        raise ValueError(
+            f"--{flag}: {source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}, near "
+            f"{around!r}; {advice}"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"--{flag}: {source} is not a JSON object but {json.dumps(parsed)[:40]}; {advice}")
+    return parsed

@@ -1,7 +1,8 @@
 """The dataset of prompts.
 
-checks.py   refuse datasets that cannot be trained on, before a model loads
-prompts.py  take prompts in an order that depends only on the seed
+checks.py        refuse datasets that cannot be trained on, before a model loads
+dropped_rows.py  refuse rows that ms-swift would drop
+prompts.py       take prompts in an order that depends only on the seed
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.
 """

@@ -29,11 +29,13 @@ from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
+from swift_megatron_grpo.training.trained_weights import TrainedWeights
 from swift_megatron_grpo.types import Sample, TokenValues
 
-__all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "OptimizerStepFailed"]
+__all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "NonFiniteWeights", "OptimizerStepFailed"]
 logger = logging.getLogger(__name__)
 
+_SHOWN = 5  # weights that an error names
 _OPTIMIZER_MEMORY_ADVICE = (
     "shard the optimizer state over more data-parallel ranks (--use_distributed_optimizer true), or with a larger "
     "--tensor_model_parallel_size or --pipeline_model_parallel_size; with --tuner_type lora it is small"
@@ -42,6 +44,10 @@ _OPTIMIZER_MEMORY_ADVICE = (
 
 class NonFiniteStep(RuntimeError):
     """The loss or a gradient was NaN or infinite. The weights are those after the previous step."""
+
+
+class NonFiniteWeights(RuntimeError):
+    """An update made weights NaN or infinite. Training cannot continue from them."""
 
 
 class OptimizerStepFailed(RuntimeError):
@@ -62,6 +68,7 @@ class MegatronEngine:
         self.scheduler = scheduler
         self.passes = Passes(models, settings)
         self.parallel = self.passes.parallel
+        self._trained = TrainedWeights(self.passes.models)
         self.steps_done = 0
         config = self.passes.config
         if config.calculate_per_token_loss:
@@ -100,7 +107,26 @@ class MegatronEngine:
         self.scheduler.step(increment=len(samples))
         self.steps_done += 1
         moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
-        return {**metrics, **moe_aux_losses, "grad_norm": float(grad_norm)}
+        return {**metrics, **moe_aux_losses, "grad_norm": self._finish_update(float(grad_norm))}
+
+    def _finish_update(self, grad_norm: float) -> float:
+        """Return the largest gradient norm of all ranks; raise on all of them if any weight is not finite.
+
+        Both values share one reduction, the only one after the update and the only time that the host waits for it.
+        """
+        values = torch.stack([_on_device(grad_norm), self._trained.broken(_device())])
+        largest, broken = max_over_ranks(values).tolist()
+        if broken:
+            names: list[list[str]] = [[]] * self.parallel.world_size
+            torch.distributed.all_gather_object(names, self._trained.broken_names())
+            weights = list(dict.fromkeys(name for of_rank in names for name in of_rank))
+            shown = ", ".join(weights[:_SHOWN]) + (f" and {len(weights) - _SHOWN} more" if weights[_SHOWN:] else "")
+            raise NonFiniteWeights(
+                f"step {self.steps_done}: the update made {len(weights)} weights NaN or infinite: {shown}. They were "
+                "neither saved nor sent to vLLM, and earlier checkpoints are intact; continue from one with a lower "
+                "--lr, or a larger --adam_eps"
+            )
+        return float(largest)
 
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
         """Run forward only: see Passes.infer."""
@@ -178,6 +204,10 @@ class MegatronEngine:
 
 def _device() -> torch.device:
     return torch.device(torch.cuda.current_device())
+
+
+def _on_device(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=_device())
 
 
 def _scaled_loss(

@@ -1,7 +1,9 @@
-"""The trained weights on their way to an inference engine.
+"""The weights on their way from a checkpoint, and to an inference engine.
 
-    export.py  weights under checkpoint names, with LoRA merged, or the adapter alone
-    verify.py  compares what was sent with what an engine holds and computes
+    unread_tensors.py  refuses checkpoints with tensors that nothing loads
+    export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
+    verify.py          compares what was sent with what an engine holds and computes
 
-Tests: tests/unit/loop/test_weight_sync.py, tests/dist/test_lora_export.py, tests/e2e/test_sync_check.py.
+Tests: tests/unit/loop/test_weight_sync.py, tests/e2e/test_sync_check.py, and in tests/dist test_lora_export.py and
+test_unread_tensors.py.
 """

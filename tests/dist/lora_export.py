@@ -38,7 +38,8 @@ def main(out: str, kind: str, flags: list[str]) -> None:
 def difference_to_peft(trainer: Any, sent: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
     """Return the relative difference of sent weights to base + B A * alpha / r, in fp64, from the adapter as saved."""
     adapter = dict(trainer.bridge.export_weights(trainer.unwrapped_models, peft_format=True))
-    scaling = trainer.args.lora_alpha / trainer.args.lora_rank
+    rank = trainer.args.lora_rank
+    scaling = trainer.args.lora_alpha / (rank**0.5 if trainer.args.use_rslora else rank)
     adapted, worst = set(), 0.0
     for name, a in adapter.items():
         if ".lora_A." not in name:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.write_support_table import BEGIN, END, table, with_table
+from scripts.write_support_table import BEGIN, END, engine_table, table, with_table
 from swift_megatron_grpo.arguments.batch_sizes import BatchError, Sizes, check_sizes
 from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
 from tests.paths import REPOSITORY
@@ -79,7 +79,12 @@ def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
         "| `--three` (true) | not there | no |",
     ]
     page = with_table(f"before\n{BEGIN}old\n{END}after\n", refused)
-    assert page.startswith(f"before\n{BEGIN}<details>") and page.endswith(f"{END}after\n") and "old" not in page
+    assert page.startswith(f"before\n{BEGIN}<details>") and page.endswith(f"{END}after\n")
+    assert f"{BEGIN}old" not in page
+    assert engine_table({"one": "not there", "two": "use --seed", "three": "not there"}).splitlines()[2:] == [
+        "| `one`, `three` | not there |",
+        "| `two` (`--seed`) | the flag in brackets sets it |",
+    ]
 
 
 def test_flags_that_the_readme_calls_gaps_are_refused() -> None:

@@ -1,9 +1,10 @@
 """vLLM in the training processes ("colocate").
 
-engine.py         the engine: weights, memory, single-turn completions
-sampling.py       one vLLM batch from requests to rollouts
-conversations.py  the engine for multi-turn conversations
-turn_loop.py      ms-swift's multi-turn loop around the engine, with the tokens of every turn recorded
+engine.py           the engine: weights, memory, single-turn completions
+engine_settings.py  refuse settings that vLLM does not accept, before a model loads
+sampling.py         one vLLM batch from requests to rollouts
+conversations.py    the engine for multi-turn conversations
+turn_loop.py        ms-swift's multi-turn loop around the engine, with the tokens of every turn recorded
 
-Tests: tests/e2e/test_generation.py, tests/e2e/test_multi_turn.py, tests/e2e/test_sync_check.py.
+Tests: tests/unit/generation/local, and in tests/e2e test_generation.py, test_multi_turn.py and test_sync_check.py.
 """

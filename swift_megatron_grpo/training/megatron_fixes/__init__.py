@@ -1,7 +1,9 @@
 """Corrections of what megatron-core, mcore-bridge and Transformer Engine get wrong, one file each.
 
+    adapter_settings.py       --use_rslora and --lora_dropout
     expert_marks.py           gradients of experts without expert parallelism
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
+    router_bias.py            the expert bias, which moves without a learning rate
     moe_aux_losses.py         values of the losses that MoE layers add
 
 Each file names the versions and the test that fails once upstream is fixed. Tests: tests/unit/training/megatron_fixes.

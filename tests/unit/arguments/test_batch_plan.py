@@ -258,3 +258,11 @@ def test_sizes_that_ms_swift_accepts_are_accepted_and_those_that_only_it_refuses
         # ms-swift checks the last condition later, with an assertion
         runs_there = stock is not None and resolved.generation_batch_size % resolved.layout.world_size == 0
         assert (resolved.notes == ()) == runs_there
+
+
+def test_the_search_for_suggestions_ends_for_sizes_of_a_billion() -> None:
+    """It once tried every value up to the least common multiple, which took hours."""
+    assert {"num_generations": 16} in error_of(num_generations=1000000007).suggestions
+    assert error_of(global_batch_size=1000000007, world_size=2).suggestions
+    assert error_of(tensor_model_parallel_size=1000000007, world_size=2).suggestions
+    assert error_of(micro_batch_size=1000000007).suggestions

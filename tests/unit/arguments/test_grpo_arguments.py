@@ -148,6 +148,18 @@ def test_unknown_reward_functions_are_refused_with_close_names(typed: dict[str, 
     assert "3 values for 1 reward functions" in refuse(typed, reward_weights=[1.0, 2.0, 3.0])
 
 
+def test_reward_weights_that_train_nothing_are_refused(typed: dict[str, Any]) -> None:
+    assert "--reward_weights 0: every reward would be 0" in refuse(typed, reward_weights=[0.0])
+    message = refuse(typed, reward_weights=[float("nan")])
+    assert message == "--reward_weights nan: weights must be finite numbers; use --reward_weights 1, or leave it out"
+
+
+def test_numbers_out_of_range_are_refused(typed: dict[str, Any]) -> None:
+    message = refuse(typed, temperature=0.0, max_length=0, lr=1e-6, min_lr=0.1, freeze_parameters_ratio=1.0)
+    for part in ("--temperature 0 must", "--max_length 0 must", "--min_lr 0.1 must", "--freeze_parameters_ratio 1 "):
+        assert part in message
+
+
 def test_unknown_trackers_and_callbacks_are_refused(typed: dict[str, Any]) -> None:
     assert "unknown name 'wanbd' in --report_to; did you mean wandb" in refuse(typed, report_to=["none", "wanbd"])
     assert "unknown name 'nothing' in --callbacks" in refuse(typed, callbacks=["print", "nothing"])
@@ -164,6 +176,12 @@ def test_reward_functions_of_a_plugin_are_registered(typed: dict[str, Any], tmp_
 def test_prompt_and_completion_must_fit_into_the_engine(typed: dict[str, Any]) -> None:
     message = refuse(typed, max_length=100, max_completion_length=60, vllm_max_model_len=150)
     assert "use --vllm_max_model_len 160, or --max_completion_length 50" in message
+
+
+def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[str, Any]) -> None:
+    assert "--vllm_engine_kwargs: the value is not JSON" in refuse(typed, vllm_engine_kwargs="{bad json")
+    assert "quantization: the trainer sends weights" in refuse(typed, vllm_engine_kwargs='{"quantization": "fp8"}')
+    assert "--megatron_extra_kwargs: the value is not JSON" in refuse(typed, megatron_extra_kwargs="{bad json")
 
 
 def test_vllm_must_be_installed(typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,86 @@
+"""Check the settings of vLLM in the training processes by building its configuration, before a model loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+
+from swift_megatron_grpo.config import VllmConfig
+
+_FLAG = "--vllm_engine_kwargs"
+
+
+def check_engine_settings(config: VllmConfig) -> None:
+    """Raise ValueError if vLLM refuses the settings. It reads the model's config for this, and no weights."""
+    problem = _problem(config, config.engine_kwargs)
+    if problem is None:
+        return
+    for name, value in config.engine_kwargs.items():
+        others = {other: kept for other, kept in config.engine_kwargs.items() if other != name}
+        if _problem(config, others) is None:
+            raise ValueError(f"{_FLAG}: vLLM refuses {name} = {value!r}: {problem}; correct it, or leave it out")
+    flags = f"--vllm_max_model_len {config.max_model_len} --vllm_max_num_seqs {config.max_num_seqs}"
+    if config.engine_kwargs:
+        flags += f" {_FLAG} with {', '.join(config.engine_kwargs)}"
+    raise ValueError(f"vLLM refuses the settings of this run: {problem}; change {flags}")
+
+
+def _problem(config: VllmConfig, engine_kwargs: Mapping[str, Any]) -> str | None:
+    """Return vLLM's reason to refuse these settings; None: it accepts them."""
+    with _without_traces():
+        try:
+            _engine_args(config, dict(engine_kwargs)).create_engine_config()
+        except (ValueError, TypeError, AssertionError, NotImplementedError) as error:
+            return _reason(error)
+    return None
+
+
+def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
+    """Return the arguments that ms-swift's engine will have."""
+    optional = {"mm_processor_cache_gb": config.mm_processor_cache_gb}
+    return EngineArgs(
+        model=config.model_dir,
+        dtype=str(config.dtype).removeprefix("torch."),
+        tensor_parallel_size=config.tensor_parallel_size,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        enforce_eager=config.enforce_eager,
+        enable_prefix_caching=config.enable_prefix_caching,
+        disable_cascade_attn=config.disable_cascade_attn,
+        enable_lora=config.lora_rank is not None,
+        max_lora_rank=config.lora_rank or 16,
+        seed=config.seed,
+        trust_remote_code=True,
+        distributed_executor_backend="external_launcher",
+        logprobs_mode="processed_logprobs",
+        **{name: value for name, value in optional.items() if value is not None},
+        **engine_kwargs,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """Return the first fault in one line; pydantic's errors have several lines, and the address of a manual."""
+    if hasattr(error, "errors"):
+        fault = error.errors()[0]
+        return f"{fault['msg']} ({'.'.join(map(str, fault['loc']))})"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _without_traces() -> Iterator[None]:
+    """Restore the environment, which vLLM changes for the processes of an engine, and log warnings only."""
+    logger, environment = logging.getLogger("vllm"), dict(os.environ)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)

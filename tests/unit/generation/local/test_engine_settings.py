@@ -1,0 +1,90 @@
+"""Settings that vLLM does not accept are refused before a model loads, by the name of the setting."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swift_megatron_grpo.config import VllmConfig
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> VllmConfig:
+    """The settings of a run on one rank. The folder holds no weights: nothing here reads any."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    return VllmConfig(
+        model_dir=str(tmp_path),
+        model_type="qwen3",
+        dtype=torch.bfloat16,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.3,
+        max_model_len=256,
+        max_num_seqs=8,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        disable_cascade_attn=False,
+        limit_mm_per_prompt=None,
+        mm_processor_cache_gb=None,
+        engine_kwargs={"max_num_batched_tokens": 512},
+        sleep_level=0,
+        seed=1,
+    )
+
+
+def refuse(config: VllmConfig, **changes: Any) -> str:
+    from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+
+    with pytest.raises(ValueError) as caught:
+        check_engine_settings(replace(config, **changes))
+    return str(caught.value)
+
+
+def test_valid_settings_pass_and_leave_the_process_as_it_was(config: VllmConfig) -> None:
+    from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+
+    environment, state = dict(os.environ), torch.get_rng_state()
+    check_engine_settings(config)
+    check_engine_settings(replace(config, lora_rank=8))
+    assert dict(os.environ) == environment
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("max_num_batched_tokens", -1, "Input should be greater than or equal to 1"),
+        ("kv_cache_memory_bytes", "1G", "Input should be a valid integer"),
+        ("kv_cache_dtype", "fp7", "Input should be 'auto'"),
+        ("attention_backend", "nothing", "Unknown attention backend"),
+        ("compilation_config", {"mode": 9}, "Input should be 0, 1, 2 or 3"),
+    ],
+)
+def test_a_wrong_setting_of_vllm_is_named(config: VllmConfig, name: str, value: Any, reason: str) -> None:
+    message = refuse(config, engine_kwargs={"use_tqdm_on_load": False, name: value})
+    assert message.startswith(f"--vllm_engine_kwargs: vLLM refuses {name} = {value!r}: {reason}")
+    assert message.endswith("; correct it, or leave it out") and "\n" not in message
+
+
+def test_a_context_longer_than_the_models_is_refused_with_its_flag(config: VllmConfig) -> None:
+    message = refuse(config, max_model_len=8192)
+    assert "8192" in message and "4096" in message and "--vllm_max_model_len 8192" in message
