@@ -16,7 +16,7 @@ from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 
 
 @dataclass

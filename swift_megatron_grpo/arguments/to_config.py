@@ -30,7 +30,7 @@ from swift_megatron_grpo.config import (
     SyncCheckConfig,
     VllmConfig,
 )
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB

@@ -29,12 +29,12 @@ from swift_megatron_grpo.conversations.scheduling import (
     empty_response,
     end_without_room,
     finish,
-    first_prompt_too_long,
     has_room,
     to_turn,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.server.pipe import InvalidRequest
 
 
 class ConversationEngine(GRPOVllmEngine):
@@ -85,7 +85,9 @@ class _TurnRecorder:
             response = await infer(config)
         except _NoRoom:
             if not self.recorded:
-                raise first_prompt_too_long([request]) from None
+                raise InvalidRequest(
+                    "the first prompt leaves no room for an answer; start the server with a larger --vllm_max_model_len"
+                ) from None
             self._ended = True
             return empty_response(request)
         self.recorded.append(to_turn(response))

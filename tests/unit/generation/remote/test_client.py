@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from swift_megatron_grpo.generation.remote.client import Client, RequestTimeout, Unreachable, make_session
-from swift_megatron_grpo.protocol.messages import Routes
+from swift_megatron_grpo.protocol.messages import Routes, RunIdentity
 
 
 async def _never(_: web.Request) -> web.Response:
@@ -30,7 +30,7 @@ async def _silent_server() -> tuple[web.AppRunner, str]:
 def test_requests_to_a_lost_server_fail_at_once() -> None:
     async def scenario() -> None:
         runner, url = await _silent_server()
-        async with make_session(None, "a run") as session:
+        async with make_session(None, RunIdentity("a run", "a secret")) as session:
             client = Client(url, session)
             with pytest.raises(RequestTimeout):
                 await client.status(timeout=0.2)

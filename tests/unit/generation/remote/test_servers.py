@@ -63,7 +63,7 @@ def test_a_server_leased_by_another_run_is_lost_until_that_run_ends() -> None:
     [server] = servers.all
     server.received(3, collect_checksums=True)
     server.verified = True
-    servers._handle_status(server, status(instance="first", run=servers.run))
+    servers._handle_status(server, status(instance="first", run=servers.run.name))
     assert servers.verified_servers(3) == [server]
     servers._handle_status(server, status(instance="first", run="a machine, process 7, 1234"))
     assert server.is_lost and "it serves another run (a machine, process 7, 1234)" in server.loss_reason
