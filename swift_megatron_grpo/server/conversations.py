@@ -111,6 +111,8 @@ class Conversations:
     async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
         """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
         finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling))
+        if finished.finish_reason != "length":  # a scheduler may report others, which mean the same to the trainer
+            finished = replace(finished, finish_reason="stop")
         return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
 
     async def run(self, request: RolloutInferRequest, sampling: RequestConfig) -> FinishedConversation:

@@ -159,7 +159,7 @@ def test_a_cancelled_conversation_closes_its_environment(folder: Path, dense: Pa
         request = {
             "messages": [{"role": "user", "content": content}],
             "uuid": uuid,
-            "data_dict": {"letters": "abcdefgh"},
+            "data_dict": {"letters": '"abcdefgh"'},
         }
         body = {"request": request, "sampling": sampling, "weights_version": 7}
         try:

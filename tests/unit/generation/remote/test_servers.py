@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,37 @@ def test_a_server_restarted_with_incompatible_flags_is_not_used() -> None:
     assert server.is_lost and "it runs multi-turn conversations" in server.loss_reason
     servers._handle_status(server, status(instance="third"))
     assert not server.is_lost
+
+
+def test_a_server_whose_polling_fails_is_lost_and_polled_again() -> None:
+    """A failure that nobody has foreseen ended the polling of a server, which stayed as it was for the whole run."""
+
+    class Client:
+        url, responses = "http://s0", [status(instance="first"), RuntimeError("a bug"), status(instance="first")]
+
+        async def status(self, timeout: float) -> Any:
+            response = self.responses.pop(0)
+            if isinstance(response, Exception):
+                raise response
+            return response
+
+        def cancel_requests(self) -> None: ...
+
+    async def scenario() -> None:
+        servers = Servers(CONFIG)
+        servers.adopt([Client()])  # type: ignore[list-item]
+        [server] = servers.all
+        polling = asyncio.create_task(servers._poll(server))
+        losses = []
+        while Client.responses:
+            await asyncio.sleep(0.05)
+            losses += [server.loss_reason] if server.is_lost else []
+        assert "polling it failed: RuntimeError: a bug" in losses
+        await asyncio.sleep(0.1)
+        assert not server.is_lost and not polling.done()
+        polling.cancel()
+
+    asyncio.run(scenario())
 
 
 def test_a_server_leased_by_another_run_is_lost_until_that_run_ends() -> None:
