@@ -87,11 +87,15 @@ class RolloutServer:
             os.killpg(self.process.pid, signal.SIGTERM)
         return self.process.wait(timeout=60)
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that its processes have used so far."""
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the server, the one that was started first."""
         assert self.process is not None
         root = psutil.Process(self.process.pid)
-        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return [root, *root.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that its processes have used so far."""
+        times = [process.cpu_times() for process in self.processes()]
         return sum(used.user + used.system for used in times)
 
     def request(

@@ -67,6 +67,7 @@ def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[Rollout
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
+    assert KEY not in server.log.read_text() and KEY not in str([process.cmdline() for process in server.processes()])
     ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
     posts = [*ours, "/infer/", "/update_flattened_params/"]
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:

@@ -32,7 +32,6 @@ LIMITS = ["--health_timeout", str(HEALTH_TIMEOUT), "--body_timeout", "1", "--idl
           "--max_body_bytes", "100000", "--max_prompt_characters", "2000", "--max_messages", "8",
           "--max_connections", "300"]  # fmt: skip
 VERSION = 7
-SECRET = "only this run knows it"
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +105,8 @@ def head(route: str, length: int, key: bytes | None = KEY.encode()) -> bytes:
     )
 
 
-def processes(server: RolloutServer) -> list[psutil.Process]:
-    assert server.process is not None
-    root = psutil.Process(server.process.pid)
-    return [root, *root.children(recursive=True)]
-
-
 def resident(server: RolloutServer) -> int:
-    return sum(process.memory_info().rss for process in processes(server))
+    return sum(process.memory_info().rss for process in server.processes())
 
 
 # ---- what is refused
@@ -324,7 +317,7 @@ def test_five_hundred_damaged_requests_change_nothing(server: RolloutServer, tra
 def test_a_stuck_engine_ends_the_server_with_its_reason(server: RolloutServer, trainer: RemoteVllm) -> None:
     """The process of vLLM's core is stopped: it keeps its connections, and raises no error."""
     assert server.process is not None
-    tree = processes(server)
+    tree = server.processes()
     [core] = [process for process in tree if process.name().startswith("VLLM::EngineCor")]
     core.send_signal(signal.SIGSTOP)
     began = time.monotonic()
@@ -341,8 +334,8 @@ def test_a_stuck_engine_ends_the_server_with_its_reason(server: RolloutServer, t
     assert not [process for process in tree[1:] if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_the_key_is_in_no_line_of_the_log(server: RolloutServer) -> None:
+def test_neither_the_key_nor_the_secret_of_a_run_is_in_the_log(server: RolloutServer, trainer: RemoteVllm) -> None:
     """ms-swift logs all arguments."""
     log = server.log.read_text()
-    assert "GRPORolloutArguments(" in log and KEY not in log
+    assert "GRPORolloutArguments(" in log and KEY not in log and trainer._servers.run.secret not in log
     assert "swift rollout: the engine has generated no token for" in log

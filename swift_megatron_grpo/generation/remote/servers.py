@@ -322,7 +322,7 @@ def refusal(url: str, failure: Refused) -> str:
         )
     if failure.status == 401:
         return (
-            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY in this run's "
-            "environment, or --vllm_server_api_key"
+            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY or "
+            "SWIFT_ROLLOUT_API_KEY_FILE in this run's environment, or --vllm_server_api_key"
         )
     return f"rollout server {url} rejected the status request: {failure}"
