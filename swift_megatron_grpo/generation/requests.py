@@ -50,7 +50,7 @@ def conversation_request(request: Request) -> RolloutInferRequest:
 def conversation_payload(request: Request) -> dict[str, Any]:
     """Create the request of a conversation as JSON values, for a server.
 
-    The columns of the dataset are encoded as texts: they may contain NaN, which JSON has not and servers refuse.
+    The columns of the dataset are encoded as texts: they may contain NaN, which is not part of JSON.
     """
     payload = asdict(conversation_request(request))
     columns = {name: as_json(f"dataset's column {name}", value) for name, value in payload["data_dict"].items()}

@@ -16,7 +16,7 @@ import numpy as np
 T = TypeVar("T")
 PROTOCOL = 6
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
-RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; everybody may read it
+RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
 RUN_IDLE_SECONDS = 20.0  # a run that has not requested the status for so long counts as ended
 # HTTP status codes of a server

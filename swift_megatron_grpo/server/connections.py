@@ -1,7 +1,7 @@
 """Limits on the connections of the web server, which uvicorn leaves to a proxy in front of it.
 
 uvicorn waits forever for the first request of a connection and for the end of its headers, and accepts headers of any
-size. Each connection costs a file descriptor, and a server that has none left accepts nobody.
+size. Each connection costs a file descriptor, and without a free one the server accepts no connection.
 """
 
 from __future__ import annotations

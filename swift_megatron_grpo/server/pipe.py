@@ -55,7 +55,7 @@ class Commands:
         self._reason = "the process of the vLLM engine has exited"
 
     def expect_exit(self, reason: str) -> None:
-        """Set what clients are told when the engine process exits."""
+        """Set the reason that pending commands fail with when the engine process exits."""
         self._reason = reason
 
     async def read_results(self) -> None:

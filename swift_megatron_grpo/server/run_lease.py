@@ -10,7 +10,7 @@ from swift_megatron_grpo.protocol.messages import RUN_IDLE_SECONDS, RunIdentity
 class RunLease:
     """A lease that at most one run holds. `now` is in seconds of a monotonic clock.
 
-    The status shows the name of the run to everybody. Its secret, which only the run sends, proves who it is.
+    The status shows the name of the run. Its secret is sent by the run alone and identifies it.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """ms-swift's own routes, one after the other and outside the event loop.
 
 They share one pipe, and wait in the web server's event loop until the engine has answered: two at a time would read
-each other's answers, and while one waits, the server would answer nobody and could not see that its engine is stuck.
+each other's answers, and while one waits, the server would neither answer other clients nor detect a stuck engine.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def resident(server: RolloutServer) -> int:
 
 
 def test_the_key_is_required_before_the_body_is_read(server: RolloutServer) -> None:
-    """Not one byte of 200 MB is sent, and still there is an answer. Keys may contain any byte."""
+    """The server answers although not one byte of the 200 MB is sent. Keys may contain any byte."""
     for key in (None, b"wrong", "schlüssel".encode(), b"\xff\xfe"):
         response = raw(server, head(Routes.GENERATE, 200_000_000, key))
         assert response.startswith(b"HTTP/1.1 401"), response
@@ -226,7 +226,7 @@ def test_slow_and_idle_clients_are_cut_off(server: RolloutServer) -> None:
 
 
 def test_further_connections_are_closed(server: RolloutServer) -> None:
-    """Those that idle make room for others within --idle_timeout."""
+    """Idle connections make room for others within --idle_timeout."""
     idle = [socket.create_connection((HOST, server.port)) for _ in range(300)]
     try:
         assert raw(server, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n") == b""
@@ -325,7 +325,7 @@ def test_a_stuck_engine_ends_the_server_with_its_reason(server: RolloutServer, t
         waiting = threads.submit(respond, server, "POST", Routes.GENERATE, generate_body(), trainer._servers.run)
         stock = threads.submit(respond, server, "POST", "/infer/", STOCK_BODIES["/infer/"])
         time.sleep(1)
-        assert respond(server, "GET", "/health")[0] == 200  # not known yet, and the server still answers
+        assert respond(server, "GET", "/health")[0] == 200  # not detected yet, and the server still answers
     status, text = waiting.result()
     assert status == 503 and "the engine has generated no token for" in text
     assert stock.result()[0] == 500

@@ -18,7 +18,7 @@ _FINISH_REASONS = ("stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What this run knows about a completion before it is generated."""
+    """The values that a run expects of a completion before it is generated."""
 
     weights_version: int
     vocab_size: int | None  # None: the model's config.json does not have it

@@ -237,7 +237,7 @@ class RemoteGeneration:
     def _other_prompt(self, place: int, server: Server, completion: Completion) -> str | None:
         """Compare the prompt's tokens with those of the group's first completion; environments may change prompts.
 
-        If two servers disagree, this run cannot know which one is right, and ends.
+        If two servers disagree, either may be right, so the run ends.
         """
         if self._servers.config.turns is not None:
             return None

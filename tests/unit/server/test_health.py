@@ -1,4 +1,4 @@
-"""An engine is stuck if it generates nothing, although it is asked to, for the whole timeout."""
+"""An engine is stuck if it generates nothing for the whole timeout, although requests are waiting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_an_engine_that_fails_to_generate_is_stuck_and_the_reason_is_shown() -> 
 
 
 def test_an_idle_engine_that_answers_is_healthy() -> None:
-    """It is asked for few tokens, and for none while real requests are completed."""
+    """Few tokens are requested of it, and none while real requests are completed."""
     probes: list[float] = []
 
     async def answer() -> None:

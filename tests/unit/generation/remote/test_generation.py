@@ -296,7 +296,7 @@ def test_a_server_that_sends_an_impossible_completion_is_not_used_until_it_is_re
 
 
 def test_servers_that_encode_a_prompt_differently_end_the_run(cluster: Cluster) -> None:
-    """This run cannot know which of them is right."""
+    """Either of them may be right."""
     fake, other = cluster.fakes
     other.wrong = {"prompt_ids": [4]}
     for server in cluster.servers.all:

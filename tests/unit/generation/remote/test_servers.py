@@ -59,7 +59,7 @@ def test_a_server_restarted_with_incompatible_flags_is_not_used() -> None:
 
 
 def test_a_server_whose_polling_fails_is_lost_and_polled_again() -> None:
-    """A failure that nobody has foreseen ended the polling of a server, which stayed as it was for the whole run."""
+    """An unforeseen failure ended the polling of a server, whose state then never changed again."""
 
     class Client:
         url, responses = "http://s0", [status(instance="first"), RuntimeError("a bug"), status(instance="first")]
