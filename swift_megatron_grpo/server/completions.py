@@ -34,8 +34,14 @@ class Completer:
         except ValueError as error:  # no room for a token, or a value that vLLM excludes
             raise InvalidRequest(str(error)) from error
         adapter = await engine._get_grpo_lora_request_async()
-        results = engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
-        [result] = [result async for result in results]
+        try:
+            results = [
+                result
+                async for result in engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
+            ]
+        except ValueError as error:  # vLLM validates prompts and parameters once more, before its core receives them
+            raise InvalidRequest(str(error)) from error
+        [result] = results
         [output] = result.outputs
         token_ids = list(output.token_ids)
         return Completion(

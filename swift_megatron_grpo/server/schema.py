@@ -146,7 +146,7 @@ class StockPrompt(Strict):
 
 
 class Prompt(StockPrompt):
-    """A prompt of this package's trainer, whose columns are JSON texts: they may contain NaN, which is not part of JSON."""
+    """A prompt of this package's trainer. Its columns are JSON texts, because JSON itself excludes NaN."""
 
     @field_validator("data_dict", mode="before")
     @classmethod

@@ -311,6 +311,23 @@ def test_five_hundred_damaged_requests_change_nothing(server: RolloutServer, tra
     assert "Traceback" not in str(answers)
 
 
+def test_stock_requests_at_the_same_time_get_their_own_answers(server: RolloutServer) -> None:
+    """They share one pipe to the engine. Meanwhile the server answers others."""
+
+    def infer(tokens: int) -> int:
+        prompts = [{"messages": [{"role": "user", "content": "hello"}]}]
+        config = {"max_tokens": tokens, "seed": 3, "return_details": True}
+        status, text = respond(server, "POST", "/infer/", {"infer_requests": prompts, "request_config": config})
+        assert status == 200
+        return len(json.loads(text)[0]["response"]["choices"][0]["token_ids"])
+
+    sizes = [3, 1, 4, 2, 5, 6]
+    with ThreadPoolExecutor(len(sizes)) as threads:
+        lengths = threads.map(infer, sizes)
+        assert respond(server, "GET", "/health")[0] == 200
+        assert list(lengths) == sizes
+
+
 # ---- what ends it; keep these tests last
 
 
