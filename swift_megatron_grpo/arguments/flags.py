@@ -209,8 +209,9 @@ class GRPOFlags(MegatronRLHFArguments):
         default=None,
         metadata={
             "help": "The --api_key of the rollout servers. Servers and trainer also read it from the environment "
-            "variable SWIFT_ROLLOUT_API_KEY, which keeps it out of process listings. It is never written to "
-            "args.json. Default: none."
+            "variable SWIFT_ROLLOUT_API_KEY, or from the file that SWIFT_ROLLOUT_API_KEY_FILE names. As a flag it is "
+            "visible in process listings until the command has read it. It is never written to args.json. Default: "
+            "none."
         },
     )
     vllm_request_timeout: float = field(

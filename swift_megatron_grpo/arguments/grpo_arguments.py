@@ -17,7 +17,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 
 
 @dataclass
@@ -29,6 +29,9 @@ class GRPOArguments(DerivedArguments):
             raise ValueError(f"GRPOArguments are for --rlhf_type grpo, not {self.rlhf_type}")
         if self.vllm_server_api_key is not None:  # keep it out of args.json and of the log
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
+            hide_in_process_list(os.environ[API_KEY_VARIABLE])
+        if self.vllm_mode == "server":
+            read_api_key(os.environ)  # before a model is loaded
         checks.check_command_line(self)
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others

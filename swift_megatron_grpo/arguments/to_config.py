@@ -30,7 +30,7 @@ from swift_megatron_grpo.config import (
     SyncCheckConfig,
     VllmConfig,
 )
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.api_key import read_api_key
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
@@ -162,7 +162,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         group_ports=group_ports(args.vllm_server_group_port, len(urls)),
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_request_timeout,
-        api_key=os.environ.get(API_KEY_VARIABLE),
+        api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.max_completion_length,
         model=read_model_identity(args.model_dir),

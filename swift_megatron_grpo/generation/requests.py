@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -49,10 +48,13 @@ def conversation_request(request: Request) -> RolloutInferRequest:
 
 
 def conversation_payload(request: Request) -> dict[str, Any]:
-    """Create the request of a conversation as JSON values, for a server."""
+    """Create the request of a conversation as JSON values, for a server.
+
+    The columns of the dataset are encoded as texts: they may contain NaN, which is not part of JSON.
+    """
     payload = asdict(conversation_request(request))
     columns = {name: as_json(f"dataset's column {name}", value) for name, value in payload["data_dict"].items()}
-    return payload | {"data_dict": {name: json.loads(value) for name, value in columns.items()}}
+    return payload | {"data_dict": columns}
 
 
 def to_rollout(prompt: Prompt, completion: Completion) -> Rollout:

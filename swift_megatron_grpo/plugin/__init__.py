@@ -2,6 +2,7 @@
 
 autoload.py      entry point that torch calls at the end of `import torch`
 command_line.py  classify a process by its command line
+api_key_flag.py  move the API key from the command line to the environment
 activation.py    hook later imports, or replace the process
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 from swift_megatron_grpo import SWITCH
+from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
 from swift_megatron_grpo.plugin.command_line import MODES, RANK, ROLLOUT, SWIFT_MEGATRON, classify, program_of
 
 _SERVER_MODULE = "swift_megatron_grpo.server"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 
 
-def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str, str]) -> None:
+def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
     """Apply what the class of this process and the environment variable select; most processes are left alone."""
+    if environ.get(SWITCH, "on") == "on":
+        hide_api_key(argv, environ)
     process = classify(argv, orig_argv)
     if process is None:
         return

@@ -8,17 +8,21 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass, field, fields
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+T = TypeVar("T")
 PROTOCOL = 6
-API_KEY_VARIABLE = "SWIFT_ROLLOUT_API_KEY"
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
-RUN_HEADER = "X-GRPO-Run"  # the run that sends a request
+RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
+RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
 RUN_IDLE_SECONDS = 20.0  # a run that has not requested the status for so long counts as ended
 # HTTP status codes of a server
 CONFLICT = 409  # the server has other weights than the request needs
+CANCELLED = 410  # new weights arrived, or the same conversation was requested again
+INVALID = 422  # the request itself is at fault
 TAKEN = 423  # the server serves another run
 ENGINE_GONE = 503
 SERVER_UNUSABLE = (TAKEN, ENGINE_GONE)  # this run must stop using the server, whatever the request was
@@ -34,6 +38,22 @@ class Routes:
     SCORE = "/grpo/score"
     HELD_WEIGHTS = "/grpo/held_weights"
     LEAVE = "/grpo/leave"
+
+
+class InvalidMessage(ValueError):
+    """A message whose fields are missing, or have other types than both ends have agreed on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """The run that sends a request. Only its name is ever shown."""
+
+    name: str
+    secret: str = field(repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {RUN_HEADER: self.name, RUN_SECRET_HEADER: self.secret}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +87,19 @@ class Completion:
         }
 
     @classmethod
-    def from_json(cls, message: dict[str, Any]) -> Completion:
-        """Return the completion that `to_json` has encoded."""
-        logprobs = message["logprobs"]
-        return cls(
-            prompt_ids=_unpacked(message["prompt_ids"], "<i4"),
-            completion_ids=_unpacked(message["completion_ids"], "<i4"),
-            logprobs=None if logprobs is None else unpacked_logprobs(logprobs),
-            text=str(message["text"]),
-            finish_reason=str(message["finish_reason"]),
-            weights_version=int(message["weights_version"]),
-            sampled=None if message["sampled"] is None else _unpacked(message["sampled"], "?"),
-            messages=json.loads(message["messages"]),
-            infos=json.loads(message["infos"]),
-        )
+    def from_json(cls, message: object) -> Completion:
+        """Return the completion that `to_json` has encoded. Raises InvalidMessage for anything else."""
+        encoded = _fields_of(cls, message)
+        logprobs, sampled = encoded["logprobs"], encoded["sampled"]
+        values = encoded | {
+            "prompt_ids": _unpacked("prompt_ids", encoded["prompt_ids"], "<i4"),
+            "completion_ids": _unpacked("completion_ids", encoded["completion_ids"], "<i4"),
+            "logprobs": None if logprobs is None else _unpacked("logprobs", logprobs, "<f4"),
+            "sampled": None if sampled is None else _unpacked("sampled", sampled, "?"),
+            "messages": _decoded("messages", encoded["messages"]),
+            "infos": _decoded("infos", encoded["infos"]),
+        }
+        return _checked(cls, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +131,18 @@ class ServerStatus:
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 
     @classmethod
-    def from_json(cls, message: dict[str, Any]) -> ServerStatus:
-        """Return the status in `message`.
+    def from_json(cls, message: object) -> ServerStatus:
+        """Return the status in `message`. Raises InvalidMessage for anything else.
 
         Another protocol version may lack fields; the check of the status refuses it later.
         """
-        conversations = message.get("conversations")
-        values = _fields_of(cls, message) | {
-            "conversations": conversations and ConversationSettings(**_fields_of(ConversationSettings, conversations))
-        }
-        return cls(**values)
+        values = _fields_of(cls, message)
+        if values["protocol"] != PROTOCOL:
+            return cls(**{**values, "protocol": -1, "run": None})
+        conversations = values["conversations"]
+        if conversations is not None:
+            values["conversations"] = _checked(ConversationSettings, _fields_of(ConversationSettings, conversations))
+        return _checked(cls, values)
 
 
 def serves_another(run: str) -> str:
@@ -132,8 +153,29 @@ def serves_another(run: str) -> str:
     )
 
 
-def _fields_of(cls: type[ServerStatus | ConversationSettings], message: dict[str, Any]) -> dict[str, Any]:
+def _fields_of(cls: type[Any], message: object) -> dict[str, Any]:
+    """Return the fields of a dataclass in a JSON object, None for those that it lacks."""
+    if not isinstance(message, dict):
+        raise InvalidMessage(f"it is no JSON object, but of type {type(message).__name__}")
     return {item.name: message.get(item.name) for item in fields(cls)}
+
+
+def _checked(cls: type[T], values: dict[str, Any]) -> T:
+    """Build a dataclass from values that have exactly its types."""
+    for name, expected in get_type_hints(cls).items():
+        if not _is_a(values[name], expected):
+            raise InvalidMessage(f"its field {name} is of type {type(values[name]).__name__}, not {expected}")
+    return cls(**values)
+
+
+def _is_a(value: object, expected: Any) -> bool:
+    """Return True if the value has this type; True is no int here. Elements are checked in lists only."""
+    if isinstance(expected, UnionType):
+        return any(_is_a(value, choice) for choice in get_args(expected))
+    if get_origin(expected) is list:
+        [element] = get_args(expected)
+        return type(value) is list and all(_is_a(item, element) for item in value)
+    return type(value) is (get_origin(expected) or expected)
 
 
 def as_json(what: str, value: Any) -> str:
@@ -155,15 +197,29 @@ def packed_logprobs(values: list[float]) -> str:
     return _packed(values, "<f4")  # as vLLM computes them
 
 
-def unpacked_logprobs(text: str) -> list[float]:
-    """Decode log-probs from base64."""
-    return _unpacked(text, "<f4")
+def unpacked_logprobs(text: object) -> list[float]:
+    """Decode log-probs from base64. Raises InvalidMessage for anything else."""
+    return _unpacked("log-probs", text, "<f4")
 
 
 def _packed(values: list[Any], dtype: str) -> str:
     return base64.b64encode(np.asarray(values, dtype).tobytes()).decode("ascii")
 
 
-def _unpacked(text: str, dtype: str) -> list[Any]:
-    values: list[Any] = np.frombuffer(base64.b64decode(text), dtype).tolist()
+def _unpacked(name: str, text: object, dtype: str) -> list[Any]:
+    try:
+        if not isinstance(text, str):
+            raise TypeError
+        values: list[Any] = np.frombuffer(base64.b64decode(text, validate=True), dtype).tolist()
+    except (TypeError, ValueError):
+        raise InvalidMessage(f"its field {name} is no base64 of an array of {dtype}") from None
     return values
+
+
+def _decoded(name: str, text: object) -> Any:
+    try:
+        if not isinstance(text, str):
+            raise TypeError
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidMessage(f"its field {name} is no JSON text") from None

@@ -3,6 +3,13 @@
 __main__.py              entry point: `python -m swift_megatron_grpo.server`
 arguments.py             the flags of `swift rollout`, with other defaults
 deploy.py                the web server: routes, weight versions, access
+limits.py                the limits on connections, bodies and prompts
+connections.py           the limits on connections, in uvicorn's protocol
+gate.py                  what every request passes first: key, size, content
+schema.py                types, ranges and sizes of all requests
+stock_routes.py          ms-swift's own routes, one at a time
+health.py                detects an engine that generates nothing
+prober.py                generates the token that health.py waits for
 run_lease.py             the lease that gives one run at a time the server
 cancel_on_disconnect.py  cancels work for clients that have disconnected
 pipe.py                  commands between the web server and the engine process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import socket
 from dataclasses import dataclass, field
@@ -12,9 +13,14 @@ from swift.arguments import RolloutArguments
 from swift.rollout import envs, multi_turns
 
 from swift_megatron_grpo.conversations.checks import check_multi_turn
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.api_key import hide_in_process_list, read_api_key
+from swift_megatron_grpo.server.limits import TrafficLimits
 
 LOOPBACK = "127.0.0.1"
+_POSITIVE = {  # flags with an example of a value
+    "health_timeout": 360, "max_body_bytes": 2**26, "max_prompt_characters": 2**20, "max_messages": 4096,
+    "max_nesting": 32, "max_requests": 16384, "max_connections": 16384, "body_timeout": 60, "idle_timeout": 60,
+}  # fmt: skip
 
 
 @dataclass
@@ -22,7 +28,54 @@ class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
-    api_key: str | None = field(default_factory=lambda: os.environ.get(API_KEY_VARIABLE))
+    # not in the repr, which ms-swift logs
+    api_key: str | None = field(
+        default_factory=lambda: read_api_key(os.environ),
+        repr=False,
+        metadata={
+            "help": "Key that every request must send, except those for /health. It is also read from "
+            "SWIFT_ROLLOUT_API_KEY, or from the file that SWIFT_ROLLOUT_API_KEY_FILE names. A flag is visible in "
+            "process lists until the server has started. Default: none."
+        },
+    )
+    health_timeout: float = field(
+        default=360.0,
+        metadata={
+            "help": "Time in seconds in which the engine must generate a token. While no request is in progress, the "
+            "server generates one from time to time. A server whose engine is stuck for longer ends with exit code 1. "
+            "Default: 360."
+        },
+    )
+    max_body_bytes: int = field(
+        default=2**26, metadata={"help": "Largest body of a request in bytes. Default: 67108864 (64 MiB)."}
+    )
+    max_prompt_characters: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest prompt in characters, tools included. Default: 32 per token of --vllm_max_model_len, and "
+            "at least 1048576."
+        },
+    )
+    max_messages: int = field(default=4096, metadata={"help": "Most messages of one request. Default: 4096."})
+    max_nesting: int = field(
+        default=32, metadata={"help": "Most levels of lists and objects in the body of a request. Default: 32."}
+    )
+    max_requests: int = field(
+        default=16384, metadata={"help": "Most requests in progress; further ones get status 429. Default: 16384."}
+    )
+    max_connections: int = field(
+        default=16384, metadata={"help": "Most connections; further ones are closed at once. Default: 16384."}
+    )
+    body_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Time limit in seconds for a client to send a body. Default: 60."},
+    )
+    idle_timeout: float = field(
+        default=60.0,
+        metadata={
+            "help": "Time in seconds after which a connection is closed on which no request has begun. Default: 60."
+        },
+    )
 
     def __post_init__(self) -> None:
         """Keep the requested port, and check the flags.
@@ -30,6 +83,9 @@ class GRPORolloutArguments(RolloutArguments):
         ms-swift takes the next free port if this one is busy, and treats a port as busy for a minute after a server on
         it was killed. A trainer waits for the restarted server on the same port.
         """
+        self._check_limits()
+        if self.api_key:
+            hide_in_process_list(self.api_key)
         port = self.port
         super().__post_init__()
         self.port = port
@@ -44,6 +100,22 @@ class GRPORolloutArguments(RolloutArguments):
         )
         if _is_port_taken(self.host, port):
             raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
+
+    def _check_limits(self) -> None:
+        for flag, example in _POSITIVE.items():
+            value = getattr(self, flag)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
+
+    @property
+    def traffic(self) -> TrafficLimits:
+        return TrafficLimits(
+            body_bytes=self.max_body_bytes,
+            body_seconds=self.body_timeout,
+            requests=self.max_requests,
+            connections=self.max_connections,
+            idle_seconds=self.idle_timeout,
+        )
 
     def _set_default_engine_type(self) -> None:
         if self.vllm_use_async_engine is False:

@@ -10,9 +10,13 @@ from weakref import WeakValueDictionary
 
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from swift.infer_engine.protocol import RolloutInferRequest
+from swift.utils import get_logger
 
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.server.pipe import InvalidRequest
 from swift_megatron_grpo.vllm_shared.sampling import sampled_logprobs, sampling_params
+
+logger = get_logger()
 
 
 class Completer:
@@ -24,12 +28,20 @@ class Completer:
     async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
         """Generate one completion from ms-swift's request and sampling. Cancelling it aborts the request in vLLM."""
         engine = self._engine
-        encoding = self._encode(request)
-        inputs = await asyncio.shield(encoding)  # other requests may wait for the same encoding
-        params = sampling_params(engine, inputs, RequestConfig(**sampling))
+        inputs = await self._encoded(request)
+        try:
+            params = sampling_params(engine, inputs, RequestConfig(**sampling))
+        except ValueError as error:  # no room for a token, or a value that vLLM excludes
+            raise InvalidRequest(str(error)) from error
         adapter = await engine._get_grpo_lora_request_async()
-        results = engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
-        [result] = [result async for result in results]
+        try:
+            results = [
+                result
+                async for result in engine._add_request(inputs, params, uuid.uuid4().hex, adapter_request=adapter)
+            ]
+        except ValueError as error:  # vLLM validates prompts and parameters once more, before its core receives them
+            raise InvalidRequest(str(error)) from error
+        [result] = results
         [output] = result.outputs
         token_ids = list(output.token_ids)
         return Completion(
@@ -40,6 +52,17 @@ class Completer:
             finish_reason=output.finish_reason,
             weights_version=NO_WEIGHTS,  # the web server sets the version
         )
+
+    async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Encode the prompt. Templates raise errors of any type for messages that they do not support."""
+        encoding = self._encode(request)
+        try:
+            return await asyncio.shield(encoding)  # other requests may wait for the same encoding
+        except Exception as error:
+            logger.warning("a prompt cannot be encoded", exc_info=True)
+            raise InvalidRequest(
+                f"the template cannot encode the prompt ({type(error).__name__}; the server's log has the reason)"
+            ) from error
 
     def _encode(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
         # the uuid differs between requests and is not part of the prompt

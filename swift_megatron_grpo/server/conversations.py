@@ -29,12 +29,12 @@ from swift_megatron_grpo.conversations.scheduling import (
     empty_response,
     end_without_room,
     finish,
-    first_prompt_too_long,
     has_room,
     to_turn,
 )
 from swift_megatron_grpo.conversations.turns import Turn, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.server.pipe import InvalidRequest
 
 
 class ConversationEngine(GRPOVllmEngine):
@@ -85,7 +85,9 @@ class _TurnRecorder:
             response = await infer(config)
         except _NoRoom:
             if not self.recorded:
-                raise first_prompt_too_long([request]) from None
+                raise InvalidRequest(
+                    "the first prompt leaves no room for an answer; start the server with a larger --vllm_max_model_len"
+                ) from None
             self._ended = True
             return empty_response(request)
         self.recorded.append(to_turn(response))
@@ -109,6 +111,8 @@ class Conversations:
     async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
         """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
         finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling))
+        if finished.finish_reason != "length":  # a scheduler may report others, which mean the same to the trainer
+            finished = replace(finished, finish_reason="stop")
         return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
 
     async def run(self, request: RolloutInferRequest, sampling: RequestConfig) -> FinishedConversation:

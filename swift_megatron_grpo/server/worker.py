@@ -19,6 +19,7 @@ from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
+from swift_megatron_grpo.server.prober import Prober
 from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
 
 T = TypeVar("T")
@@ -93,9 +94,13 @@ class EngineCommands:
 
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
         self._engine = engine
-        self._completer = conversations or Completer(engine)
+        single = Completer(engine)
+        self._completer = conversations or single
+        self._prober = Prober(single, engine.engine)
         self._generating: set[asyncio.Task[Any]] = set()
-        commands = (self.describe, self.generate, self.join, self.receive, self.score_text, self.held_weights)
+        commands = (
+            self.describe, self.probe, self.generate, self.join, self.receive, self.score_text, self.held_weights,
+        )  # fmt: skip
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in commands
         }
@@ -119,8 +124,15 @@ class EngineCommands:
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
             "max_logprobs": config.model_config.max_logprobs,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "accepts_media": config.model_config.is_multimodal_model,
             "model": model_identity(config.model_config.hf_config.to_dict()),
         }
+
+    async def probe(self) -> dict[str, Any]:
+        """Return once the engine has generated a token."""
+        await self._cancelled_by_new_weights(self._prober.wait_for_token())
+        return {}
 
     async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler."""

@@ -20,6 +20,7 @@ def upstream() -> dict[str, Any]:
         from swift.infer_engine.protocol import RolloutInferRequest
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
         from swift.pipelines.infer import rollout
+        from uvicorn.protocols.http.auto import AutoHTTPProtocol
         from vllm.config import ParallelConfig
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.worker import gpu_model_runner, worker_base
@@ -52,6 +53,10 @@ def upstream() -> dict[str, Any]:
             "infer_async": source(GRPOVllmEngine.__mro__[1].infer_async),
             "adapter": parameters(GRPOVllmEngine._get_grpo_lora_request_async),
             "parallel": sorted(ParallelConfig.__dataclass_fields__),
+            "output_handler": source(AsyncLLM._run_output_handler),
+            "protocol": source(AutoHTTPProtocol),
+            "cli_main": source(swift_cli.cli_main),
+            "infer": source(deploy.infer),
             "extension": source(worker_base),
             "bookkeeping": source(gpu_model_runner.GPUModelRunner._bookkeeping_sync),
             "seeded": ["seed" in parameters(RequestConfig), "uuid" in parameters(RolloutInferRequest)],
@@ -100,6 +105,29 @@ def test_the_server_starts_its_workers_in_init_and_waits_for_them_in_its_lifespa
     assert upstream()["_start_data_parallel_workers"] == ["self"]
     assert "msg.get('status') == 'ready'" in upstream()["lifespan"]
     assert "uvicorn.run(self.app, host=args.host, port=args.port" in upstream()["run"]
+
+
+def test_uvicorn_limits_neither_idle_connections_nor_headers() -> None:
+    """server/connections.py does both, with these attributes. If uvicorn does, remove it."""
+    source = upstream()["protocol"]
+    assert all(f"self.{name} = " in source for name in ("connections", "cycle", "transport", "loop"))
+    made = source.split("def connection_made", 1)[1].split("    def ", 1)[0]
+    assert "self.connections.add(self)" in made and "call_later" not in made
+
+
+def test_the_output_handler_looks_its_processor_up_at_every_step() -> None:
+    """server/prober.py replaces the method, to detect that the engine generates."""
+    assert "output_processor.process_outputs(" in upstream()["output_handler"]
+
+
+def test_the_launcher_prints_the_command_with_all_arguments() -> None:
+    """plugin/api_key_flag.py masks the key in this line. The script calls `print` of its module."""
+    assert "print(f\"run sh: `{' '.join(args)}`\", flush=True)" in upstream()["cli_main"]
+
+
+def test_stock_routes_wait_for_the_engine_in_the_event_loop() -> None:
+    """server/stock_routes.py runs them in a thread, one at a time."""
+    assert "all_outputs = [connection.recv() for connection in self.connections]" in upstream()["infer"]
 
 
 def test_every_route_except_health_requires_the_api_key() -> None:

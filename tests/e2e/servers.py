@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from swift_megatron_grpo.protocol.messages import RUN_HEADER
+from swift_megatron_grpo.protocol.messages import RunIdentity
 from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes
 from tests.forking.client import ForkedProcess, fork_server, free_port
 
@@ -87,16 +87,22 @@ class RolloutServer:
             os.killpg(self.process.pid, signal.SIGTERM)
         return self.process.wait(timeout=60)
 
-    def cpu_seconds(self) -> float:
-        """Return the CPU time that its processes have used so far."""
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the server, the one that was started first."""
         assert self.process is not None
         root = psutil.Process(self.process.pid)
-        times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+        return [root, *root.children(recursive=True)]
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that its processes have used so far."""
+        times = [process.cpu_times() for process in self.processes()]
         return sum(used.user + used.system for used in times)
 
-    def request(self, method: str, route: str, body: Any = None, key: str | None = KEY, run: str | None = None) -> Any:
+    def request(
+        self, method: str, route: str, body: Any = None, key: str | None = KEY, run: RunIdentity | None = None
+    ) -> Any:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        headers |= {RUN_HEADER: run} if run else {}
+        headers |= run.headers if run else {}
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=60) as response:

@@ -23,7 +23,8 @@ from swift_megatron_grpo.config import RemoteTurnsConfig, SamplingConfig, Server
 from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, RUN_IDLE_SECONDS, Routes
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.messages import RUN_IDLE_SECONDS, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
@@ -66,6 +67,7 @@ def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[Rollout
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
+    assert KEY not in server.log.read_text() and KEY not in str([process.cmdline() for process in server.processes()])
     ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
     posts = [*ours, "/infer/", "/update_flattened_params/"]
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:
@@ -170,7 +172,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
         ours.load_weights(weights.items(), 7, None, collect_checksums=False)
         ours.mark_verified()
         began = time.monotonic()
-        with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run)}\), and"):
+        with pytest.raises(ValueError, match=rf"it serves another run \({re.escape(ours._servers.run.name)}\), and"):
             another.check()
         assert time.monotonic() - began > RUN_IDLE_SECONDS  # the other run might just have ended
         for method, route, body in [

@@ -21,7 +21,8 @@ from transformers import AutoTokenizer
 from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Completion, Routes
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.messages import Completion, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from tests.e2e.hf_check import check_with_transformers
 from tests.e2e.riddles import WAIT
@@ -158,7 +159,7 @@ def test_a_cancelled_conversation_closes_its_environment(folder: Path, dense: Pa
         request = {
             "messages": [{"role": "user", "content": content}],
             "uuid": uuid,
-            "data_dict": {"letters": "abcdefgh"},
+            "data_dict": {"letters": '"abcdefgh"'},
         }
         body = {"request": request, "sampling": sampling, "weights_version": 7}
         try:

@@ -3,6 +3,7 @@
 engine.py                 the engine: start-up checks, weights, shutdown
 servers.py                the servers of a run: which are alive, and with which weights
 generation.py             one generation: send requests, retry lost ones, return completed groups
+completion_checks.py      completions that no engine of this run can have generated
 dispatcher.py             which server gets which request
 lost_requests.py          requests lost with a server, until all are completed again
 client.py                 HTTP to one server

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
 
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.protocol.messages import RUN_HEADER, Completion, Routes, ServerStatus, unpacked_logprobs
+from swift_megatron_grpo.protocol.messages import Completion, Routes, RunIdentity, ServerStatus, unpacked_logprobs
+
+_SHOWN = 1000  # characters of a server's reason
 
 
 class ServerFailure(Exception):
@@ -21,6 +26,10 @@ class Unreachable(ServerFailure):
 
 class RequestTimeout(Unreachable):
     """The server sent no response in time; it may be alive."""
+
+
+class InvalidResponse(ServerFailure):
+    """The server sent a response that it cannot have meant: no JSON, other types, impossible values."""
 
 
 class Refused(ServerFailure):
@@ -45,10 +54,14 @@ class Client:
             task.cancel()
 
     async def status(self, timeout: float) -> ServerStatus:
-        return ServerStatus.from_json(await self._request("GET", Routes.STATUS, timeout))
+        response = await self._request("GET", Routes.STATUS, timeout)
+        with _as_invalid("its status"):
+            return ServerStatus.from_json(response)
 
     async def generate(self, payload: dict[str, Any], timeout: float) -> Completion:
-        return Completion.from_json(await self._request("POST", Routes.GENERATE, timeout, payload))
+        response = await self._request("POST", Routes.GENERATE, timeout, payload)
+        with _as_invalid("its completion"):
+            return Completion.from_json(response)
 
     async def join(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._request("POST", Routes.JOIN, timeout, payload)
@@ -59,12 +72,14 @@ class Client:
     async def score_text(self, payload: dict[str, Any], timeout: float) -> list[list[float]]:
         """Return the log-probs of each replica of the model."""
         response = await self._request("POST", Routes.SCORE, timeout, payload)
-        return [unpacked_logprobs(replica) for replica in response["replicas"]]
+        with _as_invalid("its log-probs"):
+            return [unpacked_logprobs(replica) for replica in response["replicas"]]
 
     async def held_weights(self, timeout: float) -> list[WorkerWeights]:
         """Return what each worker holds."""
         response = await self._request("GET", Routes.HELD_WEIGHTS, timeout)
-        return [WorkerWeights.from_json(worker) for worker in response["workers"]]
+        with _as_invalid("its list of weights"):
+            return [WorkerWeights.from_json(worker) for worker in response["workers"]]
 
     async def leave(self, timeout: float) -> None:
         await self._request("POST", Routes.LEAVE, timeout)
@@ -91,26 +106,43 @@ class Client:
             async with self._session.request(method, self.url + route, json=payload, timeout=limit) as response:
                 if response.status != 200:
                     raise Refused(response.status, await _reason(response))
-                body: dict[str, Any] = await response.json()
-                return body
+                return _json_object(await response.text(errors="replace"))
         except TimeoutError as error:
             raise RequestTimeout(f"no response within {timeout:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
 
 
-async def _reason(response: aiohttp.ClientResponse) -> str:
-    text = await response.text()
+@contextmanager
+def _as_invalid(what: str) -> Iterator[None]:
+    """Raise InvalidResponse for whatever the conversion of a response raises."""
     try:
-        body = await response.json()
-        return str(body["detail"])
-    except (aiohttp.ClientError, ValueError, KeyError, TypeError):
-        return text[:500]
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InvalidResponse(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def make_session(api_key: str | None, run: str) -> aiohttp.ClientSession:
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidResponse(f"its response is no JSON: {text[:100]!r}") from None
+    if not isinstance(body, dict):
+        raise InvalidResponse(f"its response is no JSON object: {text[:100]!r}")
+    return body
+
+
+async def _reason(response: aiohttp.ClientResponse) -> str:
+    text = await response.text(errors="replace")
+    try:
+        return str(_json_object(text)["detail"])[:_SHOWN]
+    except (InvalidResponse, KeyError):
+        return text[:_SHOWN]
+
+
+def make_session(api_key: str | None, run: RunIdentity) -> aiohttp.ClientSession:
     """Create a session; call this inside the event loop that will use it."""
-    headers = {RUN_HEADER: run} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    headers = run.headers | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     # One connection per completion in flight. None is kept alive: a server may close one just as it is reused.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)

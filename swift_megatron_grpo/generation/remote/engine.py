@@ -20,7 +20,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.generation.remote.client import Refused, ServerFailure
+from swift_megatron_grpo.generation.remote.client import InvalidResponse, Refused, ServerFailure
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
@@ -223,6 +223,8 @@ class RemoteVllm:
                 server.drop_connection()
             elif isinstance(result, Refused) and result.status not in SERVER_UNUSABLE:
                 raise RuntimeError(f"rollout server {server.url} did not report which weights it runs: {result}")
+            elif isinstance(result, InvalidResponse):
+                self._servers.exclude(server, str(result))
             elif isinstance(result, ServerFailure):
                 self._servers.mark_lost(server, str(result))
             elif isinstance(result, BaseException):

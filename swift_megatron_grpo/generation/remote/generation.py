@@ -19,13 +19,20 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Progress, Request
-from swift_megatron_grpo.generation.remote.client import Refused, RequestTimeout, ServerFailure, Unreachable
+from swift_megatron_grpo.generation.remote.client import (
+    InvalidResponse,
+    Refused,
+    RequestTimeout,
+    ServerFailure,
+    Unreachable,
+)
+from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
 from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.lost_requests import LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, Server, Servers
 from swift_megatron_grpo.generation.requests import conversation_payload, infer_request, request_config, to_rollout
-from swift_megatron_grpo.protocol.messages import CONFLICT, SERVER_UNUSABLE
+from swift_megatron_grpo.protocol.messages import CONFLICT, SERVER_UNUSABLE, Completion, ServerStatus
 from swift_megatron_grpo.types import Rollout
 
 logger = get_logger()
@@ -52,6 +59,7 @@ class RemoteGeneration:
         self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # requests in flight, by server
         self._finished: dict[int, Rollout] = {}  # by place in `requests`; not returned yet
         self._lost_requests = LostRequests()
+        self._prompts: dict[int, tuple[str, list[int]]] = {}  # server and tokens, by first place of the group
         self._failure: Exception | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended
@@ -180,11 +188,13 @@ class RemoteGeneration:
 
     async def _complete(self, place: int, server: Server) -> None:
         """Send one request to a server and record its completion or failure."""
-        request = self._requests[place]
+        payload = self._payload(self._requests[place])
         try:
-            completion = await server.client.generate(self._payload(request), self._servers.config.request_timeout)
+            completion = await server.client.generate(payload, self._servers.config.request_timeout)
         except RequestTimeout as failure:
             self._retry_or_fail(place, server, failure)
+        except InvalidResponse as failure:
+            self._servers.exclude(server, str(failure))
         except Unreachable as failure:
             self._servers.mark_lost(server, str(failure))
         except Refused as failure:
@@ -197,10 +207,52 @@ class RemoteGeneration:
         except Exception as error:
             self._failure = error
         else:
-            if self._dispatcher.finish(place, server.url):
-                self._finished[place] = to_rollout(request.prompt, completion)
-                for recovery in self._lost_requests.record_completion(place, time.monotonic()):
-                    logger.warning(recovery)
+            self._accept(place, server, completion, payload["weights_version"])
+
+    def _accept(self, place: int, server: Server, completion: Completion, version: int) -> None:
+        """Record a completion, unless the server was lost in the meantime or the completion cannot be right."""
+        if server.status is None:
+            return
+        prompt = self._requests[place].prompt
+        problem = problem_of(completion, self._expected(server.status, version)) or self._other_prompt(
+            place, server, completion
+        )
+        if problem is not None:
+            self._servers.exclude(server, f"its completion of prompt {prompt.prompt_id} is invalid: {problem}")
+        elif self._failure is None and self._dispatcher.finish(place, server.url):
+            self._finished[place] = to_rollout(prompt, completion)
+            for recovery in self._lost_requests.record_completion(place, time.monotonic()):
+                logger.warning(recovery)
+
+    def _expected(self, status: ServerStatus, version: int) -> Expected:
+        config = self._servers.config
+        return Expected(
+            weights_version=version,
+            vocab_size=config.model.get("vocab_size"),
+            max_completion_length=self._sampling.max_completion_length,
+            max_model_len=status.max_model_len,
+            has_turns=config.turns is not None,
+        )
+
+    def _other_prompt(self, place: int, server: Server, completion: Completion) -> str | None:
+        """Compare the prompt's tokens with those of the group's first completion; environments may change prompts.
+
+        If two servers disagree, either may be right, so the run ends.
+        """
+        if self._servers.config.turns is not None:
+            return None
+        first_server, first_ids = self._prompts.setdefault(
+            place - place % self._group_size, (server.url, completion.prompt_ids)
+        )
+        if first_ids == completion.prompt_ids:
+            return None
+        if first_server != server.url:
+            self._failure = RuntimeError(
+                f"{first_server} and {server.url} encode prompt {self._requests[place].prompt.prompt_id} differently; "
+                "start all rollout servers with the same --model, --template, --system and --max_length"
+            )
+            return None
+        return "its prompt has other tokens than that of another completion of the same prompt"
 
     def _payload(self, request: Request) -> dict[str, Any]:
         one_turn = self._servers.config.turns is None

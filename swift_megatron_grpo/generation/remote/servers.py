@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import time
 import uuid
@@ -22,7 +23,14 @@ from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
-from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, PROTOCOL, RUN_IDLE_SECONDS, ServerStatus, serves_another
+from swift_megatron_grpo.protocol.messages import (
+    NO_WEIGHTS,
+    PROTOCOL,
+    RUN_IDLE_SECONDS,
+    RunIdentity,
+    ServerStatus,
+    serves_another,
+)
 
 logger = get_logger()
 
@@ -46,6 +54,7 @@ class Server:
         self.weights_version = NO_WEIGHTS
         self.verified = False  # those weights are known to be the trainer's
         self.checked_instance: str | None = None  # the instance that has completed a checksummed load
+        self.excluded_instance: str | None = None  # not used again, because its answers were wrong
         self.connection: WeightConnection | None = None
         self.requests_in_flight = 0  # of all generations
         self.loss_reason = "not contacted yet"
@@ -86,8 +95,9 @@ class Servers:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        # identifies this run, to servers and to readers of their logs
-        self.run = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
+        # The name identifies this run to readers of the servers' logs, the secret to the servers.
+        name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
+        self.run = RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
         self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has a free slot
         self._polling: list[asyncio.Task[None]] = []
@@ -210,8 +220,17 @@ class Servers:
                     self.mark_lost(server, str(failure))
             except ServerFailure as failure:
                 self.mark_lost(server, str(failure))
+            except Exception as error:  # a server that is not polled any more would never be lost, nor come back
+                logger.exception(f"polling the rollout server {server.url} failed")
+                self.mark_lost(server, f"polling it failed: {type(error).__name__}: {error}")
             else:
                 self._handle_status(server, status)
+
+    def exclude(self, server: Server, reason: str) -> None:
+        """Stop using a server, in this run, until it is restarted: what it answers is wrong."""
+        if server.status is not None:
+            server.excluded_instance = server.status.instance
+            self.mark_lost(server, f"{reason}; it is not used again before it is restarted")
 
     def _handle_status(self, server: Server, status: ServerStatus) -> None:
         now = server.last_response = time.monotonic()
@@ -219,7 +238,7 @@ class Servers:
             self.mark_lost(server, "it was restarted")
         if server.status is not None and self._other_run(status) is not None:
             self.mark_lost(server, "; ".join(self.problems(status)))
-        if server.is_lost and not self._is_compatible(server, status):
+        if server.is_lost and (status.instance == server.excluded_instance or not self._is_compatible(server, status)):
             return
         if server.is_lost:
             logger.warning(f"rollout server {server.url} is back after {now - server.lost_since:.1f} s")
@@ -233,7 +252,7 @@ class Servers:
 
     def _other_run(self, status: ServerStatus) -> str | None:
         """Return the run that the server serves, unless that is this run."""
-        return None if status.run == self.run else status.run
+        return None if status.run == self.run.name else status.run
 
     def _is_compatible(self, server: Server, status: ServerStatus) -> bool:
         """Check a server that is back: it may have been restarted with other flags. Log new problems."""
@@ -303,7 +322,7 @@ def refusal(url: str, failure: Refused) -> str:
         )
     if failure.status == 401:
         return (
-            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY in this run's "
-            "environment, or --vllm_server_api_key"
+            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY or "
+            "SWIFT_ROLLOUT_API_KEY_FILE in this run's environment, or --vllm_server_api_key"
         )
     return f"rollout server {url} rejected the status request: {failure}"

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
 
-from swift_megatron_grpo.generation.remote.client import Client, RequestTimeout, Unreachable, make_session
-from swift_megatron_grpo.protocol.messages import Routes
+from swift_megatron_grpo.generation.remote.client import (
+    Client,
+    InvalidResponse,
+    Refused,
+    RequestTimeout,
+    Unreachable,
+    make_session,
+)
+from swift_megatron_grpo.protocol.messages import Routes, RunIdentity
+
+RUN = RunIdentity("a run", "a secret")
 
 
 async def _never(_: web.Request) -> web.Response:
@@ -17,9 +27,9 @@ async def _never(_: web.Request) -> web.Response:
     raise AssertionError
 
 
-async def _silent_server() -> tuple[web.AppRunner, str]:
+async def _server(status: Callable[[web.Request], Awaitable[web.Response]]) -> tuple[web.AppRunner, str]:
     app = web.Application()
-    app.router.add_get(Routes.STATUS, _never)
+    app.router.add_get(Routes.STATUS, status)
     runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -27,10 +37,32 @@ async def _silent_server() -> tuple[web.AppRunner, str]:
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "{", '"a"', '{"protocol": 6}', "[" * 100_000, "\udc80"])
+def test_a_status_that_is_no_status_is_a_failure_of_the_server(text: str) -> None:
+    """The task that polls a server ended silently with such a response, so a restart was never detected."""
+
+    async def scenario() -> None:
+        async def respond(_: web.Request) -> web.Response:
+            body = text.encode("utf-8", "surrogateescape")
+            return web.Response(body=body, content_type="application/json", status=responses.pop(0))
+
+        responses = [200, 500]
+        runner, url = await _server(respond)
+        async with make_session(None, RUN) as session:
+            with pytest.raises(InvalidResponse):
+                await Client(url, session).status(timeout=5)
+            with pytest.raises(Refused) as refused:
+                await Client(url, session).status(timeout=5)
+            assert len(str(refused.value)) < 1100
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+
+
 def test_requests_to_a_lost_server_fail_at_once() -> None:
     async def scenario() -> None:
-        runner, url = await _silent_server()
-        async with make_session(None, "a run") as session:
+        runner, url = await _server(_never)
+        async with make_session(None, RUN) as session:
             client = Client(url, session)
             with pytest.raises(RequestTimeout):
                 await client.status(timeout=0.2)

@@ -31,6 +31,7 @@ class FakeServer:
     received: list[str] = field(default_factory=list)  # questions, in order of arrival
     cancelled: list[str] = field(default_factory=list)  # questions whose client disconnected
     refusal: int | None = None  # an HTTP status to respond with at once
+    wrong: dict[str, Any] = field(default_factory=dict)  # fields of its completions, or of their JSON
     most_at_once: int = 0
     held: dict[str, asyncio.Event] = field(default_factory=dict)
 
@@ -50,7 +51,9 @@ class FakeServer:
         finally:
             del self.held[question]
         completion = Completion([1], [2], [-1.0], question, "stop", payload["weights_version"])
-        return web.json_response(completion.to_json())
+        in_json = {name: value for name, value in self.wrong.items() if isinstance(value, str)}
+        wrong = {name: value for name, value in self.wrong.items() if name not in in_json}
+        return web.json_response(replace(completion, **wrong).to_json() | in_json)
 
 
 class Cluster:
@@ -107,11 +110,19 @@ class Cluster:
 
         self.events.run(bring_back())
 
-    def generate(self, names: str, version: int, older: list[RemoteGeneration] | None = None) -> RemoteGeneration:
+    def answer_status(self, server: Server, instance: str) -> None:
+        async def answer() -> None:
+            self.servers._handle_status(server, status(instance=instance))
+
+        self.events.run(answer())
+
+    def generate(
+        self, names: str, version: int, older: list[RemoteGeneration] | None = None, group_size: int = 1
+    ) -> RemoteGeneration:
         """Start a generation of one completion per letter."""
         prompts = [Prompt(name, {"messages": [{"role": "user", "content": name}]}) for name in names]
         requests = requests_for(prompts, 1, None, version)
-        generation = RemoteGeneration(self.events, self.servers, requests, 1, SAMPLING, version, older or [])
+        generation = RemoteGeneration(self.events, self.servers, requests, group_size, SAMPLING, version, older or [])
         self.generations.append(generation)
         return generation
 
@@ -250,6 +261,54 @@ def test_a_server_that_cannot_serve_this_run_is_lost(cluster: Cluster, refusal: 
     wait_until(lambda: len(fake.received) == 4)
     cluster.release("a", "b", "c", "d")
     assert [rollout.text for rollout in collect(generation, 0, 4)] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"completion_ids": [700]}, "its completion of prompt a is invalid: a token is not in the vocabulary of 7"),
+        ({"logprobs": [float("nan")]}, "a log-prob is not finite"),
+        ({"completion_ids": [2] * 5, "logprobs": [-1.0] * 5}, "more than --max_completion_length 4"),
+        ({"completion_ids": "no base64"}, "its completion cannot be read: InvalidMessage"),
+        ({"finish_reason": "abort"}, "its finish_reason is 'abort'"),
+    ],
+)
+def test_a_server_that_sends_an_impossible_completion_is_not_used_until_it_is_restarted(
+    cluster: Cluster, wrong: dict[str, Any], reason: str
+) -> None:
+    (broken, healthy), (liar, fake) = cluster.servers.all, cluster.fakes
+    liar.wrong = wrong
+    cluster.servers.config = replace(cluster.servers.config, model={"vocab_size": 7})
+    cluster.receive_weights(broken, 0)
+    generation = cluster.generate("a", 0)
+    wait_until(lambda: liar.received)
+    cluster.release("a")
+    wait_until(lambda: broken.is_lost)
+    assert reason in broken.loss_reason and "not used again before it is restarted" in broken.loss_reason
+    cluster.answer_status(broken, "x")  # it still runs, and answers the next status request
+    assert broken.is_lost
+    cluster.receive_weights(healthy, 0)
+    wait_until(lambda: fake.received)
+    cluster.release("a")
+    assert [rollout.completion_ids for rollout in collect(generation, 0, 1)] == [[2]]
+    cluster.answer_status(broken, "restarted")
+    assert not broken.is_lost
+
+
+def test_servers_that_encode_a_prompt_differently_end_the_run(cluster: Cluster) -> None:
+    """Either of them may be right."""
+    fake, other = cluster.fakes
+    other.wrong = {"prompt_ids": [4]}
+    for server in cluster.servers.all:
+        cluster.receive_weights(server, 0, slots=1)
+    generation = cluster.generate("ab", 0, group_size=2)
+    wait_until(lambda: fake.received and other.received)
+    cluster.release("a", "b")
+    with pytest.raises(
+        RuntimeError, match=r"http://.* and http://.* encode prompt [ab] differently; start all rollout servers"
+    ):
+        while True:
+            generation.next(newest=0)
 
 
 def test_stopping_a_generation_cancels_its_requests(cluster: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -57,13 +58,44 @@ def test_a_server_restarted_with_incompatible_flags_is_not_used() -> None:
     assert not server.is_lost
 
 
+def test_a_server_whose_polling_fails_is_lost_and_polled_again() -> None:
+    """An unforeseen failure ended the polling of a server, whose state then never changed again."""
+
+    class Client:
+        url, responses = "http://s0", [status(instance="first"), RuntimeError("a bug"), status(instance="first")]
+
+        async def status(self, timeout: float) -> Any:
+            response = self.responses.pop(0)
+            if isinstance(response, Exception):
+                raise response
+            return response
+
+        def cancel_requests(self) -> None: ...
+
+    async def scenario() -> None:
+        servers = Servers(CONFIG)
+        servers.adopt([Client()])  # type: ignore[list-item]
+        [server] = servers.all
+        polling = asyncio.create_task(servers._poll(server))
+        losses = []
+        while Client.responses:
+            await asyncio.sleep(0.05)
+            losses += [server.loss_reason] if server.is_lost else []
+        assert "polling it failed: RuntimeError: a bug" in losses
+        await asyncio.sleep(0.1)
+        assert not server.is_lost and not polling.done()
+        polling.cancel()
+
+    asyncio.run(scenario())
+
+
 def test_a_server_leased_by_another_run_is_lost_until_that_run_ends() -> None:
     """Another run can acquire the lease only if this one has sent no requests for a while, for example when stopped."""
     servers = make_servers(1)
     [server] = servers.all
     server.received(3, collect_checksums=True)
     server.verified = True
-    servers._handle_status(server, status(instance="first", run=servers.run))
+    servers._handle_status(server, status(instance="first", run=servers.run.name))
     assert servers.verified_servers(3) == [server]
     servers._handle_status(server, status(instance="first", run="a machine, process 7, 1234"))
     assert server.is_lost and "it serves another run (a machine, process 7, 1234)" in server.loss_reason

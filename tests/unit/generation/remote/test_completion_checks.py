@@ -1,0 +1,107 @@
+"""Completions that no engine of this run can have generated are found, whatever is wrong with them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
+from swift_megatron_grpo.protocol.messages import Completion, InvalidMessage, ServerStatus
+from tests.unit.arguments.test_server_checks import GYM, status
+
+ONE_TURN = Expected(weights_version=7, vocab_size=300, max_completion_length=4, max_model_len=8, has_turns=False)
+TURNS = replace(ONE_TURN, has_turns=True)
+COMPLETION = Completion([1, 2], [3, 299], [-0.5, 1e-6], "ab", "stop", 7)
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CONVERSATION = replace(
+    COMPLETION, logprobs=[-0.5], sampled=[True, False], messages=MESSAGES, infos={"num_turns": 1, "total_reward": 0.5}
+)
+
+STATUS = asdict(status())
+
+
+def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
+    assert problem_of(COMPLETION, ONE_TURN) is None
+    assert problem_of(CONVERSATION, TURNS) is None
+    assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "total_reward": float("nan")}), TURNS) is None
+    unanswered = replace(CONVERSATION, completion_ids=[], sampled=[], logprobs=None)
+    assert problem_of(unanswered, TURNS) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"completion_ids": [3, 300]}, "a token is not in the vocabulary of 300"),
+        ({"prompt_ids": [-1]}, "a token is not in the vocabulary of 300"),
+        ({"prompt_ids": []}, "it has no prompt"),
+        ({"completion_ids": [], "logprobs": []}, "it has no token"),
+        ({"completion_ids": [3] * 5, "logprobs": [-1.0] * 5}, "it has 5 tokens, more than --max_completion_length 4"),
+        ({"prompt_ids": [1] * 7}, "prompt and completion have 9 tokens, more than its vllm_max_model_len 8"),
+        ({"logprobs": [-0.5]}, "it has 1 log-probs for 2 sampled tokens"),
+        ({"logprobs": None}, "it has no log-probs"),
+        ({"logprobs": [-0.5, float("nan")]}, "a log-prob is not finite, or above 0"),
+        ({"logprobs": [-0.5, float("-inf")]}, "a log-prob is not finite, or above 0"),
+        ({"logprobs": [-0.5, 0.1]}, "a log-prob is not finite, or above 0"),
+        ({"finish_reason": "abort"}, "its finish_reason is 'abort'"),
+        ({"weights_version": 6}, "its weights have version 6, not 7"),
+        ({"sampled": [True, True]}, "the fields of a conversation, which was not requested"),
+        ({"infos": {"num_turns": 1}}, "the fields of a conversation, which was not requested"),
+    ],
+)
+def test_an_impossible_completion_is_found(changes: dict[str, Any], problem: str) -> None:
+    assert problem in str(problem_of(replace(COMPLETION, **changes), ONE_TURN))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"sampled": None, "logprobs": [-0.5, -0.5]}, "it has no mask of sampled tokens"),
+        ({"sampled": [True]}, "its mask has 1 values for 2 tokens"),
+        ({"sampled": [True, True]}, "it has 1 log-probs for 2 sampled tokens"),
+        ({"messages": None}, "its messages are not those of a conversation"),
+        ({"messages": [{"content": "a"}]}, "its messages are not those of a conversation"),
+        ({"infos": {}}, "its infos have no num_turns"),
+        ({"infos": {"num_turns": 1, "total_reward": "a"}}, "a total_reward that is no number"),
+    ],
+)
+def test_an_impossible_conversation_is_found(changes: dict[str, Any], problem: str) -> None:
+    assert problem in str(problem_of(replace(CONVERSATION, **changes), TURNS))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.data())
+def test_a_message_is_read_or_refused_with_one_kind_of_error(data: st.DataObject) -> None:
+    """Whatever a server sends instead of some fields, or instead of the whole message."""
+    for cls, valid in [(Completion, CONVERSATION.to_json()), (ServerStatus, STATUS)]:
+        names = data.draw(st.lists(st.sampled_from(sorted(valid)), max_size=2))
+        damaged = valid | {name: data.draw(JSON) for name in names}
+        try:
+            cls.from_json(data.draw(st.just(damaged) | JSON))
+        except InvalidMessage:
+            continue
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"instance": 5}, "instance"),
+        ({"model": []}, "model"),
+        ({"run": 1.0}, "run"),
+        ({"conversations": asdict(GYM) | {"max_turns": "3"}}, "max_turns"),
+    ],
+)
+def test_a_status_with_a_field_of_another_type_is_refused(changes: dict[str, Any], field: str) -> None:
+    assert ServerStatus.from_json(STATUS) == status()
+    with pytest.raises(InvalidMessage, match=field):
+        ServerStatus.from_json(STATUS | changes)

@@ -1,0 +1,70 @@
+"""The key's flag never reaches the command that a script prints and starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+
+GRPO = ["rlhf", "--rlhf_type", "grpo"]
+KEY = "k-3 9"
+
+
+@pytest.mark.parametrize(
+    ("argv", "remaining"),
+    [
+        (["/bin/swift", "rollout", "--api_key", KEY, "--port", "1"], ["rollout", "--port", "1"]),
+        (["/bin/swift", "rollout", f"--api-key={KEY}"], ["rollout"]),
+        (["/swift/cli/rollout.py", "--model", "a", "--api_key", "old", "--api_key", KEY], ["--model", "a"]),
+        (["/bin/megatron", *GRPO, "--vllm_server_api_key", KEY], GRPO),
+        (["/bin/swift", "megatron", *GRPO, f"--vllm_server_api_key={KEY}"], ["megatron", *GRPO]),
+    ],
+)
+def test_the_key_moves_to_the_environment(argv: list[str], remaining: list[str]) -> None:
+    environ: dict[str, str] = {}
+    hide_api_key(argv, environ)
+    assert argv[1:] == remaining and environ == {API_KEY_VARIABLE: KEY}
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["/bin/swift", "deploy", "--api_key", KEY],  # has no such variable
+        ["/bin/megatron", "rlhf", "--rlhf_type", "gkd", "--vllm_server_api_key", KEY],
+        ["/bin/swift", "rollout", "--api_key"],
+        ["/bin/megatron", *GRPO],
+    ],
+)
+def test_other_commands_keep_their_arguments(argv: list[str]) -> None:
+    environ: dict[str, str] = {}
+    before = list(argv)
+    hide_api_key(argv, environ)
+    assert environ == {} and argv == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("in_file", [False, True])
+def test_the_line_that_the_launcher_prints_has_no_key(tmp_path: Path, in_file: bool) -> None:
+    script = Path(sys.executable).with_name("megatron")
+    config = tmp_path / "run.yaml"
+    config.write_text(f"rlhf_type: grpo\nvllm_server_api_key: {KEY}\nmodel: none\n")
+    flags = [str(config)] if in_file else ["--rlhf_type", "grpo", "--vllm_server_api_key", KEY, "--model", "none"]
+    process = subprocess.Popen([sys.executable, str(script), "rlhf", *flags], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("run sh:"))
+        assert KEY not in line and "--model none" in line
+        assert ("--vllm_server_api_key ***" in line) == in_file
+        if not in_file:
+            assert KEY.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
