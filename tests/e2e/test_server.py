@@ -165,6 +165,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
     weights = load_file(dense / "model.safetensors")
     ours, another = (RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
     requests = requests_for([Prompt("a", {"messages": [{"role": "user", "content": "question"}]})], 1, None, version=7)
+    message = [{"role": "user", "content": "question"}]
     score_request = {"tokens": [5, 6, 7], "weights_version": 7}
     try:
         ours.check()
@@ -176,7 +177,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
             another.check()
         assert time.monotonic() - began > RUN_IDLE_SECONDS  # the other run might just have ended
         for method, route, body in [
-            ("POST", Routes.GENERATE, {"request": {}, "sampling": {}, "weights_version": 7}),
+            ("POST", Routes.GENERATE, {"request": {"messages": message}, "sampling": {}, "weights_version": 7}),
             ("POST", Routes.SCORE, score_request),
             ("POST", Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
             ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "collect_checksums": False}),
