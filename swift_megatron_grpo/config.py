@@ -286,6 +286,7 @@ class RecordingConfig:
     dump: Path | None = None  # folder that this run writes to
     replay: Path | None = None  # folder of another run, read instead of generating and grading
     only: bool = False  # generate without training
+    vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
 
 
 @dataclass(frozen=True, slots=True)

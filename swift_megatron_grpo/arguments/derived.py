@@ -159,11 +159,13 @@ class DerivedArguments(GRPOFlags):
         return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
 
     def check_replay_reach(self, rollouts_done: int) -> None:
-        """Raise ValueError unless the replayed folder contains every rollout that this run will read."""
+        """Raise ValueError unless the replayed folder contains every rollout that this run will read, undamaged."""
         if self.replay_folder is not None:
             total = -(-self.train_iters // self.steps_per_rollout)
-            recording.check_rollouts_exist(
-                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout
+            rank, _, ranks, _ = get_dist_setting()
+            share = (max(rank, 0), max(ranks, 1))
+            recording.check_rollouts(
+                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share
             )
 
 
