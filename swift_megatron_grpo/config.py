@@ -298,6 +298,16 @@ class DeadlineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedParts:
+    """The parts of a checkpoint, which determine its size."""
+
+    adapter_only: bool
+    copies: int  # of the trained weights: in Megatron's format, in that of transformers
+    merged_copies: int  # of all weights, with the adapter merged in
+    optimizer_bytes: int  # for each trained weight
+
+
+@dataclass(frozen=True, slots=True)
 class GRPOConfig:
     """All settings of one run."""
 
@@ -314,6 +324,7 @@ class GRPOConfig:
     reference: ReferenceConfig
     residency: ResidencyConfig
     log: CompletionLogConfig
+    saved: SavedParts
     seed: int
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
