@@ -15,6 +15,7 @@ from swift.utils import get_dist_setting
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.checkpoints.sources import Source
 from swift_megatron_grpo.config import BatchPlan
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
@@ -39,6 +40,19 @@ class DerivedArguments(GRPOFlags):
     def resumes(self) -> bool:
         """True if a checkpoint sets the iteration at which training continues, as in ms-swift."""
         return not self.finetune
+
+    @property
+    def checkpoint_sources(self) -> tuple[Source, ...]:
+        """The folders that this run loads, the one that it resumes from first."""
+        megatron = [("mcore_adapter", self.mcore_adapter), ("mcore_model", self.mcore_model)]
+        others = [("adapters", path) for path in as_list(self.adapters)]
+        others += [("model", self.model), ("ref_model", self.ref_model)]
+        typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]
+        return tuple(
+            Source(flag, Path(path).expanduser(), is_megatron)
+            for flag, path, is_megatron in typed
+            if path is not None and Path(path).expanduser().is_dir()  # not an id of a hub
+        )
 
     @property
     def has_adapter(self) -> bool:

@@ -25,6 +25,7 @@ from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
+from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.recording import folder as recording
@@ -45,6 +46,7 @@ def check_command_line(args: DerivedArguments) -> None:
         [
             lambda: check_flags(args),
             lambda: _check_model_path(args),
+            lambda: _check_checkpoints(args),
             args.batch_plan,
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
@@ -84,6 +86,7 @@ def check_adopted(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
+            lambda: _check_checkpoints(args),
             lambda: _check_callbacks(args),
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
@@ -160,6 +163,12 @@ def _check_model_path(args: DerivedArguments) -> None:
     for flag in ("model", "ref_model"):
         if getattr(args, flag) is not None:
             values.check_model_path(getattr(args, flag), flag, bare_ids=args.use_hf)
+
+
+def _check_checkpoints(args: DerivedArguments) -> None:
+    """Check the files that ms-swift reads next; the trainer verifies the large ones, in parallel."""
+    if args.verify_checkpoint:
+        check_quickly(args.checkpoint_sources)
 
 
 def _check_interleaving(args: DerivedArguments) -> None:

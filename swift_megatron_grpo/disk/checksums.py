@@ -23,8 +23,9 @@ def checksum(data: bytes) -> str:
 
 def file_checksum(path: Path, sync: bool = False) -> str:
     """Return the CRC-32 of a file; with `sync`, also wait until the file is on disk."""
-    value, chunk = 0, memoryview(bytearray(_CHUNK))
+    value = 0
     with path.open("rb", buffering=0) as file:
+        chunk = memoryview(bytearray(min(_CHUNK, os.fstat(file.fileno()).st_size + 1)))
         while size := file.readinto(chunk):
             value = zlib.crc32(chunk[:size], value)
         if sync:
