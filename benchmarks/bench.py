@@ -113,6 +113,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
             "--recompute_granularity", "none", "--attention_backend", "fused" if gpu else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
+            "--no_save_optim", "true",  # nothing is saved, but a run checks that a checkpoint would fit on the disk
             *shlex.split(args.flags)]  # fmt: skip
 
 

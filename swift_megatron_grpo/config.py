@@ -287,6 +287,7 @@ class RecordingConfig:
     dump: Path | None = None  # folder that this run writes to
     replay: Path | None = None  # folder of another run, read instead of generating and grading
     only: bool = False  # generate without training
+    vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,16 @@ class DeadlineConfig:
 
     phase: float = 3600.0  # one phase of the loop, or the time between two; 0: no limit
     reward: float | None = None  # one reward function; None: only the limit of the phase
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts:
+    """The parts of a checkpoint, which determine its size."""
+
+    adapter_only: bool
+    copies: int  # of the trained weights: in Megatron's format, in that of transformers
+    merged_copies: int  # of all weights, with the adapter merged in
+    optimizer_bytes: int  # for each trained weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +325,7 @@ class GRPOConfig:
     reference: ReferenceConfig
     residency: ResidencyConfig
     log: CompletionLogConfig
+    saved: SavedParts
     seed: int
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()

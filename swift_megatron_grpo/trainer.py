@@ -9,19 +9,26 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
-from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master, safe_snapshot_download
+from swift.utils import JsonlWriter, get_dist_setting, get_logger, is_last_rank, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
+from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer_identity
+from swift_megatron_grpo.checkpoints.manifest import has_manifest
+from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
+from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
 from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.disk.checksums import threads_of_a_rank
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -39,7 +46,9 @@ from swift_megatron_grpo.loop.assemble import (
 )
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.recording.resumed_logs import trim_logs
+from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
@@ -70,6 +79,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        self._check_checkpoints(args, template)
         self.remote = self._connect_to_servers(args)
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
@@ -81,6 +91,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.loop: GRPOLoop | None = None
         self.val_prompts: PromptSource | None = None
         super().__init__(args, template)
+
+    def _check_checkpoints(self, args: GRPOArguments, template: Template) -> None:
+        """Refuse damaged checkpoints, and those of another model or tokenizer, before the model loads."""
+        tokenizer = tokenizer_identity(template.tokenizer) if args.resumes else None
+        model, threads = read_model_identity(args.model_dir), threads_of_a_rank(_ranks_of_this_machine())
+        sources, verify = args.checkpoint_sources, args.verify_checkpoint
+        for warning in check_sources(sources, model, tokenizer, verify, self.coordinator, threads):
+            logger.warning(warning)
 
     def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
         """Check the rollout servers before the model loads; None: vLLM runs in the training processes."""
@@ -146,6 +164,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def setup_training(self, train_dataset: Any, val_dataset: Any) -> tuple[None, None]:
         self.setup_model_training()
         self.loop = self._build_loop(train_dataset)
+        self.checkpoints = self._checkpoint_writer(train_dataset)
         self.val_prompts = None
         if val_dataset is not None:
             self.val_prompts = prompt_source(self.settings, self.template, val_dataset, shuffle=False)
@@ -153,8 +172,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
         config, args = self.settings, self.args
-        trained_per_rollout = config.batch.generation_batch_size * config.num_iterations
-        rollouts_done = self.state.consumed_train_samples // trained_per_rollout
+        rollouts_done = self._rollouts_done
         args.check_replay_reach(rollouts_done)
         if self.state.iteration > 0 and is_last_rank():
             trim_logs(args.output_dir, self.state.iteration, rollouts_done)
@@ -178,6 +196,34 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             loop.kl_controller.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
         return loop
 
+    @property
+    def _rollouts_done(self) -> int:
+        trained_per_rollout = self.settings.batch.generation_batch_size * self.settings.num_iterations
+        done: int = self.state.consumed_train_samples // trained_per_rollout
+        return done
+
+    def _checkpoint_writer(self, train_rows: Any) -> CheckpointWriter:
+        """Compare the data with that of the checkpoint, and check that another checkpoint fits on the disk."""
+        args = self.args
+        dataset = dataset_identity(train_rows)
+        if args.resumes and self.state.iteration > 0:
+            warning = compare_datasets(args.checkpoint_sources, dataset)
+            if warning is not None:
+                logger.warning(warning)
+        model, tokenizer = read_model_identity(args.model_dir), tokenizer_identity(self.template.tokenizer)
+        identity = Identity(model, tokenizer, dataset)
+        writer = CheckpointWriter(
+            Path(args.output_dir), self.coordinator, _ranks_of_this_machine(), identity, logger.info
+        )
+        if not self.settings.recording.only:
+            period = args.save_steps or args.train_iters
+            next_save = (self.state.iteration // period + 1) * period
+            writer.announce_size(min(next_save, args.train_iters), self._saved_bytes())
+        return writer
+
+    def _saved_bytes(self) -> float:
+        return saved_bytes(self.unwrapped_models, self.settings.saved)
+
     def _loaded_models(self) -> LoadedModels:
         return LoadedModels(
             wrapped=self.wrapped_models,
@@ -196,18 +242,34 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return reference_policy(self.settings, self._loaded_models(), training, coordinator)
 
     def save_checkpoint(self) -> None:
-        super().save_checkpoint()
         assert self.loop is not None
-        if self.loop.kl_controller.adapts and is_master():
-            self.loop.kl_controller.save(self.state.last_model_checkpoint)
+        prompts = self._rollouts_done * self.settings.batch.rollout_prompts
+        with self.checkpoints.writing(self.state.iteration, prompts, self._saved_bytes()):
+            super().save_checkpoint()
+            if self.loop.kl_controller.adapts and is_master():
+                self.loop.kl_controller.save(self.state.last_model_checkpoint)
+        self._finish_checkpoints()
+
+    def _finish_checkpoints(self) -> None:
+        """Complete checkpoints whose files are on disk, then remove old ones (--save_total_limit)."""
+        being_written = self.args.async_save and not is_empty_async_queue()
+        if not being_written and self.checkpoints.finish() and is_master():
+            super()._rotate_checkpoints(self.args.output_dir)
+
+    def _rotate_checkpoints(self, output_dir: str) -> None:
+        """Do nothing: the parent class calls this before the new checkpoint is complete."""
 
     def _sorted_checkpoints(self, output_dir: str) -> list[str]:
-        """List the checkpoints that --save_total_limit counts and may remove: not the one this run resumed from."""
+        """List the checkpoints that --save_total_limit counts, in the order in which it removes them.
+
+        Incomplete ones come first. The one that this run resumed from is not listed, so it is kept.
+        """
         args = self.args
         sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
         resumed_from = {os.path.realpath(path) for path in sources if path is not None}
         checkpoints = super()._sorted_checkpoints(output_dir)
-        return [path for path in checkpoints if os.path.realpath(path) not in resumed_from]
+        removable = [path for path in checkpoints if os.path.realpath(path) not in resumed_from]
+        return sorted(removable, key=lambda path: path == self.state.best_model_checkpoint or has_manifest(Path(path)))
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
         try:
@@ -238,10 +300,16 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             self.on_log(logs=logged)
         self.finalize_training()
 
+    def run_train_step(self, train_data_iterator: None, val_data_iterator: None) -> bool:
+        with self.checkpoints.finishing_earlier_saves():
+            goes_on: bool = super().run_train_step(train_data_iterator, val_data_iterator)
+        return goes_on
+
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
         assert self.loop is not None
         if self._seeds_dropout:
             seed_adapter_dropout(self.args.seed, self.state.iteration)
+        self._finish_checkpoints()
         try:
             metrics = self.loop.step()
         except SharedFailure:
@@ -279,7 +347,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return self.args.num_generations_eval or self.settings.batch.num_generations
 
     def finalize_training(self) -> None:
-        super().finalize_training()
+        with self.checkpoints.finishing_earlier_saves():
+            super().finalize_training()
+        self._finish_checkpoints()
         assert self.loop is not None
         if self.loop.stages.generation is not None:
             self.loop.stages.generation.shutdown()
@@ -287,6 +357,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")
+
+
+def _ranks_of_this_machine() -> int:
+    ranks: int = get_dist_setting()[3]
+    return max(ranks, 1)
 
 
 def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.checkpoints.sources import Source
 from swift_megatron_grpo.config import BatchPlan
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
@@ -40,6 +41,19 @@ class DerivedArguments(GRPOFlags):
     def resumes(self) -> bool:
         """True if a checkpoint sets the iteration at which training continues, as in ms-swift."""
         return not self.finetune
+
+    @property
+    def checkpoint_sources(self) -> tuple[Source, ...]:
+        """The folders that this run loads, the one that it resumes from first."""
+        megatron = [("mcore_adapter", self.mcore_adapter), ("mcore_model", self.mcore_model)]
+        others = [("adapters", path) for path in as_list(self.adapters)]
+        others += [("model", self.model), ("ref_model", self.ref_model)]
+        typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]
+        return tuple(
+            Source(flag, Path(path).expanduser(), is_megatron)
+            for flag, path, is_megatron in typed
+            if path is not None and Path(path).expanduser().is_dir()  # not an id of a hub
+        )
 
     @property
     def has_adapter(self) -> bool:
@@ -166,11 +180,13 @@ class DerivedArguments(GRPOFlags):
         return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
 
     def check_replay_reach(self, rollouts_done: int) -> None:
-        """Raise ValueError unless the replayed folder contains every rollout that this run will read."""
+        """Raise ValueError unless the replayed folder contains every rollout that this run will read, undamaged."""
         if self.replay_folder is not None:
             total = -(-self.train_iters // self.steps_per_rollout)
-            recording.check_rollouts_exist(
-                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout
+            rank, _, ranks, _ = get_dist_setting()
+            share = (max(rank, 0), max(ranks, 1))
+            recording.check_rollouts(
+                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share
             )
 
 

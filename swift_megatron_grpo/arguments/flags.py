@@ -205,6 +205,15 @@ class GRPOFlags(MegatronRLHFArguments):
             "without training. Default: false."
         },
     )
+    verify_checkpoint: bool = field(
+        default=True,
+        metadata={
+            "help": "Verify checkpoints before they are loaded: every file against the size and the checksum in "
+            "manifest.json, the model, and when a run resumes the tokenizer. A damaged or incomplete checkpoint is "
+            "refused, and the error names a whole one. false: files are not verified, and differences are only logged. "
+            "Default: true."
+        },
+    )
     vllm_server_api_key: str | None = field(
         default=None,
         metadata={

@@ -29,6 +29,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
+from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.recording import folder as recording
@@ -52,6 +53,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
             lambda: _check_model_path(args),
+            lambda: _check_checkpoints(args),
             args.batch_plan,
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
@@ -94,6 +96,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: check_flags(args),
             lambda: check_ranges(args),
             lambda: _check_json(args),
+            lambda: _check_checkpoints(args),
             lambda: _check_callbacks(args),
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
@@ -195,6 +198,12 @@ def _check_model_path(args: DerivedArguments) -> None:
     for flag in ("model", "ref_model"):
         if getattr(args, flag) is not None:
             values.check_model_path(getattr(args, flag), flag, bare_ids=args.use_hf)
+
+
+def _check_checkpoints(args: DerivedArguments) -> None:
+    """Check the files that ms-swift reads next; the trainer verifies the large ones, in parallel."""
+    if args.verify_checkpoint:
+        check_quickly(args.checkpoint_sources)
 
 
 def _check_interleaving(args: DerivedArguments) -> None:

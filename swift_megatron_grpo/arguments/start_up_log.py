@@ -8,6 +8,7 @@ from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.batch_plan import format_table
 from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.recording import folder as recording
 
 
 def start_up_lines(args: DerivedArguments) -> list[str]:
@@ -20,6 +21,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *_offload_notes(args),
         *_dropout_notes(args),
         *servers.start_up_notes(args.vllm_mode, vars(args)),
+        *recording.start_up_notes(args.replay_folder),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
         *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
     ]

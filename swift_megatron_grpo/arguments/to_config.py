@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
@@ -26,6 +28,7 @@ from swift_megatron_grpo.config import (
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
+    SavedParts,
     ServerConfig,
     SyncCheckConfig,
     VllmConfig,
@@ -80,6 +83,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             report_to=tuple(args.report_to),
             unique_prompts=bool(args.wandb_log_unique_prompts),
         ),
+        saved=_saved_parts(args),
         seed=args.seed,
         kl=KlConfig(
             in_reward=bool(args.kl_in_reward) and args.beta != 0,
@@ -89,7 +93,9 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
-        recording=RecordingConfig(args.dump_folder, args.replay_folder, args.rollout_only),
+        recording=RecordingConfig(
+            args.dump_folder, args.replay_folder, args.rollout_only, read_model_identity(args.model_dir)["vocab_size"]
+        ),
         max_staleness=args.rollouts_ahead,
         top_entropy_quantile=args.top_entropy_quantile,
     )
@@ -120,6 +126,20 @@ def _loss(args: GRPOArguments) -> LossConfig:
             log_metrics=args.log_rollout_offpolicy_metrics,
             mask_delta=args.off_policy_sequence_mask_delta,
         ),
+    )
+
+
+def _saved_parts(args: GRPOArguments) -> SavedParts:
+    in_megatron_format = not (args.save_safetensors and args.no_save_optim)
+    merged = args.save_safetensors and args.has_adapter and args.merge_lora
+    states = [args.exp_avg_dtype, args.exp_avg_sq_dtype] if args.optimizer == "adam" else []
+    if args.torch_dtype != torch.float32 or args.use_distributed_optimizer:
+        states.append(args.main_params_dtype)  # otherwise the model's own weights are updated
+    return SavedParts(
+        adapter_only=args.has_adapter,
+        copies=in_megatron_format + (args.save_safetensors and not merged),
+        merged_copies=int(merged),
+        optimizer_bytes=0 if args.no_save_optim else sum(state.itemsize for state in states),
     )
 
 

@@ -25,6 +25,7 @@ from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.folder import Settings as RecordingSettings
 from swift_megatron_grpo.recording.replay import RolloutReplay
+from swift_megatron_grpo.recording.values import Limits
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
@@ -114,7 +115,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         dump=None
         if recording.dump is None
         else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master),
-        replay=None if recording.replay is None else RolloutReplay(recording.replay),
+        replay=_replay(config, run),
         watchdog=_start_watchdog(config, run.coordinator),
     )
 
@@ -162,6 +163,13 @@ def prompt_source(
     config: GRPOConfig, template: Any, rows: Sequence[dict[str, Any]], shuffle: bool, taken: int = 0
 ) -> PromptSource:
     return PromptSource(rows, config.data.seed, shuffle, template.template_meta.default_system, taken)
+
+
+def _replay(config: GRPOConfig, run: RunInputs) -> RolloutReplay | None:
+    recording = config.recording
+    if recording.replay is None:
+        return None
+    return RolloutReplay(recording.replay, Limits(recording.vocabulary, len(run.rewards.names)))
 
 
 def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:

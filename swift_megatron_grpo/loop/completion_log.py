@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.config import CompletionLogConfig
+from swift_megatron_grpo.disk.full_disk import naming_full_disk
 from swift_megatron_grpo.types import Graded
 
 
@@ -33,7 +35,9 @@ class CompletionLog:
             return
         rows = [self._row(completion) for completion in graded]
         self._rollout += 1
-        self._write(rows)
+        path = Path(self._config.output_dir, "completions.jsonl")
+        with naming_full_disk(path, "--log_completions", "free space there, or leave the flag out"):
+            self._write(rows)
         if "wandb" in self._config.report_to:
             self._to_wandb(rows)
         if "swanlab" in self._config.report_to:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from swift_megatron_grpo.disk.durable import write_durably
+from swift_megatron_grpo.disk.full_disk import naming_full_disk
 from swift_megatron_grpo.recording.folder import Settings, draw_paths, recorded_rollouts, rollout_path, write_settings
 from swift_megatron_grpo.recording.rows import to_line
 from swift_megatron_grpo.types import Graded
+
+_ADVICE = "free space there, or leave the flag out"
 
 
 class RolloutDump:
@@ -19,20 +22,17 @@ class RolloutDump:
         self._writes_here = writes_here
         if writes_here:
             folder.mkdir(parents=True, exist_ok=True)
-            write_settings(folder, settings)
             for number in recorded_rollouts(folder):  # a resumed run generates the rollouts from `first` on again
                 if number >= first:
                     for path in draw_paths(folder, number):
                         path.unlink()
+            with naming_full_disk(folder, "--rollout_dump", _ADVICE):
+                write_settings(folder, settings)
 
     def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
         """Write one file. It gets its final name only once it is complete."""
         if not self._writes_here:
             return
         path = rollout_path(self._folder, rollout, draw)
-        unfinished = path.with_suffix(".part")
-        with unfinished.open("w", encoding="utf-8") as file:
-            file.writelines(map(to_line, graded))
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with naming_full_disk(path, "--rollout_dump", _ADVICE):
+            write_durably(path, map(to_line, graded))

@@ -1,4 +1,8 @@
-"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw)."""
+"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw).
+
+In format 2 every line and settings.json have a checksum. Folders of format 1 may hold lines without one; they are read,
+with a note in the log, and a resumed run continues them in their format.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
-FORMAT = 1
+from swift_megatron_grpo.disk.checksums import checksum
+from swift_megatron_grpo.disk.durable import write_durably
+from swift_megatron_grpo.recording.rows import check_line
+from swift_megatron_grpo.recording.values import BadRow
+
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1
 SETTINGS = "settings.json"
 _FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
 
@@ -30,7 +41,7 @@ def rollout_path(folder: Path, rollout: int, draw: int) -> Path:
 
 def draw_paths(folder: Path, rollout: int) -> list[Path]:
     """Return the files of all draws of a rollout."""
-    return [rollout_path(folder, rollout, 0), *folder.glob(f"rollout-{rollout:06}-draw-*.jsonl")]
+    return [rollout_path(folder, rollout, 0), *sorted(folder.glob(f"rollout-{rollout:06}-draw-*.jsonl"))]
 
 
 def recorded_rollouts(folder: Path) -> list[int]:
@@ -40,7 +51,43 @@ def recorded_rollouts(folder: Path) -> list[int]:
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
-    (folder / SETTINGS).write_text(json.dumps({"format": FORMAT, **asdict(settings)}, indent=1) + "\n")
+    """Write settings.json. A folder that still holds rollouts of format 1 keeps this format."""
+    keeps_format = bool(recorded_rollouts(folder)) and not has_checksums(folder)
+    content = {"format": WITHOUT_CHECKSUMS if keeps_format else FORMAT, **asdict(settings)}
+    content["crc32"] = _settings_checksum(content)
+    write_durably(folder / SETTINGS, [json.dumps(content, indent=1) + "\n"])
+
+
+def has_checksums(folder: Path) -> bool:
+    """Return True if every line of the folder has a checksum, False for a folder of format 1."""
+    return bool(_read_settings(folder)["format"] != WITHOUT_CHECKSUMS)
+
+
+def start_up_notes(replay: Path | None) -> list[str]:
+    """Return notes for the start-up log."""
+    if replay is None or has_checksums(replay):
+        return []
+    return [
+        f"--rollout_replay {replay} was dumped in format 1, without checksums, so damaged numbers in it are not "
+        "detected"
+    ]
+
+
+def read_lines(path: Path, must_have_checksums: bool) -> list[bytes]:
+    """Read a file of rollouts; raise BadRow with file and line if a line is damaged."""
+    lines = _split(path.read_bytes())
+    for number, line in enumerate(lines, start=1):
+        try:
+            check_line(line, must_have_checksums)
+        except BadRow as problem:
+            raise BadRow(f"{path}, line {number}: {problem}") from None
+    return lines
+
+
+def _split(content: bytes) -> list[bytes]:
+    """Split after each newline only; bytes.splitlines() would also split at carriage returns."""
+    *lines, rest = content.split(b"\n")
+    return [line + b"\n" for line in lines] + ([rest] if rest else [])
 
 
 def check_dump(folder: Path, settings: Settings, resumes: bool) -> None:
@@ -64,8 +111,13 @@ def check_replay(folder: Path, settings: Settings) -> None:
     _check_settings(folder, settings, f"--rollout_replay {folder}", "")
 
 
-def check_rollouts_exist(folder: Path, first: int, rollouts: int, steps_per_rollout: int) -> None:
-    """Raise ValueError unless the folder has complete files of rollouts `first` to `first + rollouts - 1`."""
+def check_rollouts(
+    folder: Path, first: int, rollouts: int, steps_per_rollout: int, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Raise ValueError unless the folder has rollouts `first` to `first + rollouts - 1`, and their lines are intact.
+
+    `share`: this rank's number and the number of ranks, each of which reads a part of the files.
+    """
     recorded = recorded_rollouts(folder)
     missing = next((number for number in range(first, first + rollouts) if number not in recorded), None)
     if missing is not None:
@@ -74,22 +126,40 @@ def check_rollouts_exist(folder: Path, first: int, rollouts: int, steps_per_roll
             f"--rollout_replay {folder} has no rollout {missing} ({rollout_path(folder, missing, 0).name}), but this "
             f"run needs {first} to {first + rollouts - 1}; it has {_format_ranges(recorded)}{ending}"
         )
-    for path in (rollout_path(folder, number, 0) for number in range(first, first + rollouts)):
-        with path.open("rb") as file:
-            file.seek(max(path.stat().st_size - 1, 0))
-            if file.read() != b"\n":
-                raise ValueError(
-                    f"{path}: the last line is cut off, so the file is incomplete; copy it again from the original dump"
-                )
+    checksums = has_checksums(folder)
+    paths = [path for number in range(first, first + rollouts) for path in draw_paths(folder, number)]
+    for path in paths[share[0] :: share[1]]:
+        read_lines(path, checksums)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read settings.json; raise ValueError if it is damaged or of a format that this version does not read."""
+    try:
+        recorded = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not there, not UTF-8, or not JSON
+        raise ValueError(f"{SETTINGS} cannot be read: {error}") from None
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{SETTINGS} is damaged: it is not a JSON object")
+    number = recorded.get("format")
+    if number not in (WITHOUT_CHECKSUMS, FORMAT):
+        raise ValueError(
+            f"it is in format {number}, but this version reads the formats {WITHOUT_CHECKSUMS} and {FORMAT}"
+        )
+    stored = recorded.pop("crc32", None)
+    if (number == FORMAT or stored is not None) and stored != _settings_checksum(recorded):
+        raise ValueError(f"{SETTINGS} is damaged: its checksum does not match; copy it again from the original dump")
+    return recorded
+
+
+def _settings_checksum(content: dict[str, Any]) -> str:
+    return checksum(json.dumps(content).encode())
 
 
 def _check_settings(folder: Path, settings: Settings, flag: str, alternative: str) -> None:
     try:
-        recorded = json.loads((folder / SETTINGS).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{flag}: {SETTINGS} cannot be read: {error}") from None
-    if recorded.get("format") != FORMAT:
-        raise ValueError(f"{flag} is in format {recorded.get('format')}, but this version reads format {FORMAT}")
+        recorded = _read_settings(folder)
+    except ValueError as problem:
+        raise ValueError(f"{flag}: {problem}") from None
     for name in (field.name for field in fields(Settings)):
         value = getattr(settings, name)
         here, there = (list(value) if isinstance(value, tuple) else value), recorded.get(name)

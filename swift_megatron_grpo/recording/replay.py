@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_megatron_grpo.recording.folder import rollout_path
-from swift_megatron_grpo.recording.rows import BadRow, Rewards, from_line
+from swift_megatron_grpo.recording.folder import has_checksums, read_lines, rollout_path
+from swift_megatron_grpo.recording.rows import Rewards, from_line
+from swift_megatron_grpo.recording.values import BadRow, Limits
 from swift_megatron_grpo.types import Prompt, Rollout
 
 
@@ -17,8 +18,10 @@ class ReplayError(RuntimeError):
 class RolloutReplay:
     """Reader of dumped rollouts. Every rank reads the files on its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, limits: Limits) -> None:
         self._folder = folder
+        self._limits = limits
+        self._checksums = has_checksums(folder)
 
     def take(
         self, rollout: int, draw: int, prompts: Sequence[Prompt], num_generations: int
@@ -32,18 +35,18 @@ class RolloutReplay:
         rollouts, rewards = [], []
         for number, (line, prompt) in enumerate(zip(lines, requests, strict=True), start=1):
             try:
-                completion, scores = from_line(line, prompt)
+                completion, scores = from_line(line, prompt, self._limits)
             except BadRow as problem:
                 raise ReplayError(f"{path}, line {number}: {problem}") from None
             rollouts.append(completion)
             rewards.append(scores)
         return rollouts, rewards
 
-    def _lines(self, path: Path) -> list[str]:
+    def _lines(self, path: Path) -> list[bytes]:
         try:
-            # Not splitlines(), which also splits at other characters that a text may contain.
-            with path.open(encoding="utf-8", newline="\n") as file:
-                return list(file)
+            return read_lines(path, self._checksums)
+        except BadRow as problem:
+            raise ReplayError(str(problem)) from None
         except FileNotFoundError:
             raise ReplayError(
                 f"{path} does not exist: the dumped run ended earlier, or drew fewer prompts for --dynamic_sample"

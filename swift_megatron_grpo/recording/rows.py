@@ -1,24 +1,24 @@
 """One completion with its rewards as one line of JSON, and back, bit for bit. docs/dump_and_replay.md lists the fields.
 
 JSON, because reading it executes no code, and because pandas and text editors read it. Python writes a float with as
-many digits as are needed to read the same float back.
+many digits as are needed to read the same float back. The last field of a line is the CRC-32 of what precedes it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from swift_megatron_grpo.disk.checksums import checksum
+from swift_megatron_grpo.recording.values import BadRow, Limits, check_values
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 Rewards = list[float | None]  # one per reward function
-
-
-class BadRow(ValueError):
-    """A line is damaged or belongs to another run. The message contains the reason."""
+_END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
 def to_line(graded: Graded) -> str:
@@ -38,13 +38,27 @@ def to_line(graded: Graded) -> str:
         "infos": rollout.infos,
         "rewards": graded.rewards,
     }
-    return json.dumps(row, default=_plain) + "\n"
+    content = json.dumps(row, default=_plain).removesuffix("}")
+    return f'{content}, "crc32": "{checksum(content.encode())}"}}\n'
 
 
-def from_line(line: str, prompt: Prompt) -> tuple[Rollout, Rewards]:
-    """Parse a line as a completion of `prompt`; raise BadRow if it is not one."""
+def check_line(line: bytes, must_have_checksum: bool) -> None:
+    """Raise BadRow if a line is cut off, or if its content is not that of its checksum."""
+    if not line.endswith(b"\n"):
+        raise BadRow("the line is cut off, so the file is incomplete; copy it again from the original dump")
+    end = _END.search(line)
+    if end is None:
+        if must_have_checksum:
+            raise BadRow("the line is damaged: it has no checksum; copy the file again from the original dump")
+    elif checksum(line[: end.start()]) != end[1].decode():
+        raise BadRow("the line is damaged: its checksum does not match; copy the file again from the original dump")
+
+
+def from_line(line: bytes, prompt: Prompt, limits: Limits) -> tuple[Rollout, Rewards]:
+    """Parse a line that `check_line` has accepted as a completion of `prompt`; raise BadRow if it is not one."""
     row = _parse(line)
     try:
+        check_values(row, limits)
         _check_prompt(row, prompt)
         rollout = Rollout(
             prompt=prompt,
@@ -63,12 +77,10 @@ def from_line(line: str, prompt: Prompt) -> tuple[Rollout, Rewards]:
         raise BadRow(f"the field {field} is missing") from None
 
 
-def _parse(line: str) -> dict[str, Any]:
-    if not line.endswith("\n"):
-        raise BadRow("the line is cut off, so the file is incomplete")
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise BadRow(f"not JSON: {error}") from None
     if not isinstance(row, dict):
         raise BadRow(f"not a JSON object but {type(row).__name__}")

@@ -44,7 +44,15 @@ def upstream() -> dict[str, Any]:
         methods = ("train", "run_train_step", "train_step", "setup_training", "finalize_training", "prepare_model",
                    "save_checkpoint", "_load_checkpoint", "_aggregated_metrics", "merge_lora_adapters",
                    "unmerge_lora_adapters", "get_optimizer_and_scheduler", "on_log", "evaluate", "__init__")
+        from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_finalize
+        from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
+
         result = {
+            "save_checkpoint": source(BaseMegatronTrainer.save_checkpoint),
+            "run_train_step": source(BaseMegatronTrainer.run_train_step),
+            "finalize_training": source(BaseMegatronTrainer.finalize_training),
+            "is_empty_async_queue": source(is_empty_async_queue),
+            "save_state_dict_async_finalize": source(save_state_dict_async_finalize),
             "trainer": {name: parameters(getattr(BaseMegatronTrainer, name)) for name in methods},
             "prepare_trainer": source(MegatronRLHF.prepare_trainer),
             "prepare_trainer_of": MegatronRLHF.prepare_trainer.__qualname__,
@@ -159,6 +167,27 @@ def test_torch_calls_the_entry_points_of_torch_backends() -> None:
 )
 def test_methods_of_the_base_trainer_have_these_parameters(method: str, parameters: list[str]) -> None:
     assert upstream()["trainer"][method] == parameters
+
+
+def test_old_checkpoints_are_removed_by_one_method_at_the_end_of_a_save() -> None:
+    """The trainer overrides it, to write the manifest first."""
+    save = upstream()["save_checkpoint"]
+    assert save.count("_rotate_checkpoints") == 1
+    assert save.strip().endswith("self._rotate_checkpoints(args.output_dir)")
+
+
+def test_asynchronous_saves_end_before_a_step_and_at_the_end_of_training() -> None:
+    step = upstream()["run_train_step"]
+    assert step.index("maybe_finalize_async_save(args, blocking=False)") < step.index("self.train_step(")
+    assert "maybe_finalize_async_save(self.args, blocking=True" in upstream()["finalize_training"]
+    assert "get_num_unfinalized_calls() == 0" in upstream()["is_empty_async_queue"]
+
+
+def test_every_rank_raises_if_one_cannot_write_its_part_of_a_checkpoint() -> None:
+    """The ranks then exchange the cause, which only the coordinator's error has."""
+    finalize = upstream()["save_state_dict_async_finalize"]
+    assert "torch.distributed.broadcast(\n        failures_occurred" in finalize
+    assert 'raise CheckpointException("write", node_failures)' in finalize
 
 
 def test_megatron_still_loads_one_optimizer_format_with_gradients_enabled() -> None:

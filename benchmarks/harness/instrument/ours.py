@@ -51,10 +51,14 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     """Install the timers and return the trainer's class."""
     if job.canned:
         vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = lambda _, template: Canned(template, canned)
+    MegatronGRPOTrainer.save_checkpoint = do_nothing  # type: ignore[method-assign]
     _follow_timer(clock)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     _count_tokens(clock, tokens)
     return MegatronGRPOTrainer
+
+
+def do_nothing(*_: Any) -> None: ...
 
 
 def generation_method() -> tuple[type, str, Callable[[Request], str]]:

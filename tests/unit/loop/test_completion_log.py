@@ -1,0 +1,46 @@
+"""The log of completions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.config import CompletionLogConfig
+from swift_megatron_grpo.disk.full_disk import NoSpace
+from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from tests.unit.disk.small_files import file_size_limit
+
+
+def completion_log(folder: Path) -> CompletionLog:
+    def write(rows: list[dict[str, Any]]) -> None:
+        with (folder / "completions.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    config = CompletionLogConfig(enabled=True, output_dir=str(folder), report_to=(), unique_prompts=False)
+    return CompletionLog(config, ["letters"], str, write, writes_here=True, rollouts_done=3)
+
+
+def completions(count: int) -> list[Graded]:
+    rollout = Rollout(Prompt("0-0", {"messages": []}), [1], [2, 3], None, "text", "stop", 5)
+    return [Graded(rollout, [0.5], 0.5, 0.1)] * count
+
+
+def test_a_rollout_is_logged_with_its_number(tmp_path: Path) -> None:
+    log = completion_log(tmp_path)
+    log.append(completions(2))
+    log.append(completions(1))
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [row["rollout"] for row in rows] == [3, 3, 4]
+    assert rows[0] == {
+        "rollout": 3, "gen_step": 5, "prompt": "[1]", "completion": "text", "letters": 0.5, "advantages": 0.1,
+    }  # fmt: skip
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    expected = rf"no space: --log_completions cannot write {tmp_path}/completions\.jsonl: .* are free there"
+    with file_size_limit(500), pytest.raises(NoSpace, match=expected):
+        completion_log(tmp_path).append(completions(50))
