@@ -1,8 +1,8 @@
 """The entry point (group `torch.backends`) that torch calls at the end of `import torch`, in every process.
 
 Its cost must stay far below a millisecond. It therefore compares only the name of the program, and imports the rest of
-this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout` and the
-`swift` script. SWIFT_MEGATRON_GRPO=off turns all of it off.
+this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout`,
+torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all of it off.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-_PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift")  # names that command_line.classify may accept
+# names that command_line.classify may accept
+_PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
 
 
 def arm() -> None:

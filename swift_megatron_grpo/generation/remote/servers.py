@@ -81,11 +81,15 @@ class Server:
         self.invalidate_weights()
 
 
+def do_nothing() -> None: ...
+
+
 class Servers:
     """All servers of a run, and the tasks that poll them."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, check_stop: Callable[[], None] = do_nothing) -> None:
         self.config = config
+        self.check_stop = check_stop  # raises if the run stops and cannot wait
         # identifies this run, to servers and to readers of their logs
         self.run = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.all: list[Server] = []
@@ -163,6 +167,7 @@ class Servers:
     async def wait_for_any(self) -> None:
         """Wait until at least one server is present."""
         while not self.present:
+            self.check_stop()
             self.raise_if_timed_out()
             await asyncio.sleep(_POLL_SECONDS / 4)
 
