@@ -3,12 +3,13 @@
 A separate process, because it has to work while the rank hangs in a collective, or in C code that holds the
 interpreter's lock. It is run as a script, by its path, and imports the standard library only.
 
-    python monitor.py RANK WORLD_SIZE REPORT LIMITS STACKS REQUEST RESPONSE
+    python monitor.py PROCESS RANK WORLD_SIZE REPORT LIMITS STACKS REQUEST RESPONSE
 
-Its parent is the rank. The rank writes all its limits into LIMITS, an anonymous file in memory, on every change, so
-that a monitor that is slow or stopped never blocks the rank and reads only the newest limits. STACKS is such a file
-too; the rank's faulthandler writes to it on STACKS_SIGNAL. REQUEST and RESPONSE are pipes to a thread of the rank,
-which reports its collectives. Standard input is a pipe to which nothing is written: it closes when the rank ends.
+PROCESS is the process id of the rank, its parent. The rank writes all its limits into LIMITS, an anonymous file in
+memory, on every change, so that a monitor that is slow or stopped never blocks the rank and reads only the newest
+limits. STACKS is such a file too; the rank's faulthandler writes to it on STACKS_SIGNAL. REQUEST and RESPONSE are pipes
+to a thread of the rank, which reports its collectives. Standard input is a pipe to which nothing is written: it closes
+when the rank ends.
 
 The report is one file for all ranks. Once it exists, the monitors of the other ranks end their ranks as well. If it
 cannot be written, the section goes to standard error. The rank is killed in either case.
@@ -38,7 +39,7 @@ SECTION = "==== rank "
 _STACKS_SECONDS = 3.0
 _COLLECTIVES_SECONDS = 2.0
 _OTHER_RANKS_SECONDS = 6.0
-_WRITE_SECONDS = 10.0  # a file system that does not respond must not keep a stuck rank alive
+_WRITE_SECONDS = 5.0  # a file system that does not respond must not keep a stuck rank alive
 _EXIT_STATUS_SECONDS = 0.3
 _KILLED = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT}
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
@@ -65,12 +66,20 @@ def decode_limits(data: bytes) -> list[Limit] | None:
 
 class Monitor:
     def __init__(
-        self, rank: int, world_size: int, report: str, limits: int, stacks: int, request: int, response: int
+        self,
+        process: int,
+        rank: int,
+        world_size: int,
+        report: str,
+        limits: int,
+        stacks: int,
+        request: int,
+        response: int,
     ) -> None:
+        self._parent = process  # not os.getppid(), which is another process if the rank has ended already
         self._rank, self._world_size, self._report = rank, world_size, report
         self._stacks, self._request, self._response = stacks, request, response
         self._limits_file = limits
-        self._parent = os.getppid()
         self._limits: list[Limit] = []
         self._others_report = Event()
         Thread(target=self._watch_report, name="report", daemon=True).start()
@@ -242,8 +251,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the rank handles them, and needs its deadlines while it stops
     # A stopped monitor continues when its rank ends, and ends as well.
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGCONT)
-    rank, world_size, report, *descriptors = sys.argv[1:]
-    Monitor(int(rank), int(world_size), report, *map(int, descriptors)).run()
+    process, rank, world_size, report, *descriptors = sys.argv[1:]
+    Monitor(int(process), int(rank), int(world_size), report, *map(int, descriptors)).run()
     os._exit(0)  # threads may wait for a file system
 
 

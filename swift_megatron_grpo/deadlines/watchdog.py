@@ -45,11 +45,12 @@ class Watchdog:
         requests, send_request = os.pipe()
         receive_response, responses = os.pipe()
         threading.Thread(target=_report_collectives, args=(requests, responses), name="watchdog", daemon=True).start()
+        names = (os.getpid(), rank, world_size, report)
         descriptors = (self._limits_file, self._stacks, send_request, receive_response)
         self._monitor: subprocess.Popen[bytes] | None = None  # None: it has exited
         self._send_limits()
         self._monitor = subprocess.Popen(
-            [sys.executable, "-I", "-S", monitor.__file__, *map(str, (rank, world_size, report, *descriptors))],
+            [sys.executable, "-I", "-S", monitor.__file__, *map(str, (*names, *descriptors))],
             stdin=subprocess.PIPE,
             pass_fds=descriptors,
         )

@@ -32,6 +32,10 @@ def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str
     if process is None:
         return
     mode = environ.get(SWITCH, "on")
+    if process in (LAUNCHER, TORCHRUN):
+        if mode == "on":  # the ranks refuse other values than those of MODES
+            _pass_signals_on(process, argv)
+        return
     if mode not in MODES:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
         raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
@@ -42,10 +46,6 @@ def activate(argv: Sequence[str], orig_argv: Sequence[str], environ: Mapping[str
     if process == ROLLOUT:
         if mode == "on":
             _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
-        return
-    if process in (LAUNCHER, TORCHRUN):
-        if mode == "on":
-            _pass_signals_on(process, argv)
         return
     hook_platform()
     if process == RANK and mode == "on":

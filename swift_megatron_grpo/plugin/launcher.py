@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from swift_megatron_grpo.plugin.command_line import RANK, ROLLOUT, TORCHRUN, classify
@@ -19,7 +19,7 @@ def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
     """Make subprocess.run replace this process, for commands of this package; other commands run as before."""
 
     def run_or_become(command: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(command, os.environ):
+        if is_ours(command):
             sys.stdout.flush()
             sys.stderr.flush()
             os.execv(command[0], command)
@@ -28,9 +28,9 @@ def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
     subprocess.run = run_or_become  # type: ignore[assignment]
 
 
-def is_ours(command: Any, environ: Mapping[str, str]) -> bool:
+def is_ours(command: Any) -> bool:
     """Return True for a command line that starts ranks of this trainer or this package's server."""
     if not isinstance(command, list) or not command or command[0] != sys.executable:
         return False
-    argv = command[2:] if command[1:2] == ["-m"] else command[1:]
-    return classify(["-m", *argv[1:]] if command[1:2] == ["-m"] else argv, command) in (RANK, ROLLOUT, TORCHRUN)
+    argv = ["-m", *command[3:]] if command[1:2] == ["-m"] else command[1:]
+    return classify(argv, command) in (RANK, ROLLOUT, TORCHRUN)

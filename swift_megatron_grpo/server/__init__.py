@@ -2,6 +2,7 @@
 
 __main__.py              entry point: `python -m swift_megatron_grpo.server`
 arguments.py             the flags of `swift rollout`, with other defaults
+end_at_signals.py        SIGTERM and SIGINT end the server with all of its processes
 deploy.py                the web server: routes, weight versions, access
 run_lease.py             the lease that gives one run at a time the server
 cancel_on_disconnect.py  cancels work for clients that have disconnected

@@ -135,4 +135,5 @@ class StopRequest:
 
 
 def _print(line: str) -> None:
-    print(f"swift_megatron_grpo: {line}", file=sys.stderr, flush=True)
+    # The line before may be a progress bar, which ends without a line break.
+    print(f"\nswift_megatron_grpo: {line}", file=sys.stderr, flush=True)

@@ -11,7 +11,6 @@ import select
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -31,8 +30,8 @@ class StopSignals:
             os.set_blocking(end, False)
         self._handlers = {number: signal.signal(number, _do_nothing) for number in STOP_SIGNALS}
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._pid = os.getpid()
-        os.register_at_fork(after_in_child=self._in_child)
+        self._mask = threading.local()  # of the thread that forks
+        os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_child)
         self._thread = threading.Thread(target=self._run, name="stop signals", daemon=True)
         self._thread.start()
 
@@ -56,15 +55,22 @@ class StopSignals:
                 if number in STOP_SIGNALS:  # the pipe carries all signals that have a handler in Python
                     self._on_signal(signal.Signals(number))
 
+    # ---- around every fork: a child has this process's handlers and pipe at first, but its signals are its own
+
+    def _block(self) -> None:
+        self._mask.previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask.previous)
+
     def _in_child(self) -> None:
         """Give forked children the default behaviour: a pool of processes ends its workers with SIGTERM."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with suppress(ValueError):
+        if not self._closing.is_set():
+            self._closing.set()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._unblock()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None: ...
