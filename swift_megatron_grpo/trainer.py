@@ -45,6 +45,7 @@ from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
@@ -183,6 +184,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return reference_policy(self.settings, self._loaded_models(), training, coordinator)
 
     def save_checkpoint(self) -> None:
+        if not self.args.no_save_optim:  # Megatron writes nothing distributed otherwise
+            end_result_queue_with_rank()
         super().save_checkpoint()
         assert self.loop is not None
         if self.loop.kl_controller.adapts and is_master():

@@ -41,12 +41,12 @@ def test_a_signal_to_the_command_stops_all_processes_and_the_run_continues_from_
 
     def signal_command(line: str) -> None:
         if "3/1000" in line and not started:
-            (command,) = [child for child in psutil.Process().children() if "rlhf" in child.cmdline()]
+            # the `megatron` script has become torchrun
+            (command,) = [child for child in psutil.Process().children() if "torch.distributed.run" in child.cmdline()]
             started.extend([command, *command.children(recursive=True)])
             command.terminate()
             ended.append(time.monotonic())
 
-    # without the forked model server, whose process is a child as well
     flags = [*CANNED, *SAVED, "--train_iters", "1000"]
     run = megatron_command(dense, dataset, folder / "command", 2, flags, on_line=signal_command)
     assert run.code == 143 and time.monotonic() - ended[0] < 30
@@ -60,10 +60,11 @@ def test_a_signal_to_the_command_stops_all_processes_and_the_run_continues_from_
 
 
 def stop(inputs: tuple[Path, Path, Path], name: str, when: str, flags: list[str], **environment: str) -> Finished:
+    """Run without saving the optimizer's state, which takes longer than the graces of these tests."""
     folder, model, dataset = inputs
-    plugins = ["--external_plugins", str(REWARDS), str(HERE / "stops.py")]
-    return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, *SAVED, "--train_iters", "1000", *flags],
-                         {"STOP": when, **environment}, timeout=120)  # fmt: skip
+    plugins = ["--external_plugins", str(REWARDS), str(HERE / "stops.py"), "--save_steps", "100"]
+    return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, "--train_iters", "1000", *flags],
+                         {"STOP": when, **environment}, timeout=180)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
