@@ -71,6 +71,12 @@ class Coordinator:
         dist.all_gather_object(gathered, value, group=self._group)
         return gathered
 
+    def max(self, value: int) -> int:
+        """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
+        largest = torch.tensor([value])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return int(largest.item())
+
     def gather_samples(self, values: dict[int, T], position: RankPosition) -> dict[int, T]:
         """Gather values by sample on all ranks. Among ranks that hold copies, only the first one sends."""
         local = values if position.tp_rank == 0 and position.cp_rank == 0 else {}

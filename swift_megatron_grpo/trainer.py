@@ -48,6 +48,8 @@ from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.recording.resumed_logs import trim_logs
+from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
@@ -57,6 +59,7 @@ from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     seed_adapter_dropout,
 )
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
 from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
@@ -80,6 +83,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         self._check_checkpoints(args, template)
+        self.stop = StopRequest(self.coordinator, args.stop_grace)
         self.remote = self._connect_to_servers(args)
         if args.grades_by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
@@ -106,7 +110,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if config is None:
             return None
         transport = WeightSender(torch.device(torch.cuda.current_device()), config.bucket_bytes)
-        remote = RemoteVllm(config, transport, self.coordinator.rank)
+        remote = RemoteVllm(config, transport, self.coordinator.rank, self.stop.raise_if_out_of_time)
         environments_grade = self.coordinator.all_gather_or_raise(remote.check, "reaching the rollout servers")
         args.set_grading_of_servers(any(environments_grade))
         return remote
@@ -183,6 +187,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             rewards=self.rewards,
             servers=self.remote,
             coordinator=self.coordinator,
+            stop=self.stop,
             rollouts_done=rollouts_done,
             recording=args.recording_settings(),
             write_completions=writer.append,
@@ -242,6 +247,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return reference_policy(self.settings, self._loaded_models(), training, coordinator)
 
     def save_checkpoint(self) -> None:
+        if not self.args.no_save_optim:  # Megatron writes nothing distributed otherwise
+            end_result_queue_with_rank()
         assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts
         with self.checkpoints.writing(self.state.iteration, prompts, self._saved_bytes()):
@@ -277,7 +284,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 self._roll_out_only(train_dataset)
             else:
                 super().train(train_dataset, val_dataset)
+        except SharedFailure:
+            self._end_early()
+            raise
         finally:
+            self.stop.close()
             if self.remote is not None:
                 self.remote.shutdown()  # servers keep running, but cancel the requests of this run
 
@@ -310,22 +321,40 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if self._seeds_dropout:
             seed_adapter_dropout(self.args.seed, self.state.iteration)
         self._finish_checkpoints()
-        try:
-            metrics = self.loop.step()
-        except SharedFailure:
-            self._save_before_stopping()
-            raise
+        metrics = self.loop.step()
         grad_norm = metrics.pop("grad_norm")
         return [_tensors(metrics)], grad_norm, True
 
-    def _save_before_stopping(self) -> None:
-        """Save a checkpoint of the last complete step, unless there is one."""
+    def _end_early(self) -> None:
+        """Save what was trained, after a failure that all ranks have in common. Raise StoppedBySignal after a signal.
+
+        All ranks are at the same place and can still communicate.
+        """
+        if self.loop is None:  # no step has begun
+            return
+        folder = self._save_last_step()
+        number = self.stop.agreed()
+        if number is None:
+            return
+        self._release()
+        args = self.args
+        line = last_line(
+            number, self.state.iteration, args.train_iters, folder, args.has_adapter, not args.no_save_optim
+        )
+        raise StoppedBySignal(self.stop, number, line)
+
+    def _save_last_step(self) -> str | None:
+        """Save a checkpoint of the last complete step, unless there is one. Return its folder; None without a step."""
         assert self.loop is not None
-        folder = os.path.join(self.args.output_dir, f"checkpoint-{self.state.iteration}")
-        if self.state.iteration > 0 and self.state.last_model_checkpoint != folder:
+        step = self.state.iteration
+        if self.settings.recording.only or step == self._start_iteration:
+            return None
+        folder = os.path.join(self.args.output_dir, f"checkpoint-{step}")
+        if self.state.last_model_checkpoint != folder:
             self.loop.stages.residency.restore()
             self.save_checkpoint()
             logger.info(f"the run stops; the last complete step is saved in {folder}")
+        return folder
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None
@@ -347,13 +376,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return self.args.num_generations_eval or self.settings.batch.num_generations
 
     def finalize_training(self) -> None:
+        self._release()
+        assert self.loop is not None
+        self.loop.stages.watchdog.close()
+
+    def _release(self) -> None:
+        """Finish callbacks, checkpoints that are still being written, and the engine; the watchdog goes on."""
         with self.checkpoints.finishing_earlier_saves():
             super().finalize_training()
         self._finish_checkpoints()
         assert self.loop is not None
         if self.loop.stages.generation is not None:
             self.loop.stages.generation.shutdown()
-        self.loop.stages.watchdog.close()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")

@@ -184,6 +184,16 @@ class GRPOFlags(MegatronRLHFArguments):
             "ends. 0: no limit. Default: 3600."
         },
     )
+    stop_grace: float = field(
+        default=120.0,
+        metadata={
+            "help": "Time in seconds between SIGTERM or SIGINT and the end of all processes; set it to what a cluster "
+            "waits before it sends SIGKILL. On either signal the run ends the current step, saves a checkpoint and "
+            "exits with 143 or 130. A step in which completions are still generated or graded after half of this time "
+            "is given up, and the checkpoint is that of the step before. A second signal ends the run at once. "
+            "Default: 120."
+        },
+    )
     rollout_dump: str | None = field(
         default=None,
         metadata={

@@ -60,8 +60,13 @@ def start_up_notes(max_staleness: int, sampling: Mapping[str, Any]) -> list[str]
     ]
 
 
-def check_deadlines(reward_timeout: float | None, phase_timeout: float) -> None:
-    """Check --reward_timeout and --phase_timeout."""
+def check_deadlines(reward_timeout: float | None, phase_timeout: float, stop_grace: float) -> None:
+    """Check --reward_timeout, --phase_timeout and --stop_grace."""
+    if stop_grace <= 0:
+        raise ValueError(
+            f"stop_grace must be > 0, got {stop_grace:g}; use the seconds that your cluster waits between SIGTERM and "
+            "SIGKILL, for example --stop_grace 120"
+        )
     if phase_timeout < 0:
         raise ValueError(
             f"phase_timeout must not be negative, got {phase_timeout:g}; use --phase_timeout 0 for no limit"

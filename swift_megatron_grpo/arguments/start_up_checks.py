@@ -67,7 +67,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_callbacks(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
-            lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout),
+            lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout, args.stop_grace),
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),

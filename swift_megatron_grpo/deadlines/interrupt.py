@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 _SIGNAL = signal.SIGRTMIN + 7  # not SIGALRM, which the interrupted code may use itself
+_POLL_SECONDS = 0.5  # between two calls of `give_up`
 _REPEAT_SECONDS = 1.0  # after this time, code that has caught DeadlineExceeded is interrupted again
 
 
@@ -22,20 +24,22 @@ class DeadlineExceeded(BaseException):
 
 
 @contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
+def interrupted_after(seconds: float | None, give_up: Callable[[], bool] | None = None) -> Iterator[None]:
     """Raise DeadlineExceeded in the block after `seconds`, and at its end if the block has caught it.
 
-    Only Python code in the main thread can be interrupted; in other threads this has no effect. The watchdog ends a
-    process that cannot be interrupted this way.
+    With `give_up`, raise it also as soon as that function, which a thread calls, returns True. None for `seconds`: no
+    limit. Only Python code in the main thread can be interrupted; in other threads this has no effect. The watchdog
+    ends a process that cannot be interrupted this way.
     """
-    if threading.current_thread() is not threading.main_thread():
+    unlimited = seconds is None and give_up is None
+    if unlimited or threading.current_thread() is not threading.main_thread():
         yield
         return
     finished, expired = threading.Event(), threading.Event()
     main = threading.get_ident()
 
     def wait() -> None:
-        if finished.wait(seconds):
+        if _wait(finished, seconds, give_up):
             return
         expired.set()
         while True:
@@ -58,3 +62,14 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(_SIGNAL, previous)
     if expired.is_set():
         raise DeadlineExceeded
+
+
+def _wait(finished: threading.Event, seconds: float | None, give_up: Callable[[], bool] | None) -> bool:
+    """Return True once the block has finished, and False if it exceeds its time or is given up before."""
+    end = float("inf") if seconds is None else time.monotonic() + seconds
+    if give_up is None:
+        return finished.wait(seconds)
+    while (left := end - time.monotonic()) > 0 and not give_up():
+        if finished.wait(min(left, _POLL_SECONDS)):
+            return True
+    return False

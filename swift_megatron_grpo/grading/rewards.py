@@ -19,6 +19,8 @@ from itertools import compress
 from typing import Any, Protocol
 
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded, interrupted_after
+from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.grading.one_process import one_process
 from swift_megatron_grpo.types import Rollout
 
 RewardFunction = Callable[..., Any]
@@ -128,7 +130,16 @@ class _Batch:
     columns: Columns
     trainer_state: Any
 
-    def call(self, function: RewardFunction, rows: slice = slice(None)) -> Any:
+    def call(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
+        """Call a function; a coroutine function returns a coroutine that has not started."""
+        with one_process(name):
+            return self._call(function, rows)
+
+    async def call_async(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
+        with one_process(name):
+            return await self._call(function, rows)
+
+    def _call(self, function: RewardFunction, rows: slice) -> Any:
         completions = [rollout.text for rollout in self.rollouts[rows]]
         columns = {name: values[rows] for name, values in self.columns.items()}
         return function(completions, **{"trainer_state": self.trainer_state, **columns})
@@ -142,10 +153,12 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any
             start = time.monotonic()
             try:
                 with limit(f"reward function {rewards.names[i]}"):
-                    results[i] = batch.call(function)
+                    results[i] = batch.call(rewards.names[i], function)
             except DeadlineExceeded:
                 raise _timeout_error([rewards.names[i]], batch, time.monotonic() - start) from None
-            except Exception as error:
+            except SharedFailure:  # from `limit`: the run stops
+                raise
+            except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
                 raise _call_error(rewards.names[i], function, batch, error, time.monotonic() - start) from error
     coroutines = [i for i, function in enumerate(rewards.functions) if _is_async(function)]
     if coroutines:
@@ -153,7 +166,8 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any
         names = [rewards.names[i] for i in coroutines]
         try:
             with limit(f"reward function {' or '.join(names)}") as seconds:
-                outcomes = asyncio.run(_call_concurrently([rewards.functions[i] for i in coroutines], batch, seconds))
+                functions = [rewards.functions[i] for i in coroutines]
+                outcomes = asyncio.run(_call_concurrently(names, functions, batch, seconds))
         except DeadlineExceeded:  # a coroutine blocked without awaiting
             raise _timeout_error(names, batch, time.monotonic() - start) from None
         timed_out = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is _TIMED_OUT]
@@ -168,26 +182,28 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any
     return results
 
 
-async def _call_concurrently(functions: Sequence[RewardFunction], batch: _Batch, seconds: float | None) -> list[Any]:
+async def _call_concurrently(
+    names: Sequence[str], functions: Sequence[RewardFunction], batch: _Batch, seconds: float | None
+) -> list[Any]:
     """Return for each function its result, the exception that it raised, or _TIMED_OUT."""
     # Slightly shorter than the limit around all of them, which cannot identify the function that is too slow.
     timeout = None if seconds is None else 0.9 * seconds
-    calls = [_call_with_timeout(function, batch, timeout) for function in functions]
+    calls = [
+        _call_with_timeout(name, function, batch, timeout) for name, function in zip(names, functions, strict=True)
+    ]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def _call_with_timeout(function: RewardFunction, batch: _Batch, seconds: float | None) -> Any:
+async def _call_with_timeout(name: str, function: RewardFunction, batch: _Batch, seconds: float | None) -> Any:
     try:
         async with asyncio.timeout(seconds) as limit:
-            return await _call_async(function, batch, slice(None))
+            return await batch.call_async(name, function)
     except TimeoutError:
         if limit.expired():
             return _TIMED_OUT
         raise
-
-
-async def _call_async(function: RewardFunction, batch: _Batch, rows: slice) -> Any:
-    return await batch.call(function, rows)
+    except (SystemExit, KeyboardInterrupt) as error:  # raised out of the event loop, past asyncio.gather
+        return error
 
 
 def _is_async(function: RewardFunction) -> bool:
@@ -198,7 +214,7 @@ def _call_error(
     name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float
 ) -> RewardError:
     message = f"reward function {name} raised {type(error).__name__}: {error}"
-    row = _failing_row(function, batch) if seconds < _SEARCH_SECONDS else None
+    row = _failing_row(name, function, batch) if seconds < _SEARCH_SECONDS else None
     if row is None:
         return RewardError(
             f"{message} (on {len(batch.rollouts)} completions, the first: {describe(batch.rollouts[0])})"
@@ -213,41 +229,43 @@ def _timeout_error(names: Sequence[str], batch: _Batch, seconds: float) -> Rewar
     )
 
 
-def _failing_row(function: RewardFunction, batch: _Batch) -> int | None:
+def _failing_row(name: str, function: RewardFunction, batch: _Batch) -> int | None:
     """Bisect for a completion on which the function fails when it is called with that completion alone.
 
     Returns None if the function fails only on several completions together, or if the search takes too long.
     """
     try:
         with interrupted_after(2 * _SEARCH_SECONDS):
-            return _search_row(function, batch)
+            return _search_row(name, function, batch)
     except DeadlineExceeded:
         return None
 
 
-def _search_row(function: RewardFunction, batch: _Batch) -> int | None:
+def _search_row(name: str, function: RewardFunction, batch: _Batch) -> int | None:
     first, last = 0, len(batch.rollouts)
     deadline = time.monotonic() + _SEARCH_SECONDS
     while last - first > 1:
         middle = (first + last) // 2
         if time.monotonic() > deadline:
             return None
-        if _fails(function, batch, slice(first, middle)):
+        if _fails(name, function, batch, slice(first, middle)):
             last = middle
-        elif _fails(function, batch, slice(middle, last)):
+        elif _fails(name, function, batch, slice(middle, last)):
             first = middle
         else:
             return None
     return first
 
 
-def _fails(function: RewardFunction, batch: _Batch, rows: slice) -> bool:
+def _fails(name: str, function: RewardFunction, batch: _Batch, rows: slice) -> bool:
     try:
         if _is_async(function):
-            asyncio.run(_call_async(function, batch, rows))
+            asyncio.run(batch.call_async(name, function, rows))
         else:
-            batch.call(function, rows)
-    except Exception:
+            batch.call(name, function, rows)
+    except DeadlineExceeded:
+        raise
+    except BaseException:
         return True
     return False
 

@@ -26,6 +26,7 @@ from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.folder import Settings as RecordingSettings
 from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.recording.values import Limits
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
@@ -72,6 +73,7 @@ class RunInputs:
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     coordinator: Coordinator
+    stop: StopRequest
     rollouts_done: int  # before this run, which may resume another
     recording: RecordingSettings
     write_completions: Callable[[list[dict[str, Any]]], None]
@@ -84,7 +86,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     frozen_models = [] if models.reference is None else models.reference.models
     residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
-    generation = None if recording.replay is not None else run.servers or _start_vllm(config, run.template, residency)
+    generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
     training = training_engine(config, models)
     canary = _canary(config, models, run)
     sync = None
@@ -116,7 +118,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         if recording.dump is None
         else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master),
         replay=_replay(config, run),
-        watchdog=_start_watchdog(config, run.coordinator),
+        watchdog=_start_watchdog(config, run),
+        stop=run.stop,
     )
 
 
@@ -177,11 +180,11 @@ def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
     return PromptSource(run.train_rows, seed, config.data.shuffle, system, label="spare-")
 
 
-def _start_vllm(config: GRPOConfig, template: Any, residency: Residency) -> GenerationEngine:
+def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
     residency.make_room(memory_to_start(config.vllm))
     residency.for_generation()
-    vllm, turns = config.vllm, config.turns
-    generation = LocalVllm(vllm, template) if turns is None else MultiTurnVllm(vllm, turns, template)
+    vllm, turns, template, stop = config.vllm, config.turns, run.template, run.stop
+    generation = LocalVllm(vllm, template, stop) if turns is None else MultiTurnVllm(vllm, turns, template, stop)
     generation.sleep()
     residency.restore()
     return generation
@@ -196,7 +199,15 @@ def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
     return Canary(text[:longest], passes, run.coordinator)
 
 
-def _start_watchdog(config: GRPOConfig, coordinator: Coordinator) -> Watchdog:
+def _start_watchdog(config: GRPOConfig, run: RunInputs) -> Watchdog:
+    """Start the watchdog, and handle signals from now on: it also limits how long a stop may take."""
+    coordinator = run.coordinator
     name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # one name for all ranks
     report = Path(config.log.output_dir).absolute() / name
-    return Watchdog(report, coordinator.rank, coordinator.world_size, config.deadlines.phase)
+    watchdog = Watchdog(report, coordinator.rank, coordinator.world_size, config.deadlines.phase)
+
+    def limit_stop(seconds: float) -> None:
+        watchdog.limit_everything("the stop after a signal", seconds, "--stop_grace", "use a larger --stop_grace")
+
+    run.stop.listen(limit_stop, watchdog.expect_exit)
+    return watchdog

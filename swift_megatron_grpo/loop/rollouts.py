@@ -18,7 +18,9 @@ from itertools import count
 from typing import Any
 
 from swift_megatron_grpo.config import GRPOConfig
-from swift_megatron_grpo.generation.interface import Generation, Share, requests_for
+from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
+from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.interface import Generation, Progress, Share, requests_for
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
@@ -167,9 +169,7 @@ class Rollouts:
                 kept, pending.kept = pending.kept, {}
             yield kept
         while pending.missing:
-            wait = partial(pending.generation.next, step.version)
-            with step.timer("generation"):
-                gathered = self._stages.coordinator.all_gather_or_raise(wait, "generating completions")
+            gathered = self._wait(pending, step)
             if any(progress.needs_weights for progress in gathered):
                 self._resend(pending, step)
             finished = {index: rollout for progress in gathered for index, rollout in progress.finished.items()}
@@ -177,6 +177,17 @@ class Rollouts:
             pending.missing -= len(finished)
             if finished:
                 yield finished
+
+    def _wait(self, pending: _PendingRollout, step: Step) -> list[Progress]:
+        """Wait for the progress of a generation, on all ranks."""
+        coordinator, wait = self._stages.coordinator, partial(pending.generation.next, step.version)
+        with step.timer("generation"):
+            try:
+                return coordinator.all_gather_or_raise(wait, "generating completions")
+            except SharedFailure:
+                assert self._stages.generation is not None
+                self._stages.generation.sleep()  # all ranks save a checkpoint next, which may need the memory
+                raise
 
     def _resend(self, pending: _PendingRollout, step: Step) -> None:
         """Resend weights to a restarted server.
@@ -230,12 +241,14 @@ class Rollouts:
 
     @contextmanager
     def _reward_limit(self, what: str) -> Iterator[float | None]:
-        seconds = self._config.deadlines.reward
-        if seconds is None:
-            yield None
-        else:
-            with self._stages.watchdog.limit(what, seconds, "--reward_timeout"):
+        seconds, stop = self._config.deadlines.reward, self._stages.stop
+        try:
+            with self._stages.watchdog.limit(what, seconds, "--reward_timeout", stop.out_of_time):
                 yield seconds
+        except DeadlineExceeded:
+            if stop.out_of_time():
+                raise stop.give_up(what) from None
+            raise
 
 
 def _check_versions(rollouts: Iterable[Rollout], allowed: set[int]) -> None:

@@ -14,6 +14,7 @@ from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
 from swift_megatron_grpo.recording.replay import RolloutReplay
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.reference import Reference
@@ -37,3 +38,4 @@ class Stages:
     dump: RolloutDump | None
     replay: RolloutReplay | None  # replaces generation and rewards
     watchdog: Watchdog
+    stop: StopRequest

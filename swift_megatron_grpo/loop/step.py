@@ -1,6 +1,7 @@
 """One step of GRPO.
 
 GRPOLoop.step
+ |- StopRequest.raise_if_requested           on all ranks or on none
  |- queue of batches empty? _roll_out:
  |   |- Rollouts.take                        rollouts.py
  |   |   |- PromptSource.take                prompts of this rollout, unless it was started ahead
@@ -116,6 +117,7 @@ class GRPOLoop:
         return self._summary(step, graded, num_generations)
 
     def _begin_step(self) -> Step:
+        self.stages.stop.raise_if_requested()
         return Step(self._weights_version, PhaseTimer(self.stages.watchdog.phase))
 
     def _summary(self, step: Step, graded: list[Graded], num_generations: int) -> dict[str, float]:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
-from swift_megatron_grpo.plugin.command_line import MODES, RANK, ROLLOUT, SWIFT_MEGATRON, classify, program_of
+from swift_megatron_grpo.plugin.command_line import (
+    LAUNCHER,
+    MODES,
+    RANK,
+    ROLLOUT,
+    SWIFT_MEGATRON,
+    TORCHRUN,
+    arguments_of_ranks,
+    classify,
+    program_of,
+)
 
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.server"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 
@@ -22,6 +35,10 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     if process is None:
         return
     mode = environ.get(SWITCH, "on")
+    if process in (LAUNCHER, TORCHRUN):
+        if mode == "on":  # the ranks refuse other values than those of MODES
+            _pass_signals_on(process, argv)
+        return
     if mode not in MODES:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
         raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
@@ -37,7 +54,27 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     if process == RANK and mode == "on":
         from swift_megatron_grpo.plugin.register import register
 
+        end_with_torchrun(environ)
         register()
+
+
+def _pass_signals_on(process: str, argv: Sequence[str]) -> None:
+    """Make a signal to the script or to torchrun reach the ranks, which stop."""
+    if process == LAUNCHER:
+        from swift_megatron_grpo.plugin.launcher import replace_on_run
+
+        replace_on_run()
+    else:
+        from swift_megatron_grpo.plugin.torchrun import hook_torchrun
+
+        hook_torchrun(arguments_of_ranks(argv[1:]) or [])
+
+
+def end_with_torchrun(environ: Mapping[str, str]) -> None:
+    """Stop this rank when torchrun is killed, and end it at Ctrl-C, without a traceback, before it trains."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in environ:
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def hook_platform() -> None:

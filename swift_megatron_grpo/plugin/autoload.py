@@ -1,8 +1,8 @@
 """The entry point (group `torch.backends`) that torch calls at the end of `import torch`, in every process.
 
 Its cost must stay far below a millisecond. It therefore compares only the name of the program, and imports the rest of
-this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout` and the
-`swift` and `megatron` scripts. SWIFT_MEGATRON_GRPO=off turns all of it off.
+this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout`,
+torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all of it off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
-_PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron")
+_PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
 
 
 def arm() -> None:

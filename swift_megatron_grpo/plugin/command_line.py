@@ -13,17 +13,21 @@ MODES = {
 RANK = "rank"  # a rank, or the only process, of `megatron rlhf --rlhf_type grpo`
 HELP = "help"  # `megatron rlhf --help`, whose parser imports modules that need the CPU platform or CUDA
 ROLLOUT = "rollout"  # the server that `swift rollout` starts
+TORCHRUN = "torchrun"  # that starts such ranks
+LAUNCHER = "launcher"  # the `megatron` or `swift` script, about to start one of these commands
 SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`
 
 _RANK_SCRIPT = os.path.join("swift", "cli", "_megatron", "rlhf.py")
 _RANK_MODULE = "swift.cli._megatron.rlhf"
 _ROLLOUT_SCRIPT = os.path.join("swift", "cli", "rollout.py")
+_MEGATRON_MODULE = "swift.cli._megatron.main"  # what the `megatron` script runs
 _ROLLOUT_MODULE = "swift.cli.rollout"
+_TORCHRUN_MODULE = "torch.distributed.run"
 _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
-    """Return RANK, HELP, ROLLOUT or SWIFT_MEGATRON, or None for a process that this package leaves alone.
+    """Return RANK, HELP, ROLLOUT, TORCHRUN, LAUNCHER or SWIFT_MEGATRON; None: this package leaves the process alone.
 
     `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
     parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
@@ -36,8 +40,24 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
         return _classify_rank(argv[1:])
     if script.endswith(_ROLLOUT_SCRIPT):
         return ROLLOUT
-    if os.path.basename(script) == "swift" and argv[1:2] == ["megatron"]:
+    if program == _TORCHRUN_MODULE or os.path.basename(script) == "torchrun":
+        return TORCHRUN if arguments_of_ranks(argv[1:]) is not None else None
+    return _classify_script(os.path.basename(script), program, argv[1:])
+
+
+def _classify_script(name: str, program: str, args: Sequence[str]) -> str | None:
+    if name == "swift" and args[:1] == ["megatron"]:
         return SWIFT_MEGATRON
+    is_megatron = name == "megatron" or program == _MEGATRON_MODULE
+    return LAUNCHER if (is_megatron and args[:1] == ["rlhf"]) or (name == "swift" and args[:1] == ["rollout"]) else None
+
+
+def arguments_of_ranks(args: Sequence[str]) -> list[str] | None:
+    """Return the arguments of the ranks in a command line of torchrun; None if they are not ranks of this trainer."""
+    for index, arg in enumerate(args):
+        if arg.endswith(_RANK_SCRIPT) or arg == _RANK_MODULE:
+            rest = list(args[index + 1 :])
+            return rest if _classify_rank(rest) == RANK else None
     return None
 
 
@@ -56,17 +76,21 @@ def selects_grpo(args: Sequence[str]) -> bool:
 
 
 def _parse_rlhf_type(args: Sequence[str]) -> str | None:
-    """Return the value of --rlhf_type as ms-swift's parser reads it; None if the flag is absent.
+    return parse_flag(args, "rlhf_type")
+
+
+def parse_flag(args: Sequence[str], wanted: str) -> str | None:
+    """Return the value of a flag as ms-swift's parser reads it; None if the flag is absent.
 
     The parser accepts "-" for "_", "=" before the value, and abbreviations; the last occurrence counts.
     """
-    rlhf_type = None
+    found = None
     for index, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         name = flag[2:].replace("-", "_")
-        if flag.startswith("--") and name and "rlhf_type".startswith(name):
-            rlhf_type = value if equals else "".join(args[index + 1 : index + 2])
-    return rlhf_type
+        if flag.startswith("--") and name and wanted.startswith(name):
+            found = value if equals else "".join(args[index + 1 : index + 2])
+    return found
 
 
 def _uses_ray(args: Sequence[str]) -> bool:

@@ -57,9 +57,13 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         return stock_parse_args(self, args)
 
     def run(self: Any) -> Any:
-        if self.args.rlhf_type == "grpo":
-            adopt(self.args)
-        return stock_run(self)
+        if self.args.rlhf_type != "grpo":
+            return stock_run(self)
+        from swift_megatron_grpo.stopping.report import exit_if_stopped
+
+        adopt(self.args)
+        with exit_if_stopped():
+            return stock_run(self)
 
     def prepare_vllm_client(self: Any) -> Any:
         """Skip ms-swift's client for GRPO: this package's trainer connects to its servers itself."""

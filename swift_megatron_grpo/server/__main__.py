@@ -12,9 +12,12 @@ def main() -> None:
 
         prepare_server_environment()  # before vLLM reads the environment, which its processes inherit
 
-    from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+    from swift_megatron_grpo.server.end_at_signals import end_at_signals
 
-    GRPORolloutDeploy().main()
+    with end_at_signals():
+        from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+
+        GRPORolloutDeploy().main()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -99,7 +100,9 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         command_pipe, worker_command_pipe = Pipe()
         worker_pipes = (worker_stock_pipe, worker_command_pipe)
         process = Process(target=run_worker, args=(self.args, 0, self.master_port, *worker_pipes))
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C reaches it through this process
         process.start()
+        signal.signal(signal.SIGINT, previous)
         for end in worker_pipes:  # open in the child only, so that each side detects the other's exit
             end.close()
         self.connections.append(stock_pipe)

@@ -23,20 +23,20 @@ from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.generation.local.sampling import run_batch
 from swift_megatron_grpo.generation.local.turn_loop import NextTurn, converse, make_scheduler
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout
 
 
 class MultiTurnVllm(LocalVllm):
     """A local engine whose completions are conversations."""
 
-    def __init__(self, config: VllmConfig, turns: MultiTurnConfig, template: Template) -> None:
+    def __init__(self, config: VllmConfig, turns: MultiTurnConfig, template: Template, stop: StopRequest) -> None:
         template = copy(template)
         template.max_length = None  # the prompt's limit, which would cut the conversation; max_model_len bounds that
-        super().__init__(config, template)
+        super().__init__(config, template, stop)
         self._scheduler = make_scheduler(turns, template)
         self._max_turns = turns.max_turns
         size = config.tensor_parallel_size
-        self._engine_ranks = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
         self._first_rank = dist.get_rank() // size * size
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
@@ -72,7 +72,7 @@ class MultiTurnVllm(LocalVllm):
                 params.output_kind = RequestOutputKind.FINAL_ONLY
                 yield inputs, params
 
-        outputs = run_batch(engine, prepared())
+        outputs = run_batch(engine, prepared(), self._give_up)
         return [
             engine._create_chat_completion_response(output, inputs, config, str(number))
             for number, (output, inputs, config) in enumerate(zip(outputs, encoded, configs, strict=True))

@@ -8,6 +8,7 @@ from copy import copy
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from swift.infer_engine import GRPOVllmEngine
 from swift.rlhf_trainers.utils import (
     finish_vllm_weight_reload,
@@ -28,10 +29,12 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
+from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
@@ -45,11 +48,14 @@ GIB = 2**30
 class LocalVllm:
     """One engine per `tensor_parallel_size` neighbouring ranks."""
 
-    def __init__(self, config: VllmConfig, template: Template) -> None:
+    def __init__(self, config: VllmConfig, template: Template, stop: StopRequest) -> None:
         self._weights_version = NO_WEIGHTS
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
         group, place = divmod(rank, config.tensor_parallel_size)
         self._share = Share(index=group, of=world_size // config.tensor_parallel_size, reports=place == 0)
+        size = config.tensor_parallel_size
+        self._engine_ranks = dist.new_subgroups(size, backend="gloo")[0] if size > 1 else None
+        self._give_up = GiveUp(stop, self._engine_ranks)
         self._memory_share = config.gpu_memory_utilization
         self._sleep_level = config.sleep_level
         if config.sleep_level and not current_platform.is_sleep_mode_available():
@@ -102,7 +108,7 @@ class LocalVllm:
 
     def _complete(self, requests: Sequence[Request], sampling: SamplingConfig) -> list[Rollout]:
         """Generate on every rank of the engine; only the result of the rank whose share reports is used."""
-        return sample(self._engine, requests, sampling, self._weights_version)
+        return sample(self._engine, requests, sampling, self._weights_version, self._give_up)
 
     def wake_weights(self) -> None:
         if self._asleep:

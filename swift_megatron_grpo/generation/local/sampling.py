@@ -10,13 +10,19 @@ from vllm import SamplingParams
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.stopping.request import RunStopped
 from swift_megatron_grpo.types import Prompt, Rollout
 from swift_megatron_grpo.vllm_shared.sampling import sampled_logprobs, sampling_params
 
 
 def sample(
-    engine: GRPOVllmEngine, requests: Sequence[Request], sampling: SamplingConfig, weights_version: int
+    engine: GRPOVllmEngine,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    weights_version: int,
+    give_up: GiveUp,
 ) -> list[Rollout]:
     """Generate one completion for each request, in order."""
     encoded = _encode(engine, [request.prompt for request in requests])
@@ -25,7 +31,7 @@ def sample(
         sampling_params(engine, prompt, request_config(sampling, request.seed))
         for prompt, request in zip(inputs, requests, strict=True)
     )
-    outputs = run_batch(engine, zip(inputs, params, strict=True))
+    outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     rollouts = []
     for request, prompt, output in zip(requests, inputs, outputs, strict=True):
         answer = output.outputs[0]
@@ -44,8 +50,13 @@ def sample(
     return rollouts
 
 
-def run_batch(engine: GRPOVllmEngine, requests: Iterable[tuple[dict[str, Any], SamplingParams]]) -> list[Any]:
-    """Run encoded prompts to completion as one batch. Return vLLM's outputs in order."""
+def run_batch(
+    engine: GRPOVllmEngine, requests: Iterable[tuple[dict[str, Any], SamplingParams]], give_up: GiveUp
+) -> list[Any]:
+    """Run encoded prompts to completion as one batch. Return vLLM's outputs in order.
+
+    Raises RunStopped if the run stops and the rest would take too long.
+    """
     adapter = engine._get_grpo_lora_request()
     ids = []
     for number, (inputs, params) in enumerate(requests):
@@ -54,6 +65,11 @@ def run_batch(engine: GRPOVllmEngine, requests: Iterable[tuple[dict[str, Any], S
     finished: dict[str, Any] = {}
     while engine.engine.has_unfinished_requests():
         finished.update((output.request_id, output) for output in engine.engine.step())
+        try:
+            give_up.check()
+        except RunStopped:
+            engine.engine.abort_request([request_id for request_id in ids if request_id not in finished])
+            raise
     return [finished[request_id] for request_id in ids]
 
 

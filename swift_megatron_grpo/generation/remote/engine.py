@@ -24,7 +24,14 @@ from swift_megatron_grpo.generation.remote.client import InvalidResponse, Refuse
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
-from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, NoServer, Server, Servers, refusal
+from swift_megatron_grpo.generation.remote.servers import (
+    MAX_ATTEMPTS,
+    NoServer,
+    Server,
+    Servers,
+    do_nothing,
+    refusal,
+)
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
@@ -46,7 +53,10 @@ class _Transfer:
 class RemoteVllm:
     """All rollout servers of the run as one engine, whose replicas they are."""
 
-    def __init__(self, config: ServerConfig, sender: WeightSender, rank: int) -> None:
+    def __init__(
+        self, config: ServerConfig, sender: WeightSender, rank: int, check_stop: Callable[[], None] = do_nothing
+    ) -> None:
+        """`check_stop` raises an exception if the run stops and waiting for servers would take too long."""
         self.share = Share(index=0, of=1, reports=rank == 0)
         self.memory_to_wake = 0
         self._config, self._sender = config, sender
@@ -57,7 +67,7 @@ class RemoteVllm:
         self._generations: list[RemoteGeneration] = []  # running, oldest first
         if rank == 0:
             self._events = EventLoopThread("rollout servers")
-            self._servers = Servers(config)
+            self._servers = Servers(config, check_stop)
             self._events.run(self._servers.open())
 
     def check(self) -> bool:

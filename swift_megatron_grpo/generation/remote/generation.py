@@ -80,6 +80,7 @@ class RemoteGeneration:
 
     async def _next(self, newest: int) -> Progress:
         while True:
+            self._servers.check_stop()
             if self._failure is not None:
                 raise self._failure
             groups, needs_weights = self._complete_groups(), self._needs_weights(newest)

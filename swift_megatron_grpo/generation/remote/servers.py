@@ -90,11 +90,15 @@ class Server:
         self.invalidate_weights()
 
 
+def do_nothing() -> None: ...
+
+
 class Servers:
     """All servers of a run, and the tasks that poll them."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, check_stop: Callable[[], None] = do_nothing) -> None:
         self.config = config
+        self.check_stop = check_stop  # raises if the run stops and cannot wait
         # The name identifies this run to readers of the servers' logs, the secret to the servers.
         name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.run = RunIdentity(name, secrets.token_hex(16))
@@ -173,6 +177,7 @@ class Servers:
     async def wait_for_any(self) -> None:
         """Wait until at least one server is present."""
         while not self.present:
+            self.check_stop()
             self.raise_if_timed_out()
             await asyncio.sleep(_POLL_SECONDS / 4)
 

@@ -5,6 +5,7 @@
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
     router_bias.py            the expert bias, which moves without a learning rate
     moe_aux_losses.py         values of the losses that MoE layers add
+    result_queue.py           a helper process of checkpoint writing that outlives its rank
 
 Each file names the versions and the test that fails once upstream is fixed. Tests: tests/unit/training/megatron_fixes.
 """

@@ -56,11 +56,15 @@ def test_sampling_flags_that_distort_log_probs_of_older_weights_are_noted() -> N
 
 
 def test_time_limits_must_be_positive_and_nested() -> None:
-    check_deadlines(None, 0)
-    check_deadlines(60, 3600)
-    check_deadlines(60, 0)
-    for flags, advice in (((-1.0, 60.0), "leave --reward_timeout out"), ((60.0, 60.0), "use --phase_timeout 120"),
-                          ((None, -1.0), "use --phase_timeout 0")):  # fmt: skip
+    check_deadlines(None, 0, 120)
+    check_deadlines(60, 3600, 120)
+    check_deadlines(60, 0, 120)
+    for flags, advice in (
+        ((-1.0, 60.0, 9.0), "leave --reward_timeout out"),
+        ((60.0, 60.0, 9.0), "use --phase_timeout 120"),
+        ((None, -1.0, 9.0), "use --phase_timeout 0"),
+        ((None, 0.0, 0.0), "--stop_grace 120"),
+    ):
         with pytest.raises(ValueError, match=advice):
             check_deadlines(*flags)
 

@@ -56,17 +56,68 @@ def test_phases_within_their_limit_are_not_reported(tmp_path: Path) -> None:
     assert not (tmp_path / "stuck.txt").exists()
 
 
-def test_the_monitor_exits_with_its_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
+def test_the_monitor_exits_with_its_rank(tmp_path: Path, stopped: bool) -> None:
     rank = start("waits", tmp_path / "stuck.txt")
     children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children")
     while not (monitor := children.read_text().split()):
         time.sleep(0.1)
+    while "monitor.py" not in (command := Path(f"/proc/{monitor[0]}/cmdline")).read_text():
+        time.sleep(0.1)
+    time.sleep(1)  # it has imported its modules
+    if stopped:
+        os.kill(int(monitor[0]), signal.SIGSTOP)
     rank.kill()
     rank.communicate()
-    end = time.monotonic() + 10
-    while Path(f"/proc/{monitor[0]}").exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{monitor[0]}").exists()
+    end = time.monotonic() + 2
+    while _is_alive(monitor[0]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _is_alive(monitor[0]), command
+
+
+def _is_alive(pid: str) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@pytest.mark.parametrize("fault", ["no folder", "disk full", "no response"])
+def test_a_stuck_rank_is_killed_if_the_report_cannot_be_written(tmp_path: Path, fault: str) -> None:
+    report = tmp_path / "removed" / "stuck.txt" if fault == "no folder" else tmp_path / "stuck.txt"
+    if fault == "disk full":
+        report.symlink_to("/dev/full")
+    if fault == "no response":
+        os.mkfifo(report)  # without a reader, opening it takes forever
+    rank = start("hangs", report)
+    error = rank.communicate(timeout=60)[1]
+    assert rank.returncode == -signal.SIGKILL
+    reason = {"no folder": "FileNotFoundError", "disk full": "No space left", "no response": "does not respond"}
+    assert f"the report {report} cannot be written: " in error and reason[fault] in error
+    assert "==== rank 0 of 1" in error and "in main" in error and "phase train: since" in error
+
+
+def test_a_stopped_monitor_does_not_block_its_rank_and_continues_with_the_newest_limits(tmp_path: Path) -> None:
+    rank = start("stopped monitor", tmp_path / "stuck.txt")
+    error = rank.communicate(timeout=60)[1]
+    assert rank.returncode == -signal.SIGKILL
+    assert "rank 0 is stuck: phase train has not finished after 1 s" in error
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("exits", 3, "with exit code 3"),
+        ("forks", 3, "with exit code 3"),
+        ("crashes", -signal.SIGSEGV, "by SIGSEGV"),
+        ("killed", -signal.SIGKILL, None),
+    ],
+)
+def test_the_function_in_which_a_rank_ends_is_named(tmp_path: Path, how: str, code: int, message: str | None) -> None:
+    rank = start(how, tmp_path / "stuck.txt")
+    error = rank.communicate(timeout=60)[1]
+    assert rank.returncode == code
+    line = f"rank 0 ended {message} during reward function Judge: the function called os._exit, or it crashed in C"
+    assert (line in error) == (message is not None), error
+    assert message is not None or "Judge" not in error
 
 
 def test_a_sleep_and_a_loop_are_interrupted() -> None:
@@ -75,6 +126,13 @@ def test_a_sleep_and_a_loop_are_interrupted() -> None:
         with pytest.raises(DeadlineExceeded), interrupted_after(0.2):
             work()
         assert time.monotonic() - began < 5
+
+
+def test_code_is_interrupted_when_it_is_given_up() -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded), interrupted_after(None, lambda: time.monotonic() > began + 0.2):
+        time.sleep(60)
+    assert time.monotonic() - began < 5
 
 
 def test_code_that_catches_every_exception_is_interrupted() -> None:

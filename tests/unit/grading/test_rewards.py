@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -212,6 +214,55 @@ def test_the_completion_on_which_a_function_fails_is_named(function: Callable[..
     shown = message.rsplit("completion '", 1)[1]
     assert shown.startswith(("seven " + "x" * 300)[:200] + " ...")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("function_is_async", [False, True])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_an_exception_that_would_end_the_rank_is_reported_as_a_failure_of_the_function(
+    error: BaseException, function_is_async: bool
+) -> None:
+    def leaves(completions: list[str], **kwargs: Any) -> list[float]:
+        if "bad" in completions:
+            raise error
+        return [1.0] * len(completions)
+
+    async def leaves_later(completions: list[str], **kwargs: Any) -> list[float]:
+        return leaves(completions)
+
+    function = leaves_later if function_is_async else leaves
+    with pytest.raises(RewardError) as caught:
+        call_reward_functions(make_rollouts(["a", "bad", "c"]), functions(length, function), None)
+    assert f"reward function {function.__name__} raised {type(error).__name__}" in str(caught.value)
+    assert "completion 'bad'" in str(caught.value)
+
+
+@pytest.mark.parametrize("function_is_async", [False, True])
+@pytest.mark.parametrize(("leave", "code"), [("returns", 1), ("raises", 1), ("exits", 7)])
+def test_a_forked_child_does_not_leave_the_function(
+    capfd: pytest.CaptureFixture[str], function_is_async: bool, leave: str, code: int
+) -> None:
+    """A child that left the function would continue as a second copy of its rank."""
+
+    def forks(completions: list[str], **kwargs: Any) -> list[float]:
+        child = os.fork()
+        if child == 0:
+            if leave == "raises":
+                raise ValueError("in the child")
+            if leave == "exits":
+                sys.exit(code)
+            return []
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+        return [1.0] * len(completions)
+
+    async def forks_later(completions: list[str], **kwargs: Any) -> list[float]:
+        return forks(completions)
+
+    function, pid = forks_later if function_is_async else forks, os.getpid()
+    scores = call_reward_functions(make_rollouts(["a", "b"]), functions(function), None)
+    assert os.getpid() == pid  # else pytest itself runs twice
+    assert scores == [[1.0], [1.0]]
+    message = f"reward function {function.__name__} forked a process that left the function"
+    assert (message in capfd.readouterr().err) == (leave != "exits")
 
 
 def test_a_failure_on_several_completions_together_names_the_first() -> None:

@@ -12,7 +12,17 @@ import pytest
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin import activation
-from swift_megatron_grpo.plugin.command_line import HELP, RANK, ROLLOUT, SWIFT_MEGATRON, classify, selects_grpo
+from swift_megatron_grpo.plugin.command_line import (
+    HELP,
+    LAUNCHER,
+    RANK,
+    ROLLOUT,
+    SWIFT_MEGATRON,
+    TORCHRUN,
+    classify,
+    selects_grpo,
+)
+from swift_megatron_grpo.plugin.launcher import is_ours
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"
@@ -56,13 +66,16 @@ PROCESSES = {
     "swift rlhf": (["/s/swift/cli/rlhf.py", *GRPO], [PYTHON, "/s/swift/cli/rlhf.py", *GRPO], None),
     "spawned data loader worker": ([RLHF, *GRPO], SPAWN, None),
     "fork server": (["-c"], [PYTHON, "-c", "from multiprocessing.forkserver import main; main(3)"], None),
-    "torchrun module": (["-m", RLHF, *GRPO], [PYTHON, "-m", "torch.distributed.run", RLHF, *GRPO], None),
-    "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], None),
-    "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], None),
+    "torchrun module": (["-m", RLHF, *GRPO], [PYTHON, "-m", "torch.distributed.run", RLHF, *GRPO], TORCHRUN),
+    "torchrun of dpo": (["-m", RLHF, "--rlhf_type", "dpo"], [PYTHON, "-m", "torch.distributed.run", RLHF], None),
+    "torchrun of another script": (["-m", "x.py", *GRPO], [PYTHON, "-m", "torch.distributed.run", "x.py"], None),
+    "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], TORCHRUN),
+    "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], LAUNCHER),
+    "megatron script, sft": (["/venv/bin/megatron", "sft"], [PYTHON, "/venv/bin/megatron", "sft"], None),
     "after replacing the process": (
         ["-m", "rlhf", *GRPO],
         [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],
-        None,
+        LAUNCHER,
     ),
     "swift megatron": (
         ["/venv/bin/swift", "megatron", "rlhf"],
@@ -70,7 +83,7 @@ PROCESSES = {
         SWIFT_MEGATRON,
     ),
     "swift sft": (["/venv/bin/swift", "sft", "megatron"], [PYTHON, "/venv/bin/swift", "sft", "megatron"], None),
-    "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], None),
+    "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], LAUNCHER),
     "rollout server": ([ROLLOUT_SCRIPT, "--model", "m"], [PYTHON, ROLLOUT_SCRIPT, "--model", "m"], ROLLOUT),
     "rollout server, -m": (["-m", "--model", "m"], [PYTHON, "-m", "swift.cli.rollout", "--model", "m"], ROLLOUT),
     "this package's server": (["-m", "--x"], [PYTHON, "-P", "-m", "swift_megatron_grpo.server", "--x"], None),
@@ -218,3 +231,19 @@ def test_replacing_the_process_keeps_the_interpreters_options(monkeypatch: pytes
     )
     arguments = [sys.executable, "-X", "dev", "-u", "-P", "-m", "swift.cli._megatron.main", "rlhf", "--x", "1"]
     assert executed == [(sys.executable, arguments)]
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ([sys.executable, RLHF, *GRPO], True),
+        ([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", RLHF, *GRPO], True),
+        ([sys.executable, ROLLOUT_SCRIPT, "--model", "m"], True),
+        ([sys.executable, "-m", "torch.distributed.run", RLHF, "--rlhf_type", "dpo"], False),
+        ([sys.executable, SFT], False),
+        (["nvidia-smi"], False),
+        ("nvidia-smi", False),
+    ],
+)
+def test_the_launcher_becomes_only_the_commands_of_this_package(command: list[str] | str, expected: bool) -> None:
+    assert is_ours(command) is expected

@@ -1,0 +1,127 @@
+"""torchrun passes signals on to its ranks, waits for them and returns their exit code: real torchrun, small ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.forking.client import free_port
+from tests.paths import REPOSITORY
+
+# What a rank does; `ready` tells the test that it has started.
+RANK = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+def stop(number, _):
+    time.sleep(1)  # the current step, and the checkpoint
+    open(f"stopped{rank}", "w").write("x")
+    os._exit(128 + number)
+if "stops" in sys.argv:
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+if "ignores" in sys.argv or ("fails" in sys.argv and rank == 1):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if "imports" in sys.argv:
+    import torch  # which activates the package
+    signal.signal(signal.SIGTERM, stop)
+open(f"ready{rank}", "w").write(str(os.getpid()))
+if "fails" in sys.argv and rank == 0:
+    while not os.path.exists("ready1"):
+        time.sleep(0.1)
+    raise ValueError("a step failed")
+time.sleep(60)
+"""
+
+
+class Torchrun:
+    """torchrun with two ranks, both started."""
+
+    def __init__(self, folder: Path, how: str, *flags: str) -> None:
+        self.folder = folder
+        script = folder / "swift" / "cli" / "_megatron" / "rlhf.py"
+        script.parent.mkdir(parents=True)
+        script.write_text(RANK)
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
+        self.process = subprocess.Popen(
+            [*command, str(free_port()), str(script), "--rlhf_type", "grpo", how, *flags],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        end = time.monotonic() + 60
+        while not all(self.pid_file(rank).exists() for rank in (0, 1)) and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.5)  # torchrun has set its handlers
+
+    def pid_file(self, rank: int) -> Path:
+        return self.folder / f"ready{rank}"
+
+    def finish(self) -> tuple[int, str, float]:
+        """Return exit code, output and the seconds that it took."""
+        began = time.monotonic()
+        output = self.process.communicate(timeout=90)[0]
+        return self.process.returncode, output, time.monotonic() - began
+
+    def ranks_are_gone(self) -> bool:
+        return not any(Path(f"/proc/{self.pid_file(rank).read_text()}").exists() for rank in (0, 1))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_ranks_stop_and_their_exit_code_is_returned(tmp_path: Path, number: signal.Signals) -> None:
+    torchrun = Torchrun(tmp_path, "stops")
+    torchrun.process.send_signal(number)
+    code, output, _ = torchrun.finish()
+    assert code == 128 + number
+    assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
+    assert output == ""  # the ranks of a real run print the cause
+
+
+def test_before_training_a_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "waits")
+    torchrun.process.send_signal(signal.SIGTERM)
+    code, output, seconds = torchrun.finish()
+    assert code == 143 and seconds < 5
+    assert output == "swift_megatron_grpo: SIGTERM ended the run before its first step; nothing was saved\n"
+
+
+def test_a_second_signal_ends_ranks_that_do_not_react(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "ignores")
+    torchrun.process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    torchrun.process.send_signal(signal.SIGTERM)
+    code, output, seconds = torchrun.finish()
+    assert code == 143 and 3 < seconds < 20
+    assert "local ranks 0, 1 did not stop in time after SIGTERM and were killed" in output
+    assert torchrun.ranks_are_gone()
+
+
+def test_ranks_that_exceed_the_grace_are_killed(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "ignores", "--stop_grace", "1")
+    torchrun.process.send_signal(signal.SIGTERM)
+    code, output, seconds = torchrun.finish()
+    assert code == 143 and seconds < 40
+    assert "did not stop in time after SIGTERM" in output and "--stop_grace 1" in output
+    assert torchrun.ranks_are_gone()
+
+
+def test_if_a_rank_fails_the_others_are_killed_and_not_asked_to_stop(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "fails")
+    code, output, seconds = torchrun.finish()
+    assert code == 1 and seconds < 15  # torch alone would wait for 30 s
+    assert "ValueError: a step failed" in output and "ChildFailedError" in output
+    assert torchrun.ranks_are_gone()
+
+
+def test_ranks_stop_if_torchrun_is_killed(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "imports")
+    torchrun.process.kill()
+    torchrun.finish()
+    assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
