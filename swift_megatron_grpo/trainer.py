@@ -359,21 +359,18 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         assert self.loop is not None and self.val_prompts is not None
         per_round = self.settings.batch.train_prompts
+        generations = self.args.num_generations_eval or self.settings.batch.num_generations
         self.call_event("on_eval_begin")
         self.val_prompts.taken = 0
         rounds: dict[str, Any] = {}
         for _ in range(self.args.eval_iters):
-            metrics = self.loop.evaluate(self.val_prompts.take(per_round), self._num_generations_eval)
+            metrics = self.loop.evaluate(self.val_prompts.take(per_round), generations)
             self.call_event("on_eval_step")
             self._aggregated_metrics([_tensors(metrics)], rounds)
         self.loop.stages.residency.restore()  # the next event may save a checkpoint
         self.on_log(logs=rounds, prefix="eval_")
         self.call_event("on_eval_end")
         return rounds
-
-    @property
-    def _num_generations_eval(self) -> int:
-        return self.args.num_generations_eval or self.settings.batch.num_generations
 
     def finalize_training(self) -> None:
         self._release()

@@ -35,9 +35,11 @@ def end_at_signals() -> Iterator[None]:
         return nullcontext()
 
     uvicorn.Server.capture_signals = capture_signals  # type: ignore[method-assign, assignment]
-    yield
-    if end.received is not None:
-        raise SystemExit(128 + end.received)
+    try:
+        yield
+    finally:
+        if end.received is not None:  # also if the engine's end was noticed first
+            raise SystemExit(128 + end.received)
 
 
 class _EndAtSignals:
