@@ -48,7 +48,7 @@ def exit_if_stopped() -> Iterator[None]:
     except StoppedBySignal as stopped:
         atexit._run_exitfuncs()  # of trackers; the rest of Python's exit waits for threads, and libraries print in it
         sys.stdout.flush()
-        if stopped.request.leave():
-            print(f"swift_megatron_grpo: {stopped.line}", file=sys.stderr)
         sys.stderr.flush()
+        line = f"swift_megatron_grpo: {stopped.line}"
+        stopped.request.leave_together(lambda: print(line, file=sys.stderr, flush=True))
         os._exit(128 + stopped.number)

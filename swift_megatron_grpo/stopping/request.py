@@ -19,7 +19,7 @@ from swift_megatron_grpo.stopping.signals import StopSignals
 _POLL_SECONDS = 1.0  # between two looks at the requests of other ranks
 # A launcher may send the same signal to every process, and another process forwards it: this is one request.
 _SAME_REQUEST_SECONDS = 1.0
-_LEAVE_SECONDS = 10.0
+_LEAVE_POLL_SECONDS = 0.05
 _STEP_SHARE = 0.5  # of the grace for the current step; the rest is for the checkpoint
 
 
@@ -83,17 +83,24 @@ class StopRequest:
         allowed = _STEP_SHARE * self._grace
         return RunStopped(f"{what} was given up {allowed:g} s after the signal, half of --stop_grace {self._grace:g}")
 
-    def leave(self) -> bool:
-        """Return True on the rank that prints the last line of the run, after all others have printed theirs."""
-        end = time.monotonic() + _LEAVE_SECONDS
-        with suppress(RuntimeError):  # the store was in torchrun, which has ended
-            assert self._store is not None
-            self._store.add("left", 1)
-            while self._coordinator.rank == 0 and time.monotonic() < end:
-                if self._store.add("left", 0) >= self._coordinator.world_size:
-                    break
-                time.sleep(0.05)
-        return self._coordinator.rank == 0
+    def leave_together(self, print_last_line: Callable[[], None]) -> None:
+        """Wait until every rank has arrived here, then print the last line on the first rank, and return everywhere.
+
+        A rank that exits makes the launcher end the others, and the first may still be writing the checkpoint. The
+        watchdog limits the wait.
+        """
+        store, is_first = self._store, self._coordinator.rank == 0
+        assert store is not None
+        with suppress(RuntimeError):  # the store was in torchrun, which has ended, or in a rank that has left
+            store.add("arrived", 1)
+            while store.add("arrived", 0) < self._coordinator.world_size:
+                time.sleep(_LEAVE_POLL_SECONDS)
+        if is_first:
+            print_last_line()
+        with suppress(RuntimeError):
+            store.add("leaving", int(is_first))
+            while not store.add("leaving", 0):
+                time.sleep(_LEAVE_POLL_SECONDS)
 
     # ---- in the thread of the signals
 

@@ -56,7 +56,7 @@ def count_steps(self: MegatronEngine, *args: Any, **kwargs: Any) -> Any:
 
 def check_slowly(self: GiveUp) -> None:
     if steps_done + 1 >= STEP and PHASE == "generation":
-        time.sleep(0.25)
+        time.sleep(0.15)
     check(self)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Routes
 from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -82,7 +87,7 @@ def test_a_generation_that_takes_too_long_is_given_up_by_all_ranks_of_an_engine(
     inputs: tuple[Path, Path, Path],
 ) -> None:
     """Both ranks run one engine, whose steps have collectives: ranks that left it at different steps would hang."""
-    slow = ["--stop_grace", "10", "--vllm_tensor_parallel_size", "2", "--max_completion_length", "120"]
+    slow = ["--stop_grace", "20", "--vllm_tensor_parallel_size", "2", "--max_completion_length", "120"]
     began = time.monotonic()
     run = stop(inputs, "generation", "step 2, rank 1, generation", slow)
     check_stopped(run, 1)
@@ -90,7 +95,7 @@ def test_a_generation_that_takes_too_long_is_given_up_by_all_ranks_of_an_engine(
 
 
 def test_a_reward_function_that_takes_too_long_is_given_up(inputs: tuple[Path, Path, Path]) -> None:
-    run = stop(inputs, "reward", "step 2, rank 0, reward", ["--reward_funcs", "judges", "--stop_grace", "8"])
+    run = stop(inputs, "reward", "step 2, rank 0, reward", ["--reward_funcs", "judges", "--stop_grace", "16"])
     check_stopped(run, 1)
 
 
@@ -105,3 +110,49 @@ def test_a_run_without_training_states_that_nothing_was_saved(inputs: tuple[Path
     run = stop(inputs, "only", "step 1, rank 0, generation", dump)
     assert not list(run.folder.glob("checkpoint-*"))
     assert "; nothing was saved, because no weights have changed" in last_line(run)
+
+
+def test_a_run_ahead_of_training_stops_and_continues_with_the_same_prompts(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    """While one rollout is trained, the next one is in flight on a server, which is free for the next run at once."""
+    folder, dense, dataset = inputs
+    server = RolloutServer(dense, tmp_path / "server.txt").start().wait()
+    flags = ["--vllm_mode", "server", "--vllm_server_base_url", server.url, "--async_generate", "true",
+             "--log_completions", "true", "--torch_dtype", "float32", "--fp16", "false"]  # fmt: skip
+    try:
+        stopped = stop(inputs, "ahead", "step 2, rank 1, train", flags, **{API_KEY_VARIABLE: KEY})
+        check_stopped(stopped, 2)
+        assert server.request("GET", Routes.STATUS)["run"] is None  # the lease was released
+        again = [*flags, "--train_iters", "3"]
+        whole = megatron_rlhf(dense, dataset, folder / "whole", 2, again, {API_KEY_VARIABLE: KEY}, timeout=180)
+        assert whole.code == 0, whole.output[-4000:]
+    finally:
+        server.stop()
+    assert prompts(stopped) == prompts(whole)[: len(prompts(stopped))]
+    assert {rollout for rollout, _ in prompts(stopped)} == {0, 1}  # the third was in flight, and is not counted
+
+
+def prompts(run: Finished) -> list[tuple[int, str]]:
+    rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    return [(row["rollout"], str(row["prompt"])) for row in rows]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_rollout_server_with_all_of_its_processes(
+    inputs: tuple[Path, Path, Path], tmp_path: Path, number: signal.Signals
+) -> None:
+    """The real command. SIGTERM is sent to the command alone, SIGINT to all of its processes, as Ctrl-C does."""
+    server = RolloutServer(inputs[1], tmp_path / "server.txt", command=True).start().wait()
+    assert server.process is not None
+    root = psutil.Process(server.process.pid)
+    processes = [root, *root.children(recursive=True)]
+    assert len(processes) >= 3
+    began = time.monotonic()
+    root.send_signal(number) if number == signal.SIGTERM else os.killpg(root.pid, number)
+    assert server.process.wait(timeout=30) == 128 + number
+    assert time.monotonic() - began < 10
+    assert [process for process in processes if process.is_running() and process.status() != "zombie"] == []
+    log = server.log.read_text()
+    assert log.count(f"the rollout server received {number.name} and ends, with all of its processes") == 1
+    assert "Traceback" not in log

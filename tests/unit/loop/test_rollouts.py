@@ -20,6 +20,7 @@ from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.step import old_logprobs_from_engine
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -97,7 +98,7 @@ def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 
     )  # fmt: skip
     stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
-        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None, watchdog=None,
+        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None, watchdog=None, stop=StopRequest(OneRank(), grace=120.0),
         residency=SimpleNamespace(for_inference=lambda: None),
     )  # fmt: skip
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
