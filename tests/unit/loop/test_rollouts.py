@@ -6,6 +6,7 @@ One rank, with a fake engine that generates one group per call of `next` and is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -98,7 +99,8 @@ def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 
     )  # fmt: skip
     stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
-        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None, watchdog=None, stop=StopRequest(OneRank(), grace=120.0),
+        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None,
+        watchdog=SimpleNamespace(limit=lambda *_: nullcontext()), stop=StopRequest(OneRank(), grace=120.0),  # type: ignore[arg-type]
         residency=SimpleNamespace(for_inference=lambda: None),
     )  # fmt: skip
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
