@@ -247,7 +247,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return reference_policy(self.settings, self._loaded_models(), training, coordinator)
 
     def save_checkpoint(self) -> None:
-        if not self.args.no_save_optim:  # Megatron writes nothing distributed otherwise
+        if not (self.args.no_save_optim and self.args.save_safetensors):  # Megatron writes nothing otherwise
             end_result_queue_with_rank()
         assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts

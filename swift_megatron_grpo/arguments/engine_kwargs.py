@@ -23,14 +23,15 @@ SERVED = _names(
     """
     load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
     use_tqdm_on_load max_parallel_loading_workers
-    kv_cache_dtype kv_cache_dtype_skip_layers kv_cache_memory_bytes num_gpu_blocks_override block_size
-    prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit
+    kv_cache_dtype kv_cache_dtype_skip_layers calculate_kv_scales kv_cache_memory_bytes num_gpu_blocks_override
+    block_size prefix_caching_hash_algo prefix_cache_retention_interval prefix_match_unit
     mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend mamba_ssu_algorithm
     mamba_config enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm gdn_prefill_backend
     kda_prefill_backend kda_decode_backend disable_hybrid_kv_cache_manager kv_offloading_size kv_offloading_backend
     max_num_batched_tokens max_num_scheduled_tokens max_num_active_seqs long_prefill_token_threshold
     long_prefill_token_threshold_adaptive enable_chunked_prefill async_scheduling scheduler_reserve_full_isl
-    prefill_schedule_interval watermark scheduling_policy stream_interval
+    max_num_partial_prefills max_long_partial_prefills prefill_schedule_interval watermark scheduling_policy
+    stream_interval
     compilation_config cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode
     kernel_config ir_op_priority enable_flashinfer_autotune attention_config attention_backend moe_backend
     linear_backend sparse_indexer_topk_backend use_fp64_gumbel fully_sharded_loras max_cpu_loras
@@ -84,6 +85,7 @@ _REASONS = {
         disable_custom_all_reduce _api_process_count _api_process_rank fault_tolerance_config
         enable_fault_tolerance""",
     "the engine runs the architecture, the code and the tokenizer of --model, as the trainer does": """
+        override_attention_dtype
         hf_overrides hf_config_path config_format model_weights model_class_overrides model_impl code_revision
         tokenizer tokenizer_mode tokenizer_revision skip_tokenizer_init trust_remote_code hf_token ignore_patterns
         served_model_name runner convert pooler_config additional_config engram_config disable_sliding_window

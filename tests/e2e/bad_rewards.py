@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from typing import Any
 
 from swift.rewards import ORM, orms
@@ -29,4 +31,14 @@ class ReturnsNaN(Broken):
         return [math.nan, *rewards[1:]]
 
 
-orms.update(raises=Raises, returns_nan=ReturnsNaN)
+class Exits(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        sys.exit("no solution")
+
+
+class ExitsAtOnce(Broken):
+    def break_one(self, rewards: list[Any]) -> list[Any]:
+        os._exit(3)
+
+
+orms.update(raises=Raises, returns_nan=ReturnsNaN, exits=Exits, exits_at_once=ExitsAtOnce)

@@ -17,11 +17,21 @@ PLUGIN = Path(__file__).with_name("bad_rewards.py")
 CANNED = Path(__file__).with_name("canned_completions.py")
 
 
-def test_a_bad_reward_stops_the_run_and_names_the_function(folder: Path, dense: Path, dataset: Path) -> None:
-    flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(CANNED), "--reward_funcs", "raises"]
-    run = megatron_rlhf(dense, dataset, folder / "raises", ranks=2, flags=flags)
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
+        ("exits", "reward function Exits raised SystemExit: no solution (prompt"),
+        ("exits_at_once", "ended with exit code 3 during reward function ExitsAtOnce: the function called os._exit"),
+    ],
+)
+def test_a_bad_reward_stops_the_run_and_names_the_function(
+    folder: Path, dense: Path, dataset: Path, function: str, message: str
+) -> None:
+    flags = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(CANNED), "--reward_funcs", function]
+    run = megatron_rlhf(dense, dataset, folder / function, ranks=2, flags=flags)
     assert run.code != 0
-    assert "reward function Raises raised KeyError: 'solution' (prompt" in run.output, run.output[-3000:]
+    assert message in run.output, run.output[-3000:]
     assert not list(run.folder.glob("checkpoint-*"))
 
 
