@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import timedelta
 
 import torch
 from swift.infer_engine import GRPOVllmEngine
 
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request, requests_for
+from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.generation.requests import infer_request, request_config
+from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Prompt
 from tests.forking.client import free_port
 
@@ -29,10 +33,11 @@ def main(model: str) -> None:
     questions = ("hello", "what is two and two?", "a" * 70)  # the last one leaves less room than TOKENS
     rows = [{"messages": [{"role": "user", "content": question}]} for question in questions]
     requests = requests_for([Prompt(str(i), row) for i, row in enumerate(rows)], GENERATIONS, seed=None, version=3)
+    give_up = GiveUp(StopRequest(Coordinator(timedelta(seconds=60)), grace=120), engine_ranks=None)
     results = []
-    for stop in ((), (_some_word(engine, requests[-1]),)):
+    for stop in ((), (_some_word(engine, requests[-1], give_up),)):
         greedy = SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop)  # top_k 1 makes sampling deterministic
-        ours = sample(engine, requests, greedy, weights_version=3)
+        ours = sample(engine, requests, greedy, 3, give_up)
         stock = engine.infer(
             [infer_request(request.prompt) for request in requests], request_config(greedy), use_tqdm=False
         )
@@ -45,9 +50,9 @@ def main(model: str) -> None:
     print("RESULT " + json.dumps(results))
 
 
-def _some_word(engine: GRPOVllmEngine, request: Request) -> str:
+def _some_word(engine: GRPOVllmEngine, request: Request, give_up: GiveUp) -> str:
     """Return three characters that the model will generate. A token is one character, so they are several tokens."""
-    rollout = sample(engine, [request], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0)[0]
+    rollout = sample(engine, [request], SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, ()), 0, give_up)[0]
     word: str = engine.tokenizer.decode(rollout.completion_ids[2:5])
     assert word.isascii() and len(word) == 3
     return word

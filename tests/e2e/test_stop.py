@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_megatron_grpo.protocol.messages import API_KEY_VARIABLE, Routes
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.protocol.messages import Routes
 from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
