@@ -143,8 +143,9 @@ def prompts(run: Finished) -> list[tuple[int, str]]:
 def test_a_signal_ends_a_rollout_server_with_all_of_its_processes(
     inputs: tuple[Path, Path, Path], tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The real command. SIGTERM is sent to the command alone, SIGINT to all of its processes, as Ctrl-C does."""
-    server = RolloutServer(inputs[1], tmp_path / "server.txt", command=True).start().wait()
+    """SIGTERM is sent to the real command alone, SIGINT to all processes of a forked one, as Ctrl-C does."""
+    is_command = number == signal.SIGTERM
+    server = RolloutServer(inputs[1], tmp_path / "server.txt", command=is_command).start().wait()
     assert server.process is not None
     root = psutil.Process(server.process.pid)
     processes = [root, *root.children(recursive=True)]
