@@ -92,9 +92,9 @@ class Hub:
             threading.Thread(target=self._serve, args=(client,), name="rendezvous client", daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        _limit_waiting(client, _PROOF_SECONDS)
         with Connection(client.detach()) as connection, suppress(EOFError, OSError):
             try:
+                _limit_waiting(connection, _PROOF_SECONDS)
                 proved = self._has_secret(connection)
             finally:
                 self._unproved.release()
@@ -215,7 +215,7 @@ def _share(store: Store, connection: Connection, finished: threading.Event) -> N
                 connection.send_bytes(json.dumps({"key": key, "value": value}).encode())
 
 
-def _limit_waiting(connection: Connection | socket.socket, seconds: float) -> None:
+def _limit_waiting(connection: Connection, seconds: float) -> None:
     """Limit how long a read or a write on the connection may take; 0: no limit."""
     duplicate = socket.socket(fileno=socket.dup(connection.fileno()))
     with duplicate:

@@ -93,14 +93,21 @@ class StopRequest:
         assert store is not None
         with suppress(RuntimeError):  # the store was in torchrun, which has ended, or in a rank that has left
             store.add("arrived", 1)
-            while store.add("arrived", 0) < self._coordinator.world_size:
-                time.sleep(_LEAVE_POLL_SECONDS)
+            self._wait_until(store, "arrived", self._coordinator.world_size)
         if is_first:
             print_last_line()
         with suppress(RuntimeError):
-            store.add("leaving", int(is_first))
-            while not store.add("leaving", 0):
-                time.sleep(_LEAVE_POLL_SECONDS)
+            if is_first:  # leaves last, because the store may be in this rank
+                store.add("leaving", 1)
+                self._wait_until(store, "left", self._coordinator.world_size - 1)
+            else:
+                self._wait_until(store, "leaving", 1)
+                store.add("left", 1)
+
+    @staticmethod
+    def _wait_until(store: dist.Store, key: str, count: int) -> None:
+        while store.add(key, 0) < count:
+            time.sleep(_LEAVE_POLL_SECONDS)
 
     # ---- in the thread of the signals
 

@@ -29,6 +29,18 @@ def last_line(run: Finished) -> str:
     return lines[-1]  # the fork server's leader, in torchrun's place, adds a line that begins with "rank"
 
 
+def alive_after(seconds: float, processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the processes that are alive after that time. An orphan in a container may stay a zombie."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(is_alive(process) for process in processes):
+        time.sleep(0.05)
+    return [process for process in processes if is_alive(process)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 def check_stopped(run: Finished, step: int) -> str:
     """Check a run that has stopped; return the flags that continue it."""
     assert run.output.count(CAUSE) == 1 and "Traceback" not in run.output, run.output[-4000:]
@@ -59,7 +71,7 @@ def test_a_signal_to_the_command_stops_all_processes_and_the_run_continues_from_
     step = int(re.findall(r"after step (\d+) of 1000", run.output)[-1])
     resume = check_stopped(run, step).split()
     assert resume == ["--finetune", "false", "--mcore_model", str(run.folder / f"checkpoint-{step}")]
-    assert [process for process in started if process.is_running() and process.status() != "zombie"] == []
+    assert alive_after(2, started) == []
     more = megatron_rlhf(dense, dataset, folder / "more", 2, [*flags, *resume, "--train_iters", str(step + 1)])
     assert more.code == 0, more.output[-4000:]
     assert [line["iteration"] for line in more.log] == [f"{step + 1}/{step + 1}"]
@@ -154,7 +166,7 @@ def test_a_signal_ends_a_rollout_server_with_all_of_its_processes(
     root.send_signal(number) if number == signal.SIGTERM else os.killpg(root.pid, number)
     assert server.process.wait(timeout=30) == 128 + number
     assert time.monotonic() - began < 10
-    assert [process for process in processes if process.is_running() and process.status() != "zombie"] == []
+    assert alive_after(2, processes) == []
     log = server.log.read_text()
     assert log.count(f"the rollout server received {number.name} and ends, with all of its processes") == 1
     assert "Traceback" not in log

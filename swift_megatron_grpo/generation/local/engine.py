@@ -29,6 +29,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
+from swift_megatron_grpo.generation.local.engine_settings import shared_settings
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.protocol.buckets import NamedWeights
@@ -214,25 +215,12 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
         torch_dtype=config.dtype,
         model_type=config.model_type,
         use_async_engine=False,
-        tensor_parallel_size=config.tensor_parallel_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        enable_prefix_caching=config.enable_prefix_caching,
-        max_num_seqs=config.max_num_seqs,
-        enforce_eager=config.enforce_eager,
-        limit_mm_per_prompt=config.limit_mm_per_prompt,
-        enable_lora=config.lora_rank is not None,
-        max_lora_rank=config.lora_rank or 16,
-        enable_sleep_mode=sleep_mode,
-        max_model_len=config.max_model_len,
         seed=seed,
-        disable_cascade_attn=config.disable_cascade_attn,
+        enable_sleep_mode=sleep_mode,
         load_format=engine_kwargs.pop("load_format", "auto"),
-        mm_processor_cache_gb=config.mm_processor_cache_gb,
         template=template,
-        distributed_executor_backend="external_launcher",
         engine_kwargs=engine_kwargs,
-        # log-probs of the distribution that was sampled: at this temperature, after top-p and top-k
-        logprobs_mode="processed_logprobs",
+        **shared_settings(config),
     )
     set_expandable_segments(True)
     return engine

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from swift_megatron_grpo.config import VllmConfig
@@ -40,33 +41,41 @@ def _problem(config: VllmConfig, engine_kwargs: Mapping[str, Any]) -> str | None
     return None
 
 
+def shared_settings(config: VllmConfig) -> dict[str, Any]:
+    """Return the settings that ms-swift's engine and vLLM's EngineArgs have under the same names."""
+    return {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "disable_cascade_attn": config.disable_cascade_attn,
+        "limit_mm_per_prompt": config.limit_mm_per_prompt,
+        "mm_processor_cache_gb": config.mm_processor_cache_gb,
+        "enable_lora": config.lora_rank is not None,
+        "max_lora_rank": config.lora_rank or 16,
+        "distributed_executor_backend": "external_launcher",
+        # log-probs of the distribution that was sampled: at this temperature, after top-p and top-k
+        "logprobs_mode": "processed_logprobs",
+    }
+
+
 def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
-    """Return the arguments that ms-swift's engine will have."""
-    optional = {"mm_processor_cache_gb": config.mm_processor_cache_gb}
+    """Return the arguments that ms-swift's engine will have; it leaves out what is None, too."""
     return EngineArgs(
         model=config.model_dir,
         dtype=str(config.dtype).removeprefix("torch."),
-        tensor_parallel_size=config.tensor_parallel_size,
-        gpu_memory_utilization=config.gpu_memory_utilization,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        enforce_eager=config.enforce_eager,
-        enable_prefix_caching=config.enable_prefix_caching,
-        disable_cascade_attn=config.disable_cascade_attn,
-        enable_lora=config.lora_rank is not None,
-        max_lora_rank=config.lora_rank or 16,
         seed=config.seed,
         trust_remote_code=True,
-        distributed_executor_backend="external_launcher",
-        logprobs_mode="processed_logprobs",
-        **{name: value for name, value in optional.items() if value is not None},
+        **{name: value for name, value in shared_settings(config).items() if value is not None},
         **engine_kwargs,
     )
 
 
 def _reason(error: Exception) -> str:
     """Return the first fault in one line; pydantic's errors have several lines, and the address of a manual."""
-    if hasattr(error, "errors"):
+    if isinstance(error, ValidationError):
         fault = error.errors()[0]
         return f"{fault['msg']} ({'.'.join(map(str, fault['loc']))})"
     return " ".join(str(error).split()) or type(error).__name__

@@ -13,20 +13,7 @@ import pytest
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET
 from tests.paths import REPOSITORY
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 256,
-    "max_position_embeddings": 4096,
-    "dtype": "bfloat16",
-}
+from tests.unit.model_config import QWEN3
 
 
 @pytest.fixture

@@ -80,10 +80,13 @@ def test_an_engine_that_receives_weights_is_not_stuck() -> None:
 
 
 def test_time_in_which_this_process_was_stopped_does_not_count() -> None:
+    """`observe` fails if the engine counts as stuck while `act` runs; after it, some of the timeout must be left."""
+
     async def act(health: EngineHealth) -> None:
         health.record_token()
         await asyncio.sleep(TIMEOUT / 4)
         time.sleep(2 * TIMEOUT)  # the event loop stands still, as under SIGSTOP
         await asyncio.sleep(TIMEOUT / 4)
 
-    observe(never, act)
+    reason, seconds = observe(never, act)
+    assert "no token" in reason and seconds > TIMEOUT / 4

@@ -85,10 +85,13 @@ def test_a_message_is_read_or_refused_with_one_kind_of_error(data: st.DataObject
     for cls, valid in [(Completion, CONVERSATION.to_json()), (ServerStatus, STATUS)]:
         names = data.draw(st.lists(st.sampled_from(sorted(valid)), max_size=2))
         damaged = valid | {name: data.draw(JSON) for name in names}
+        message = data.draw(st.just(damaged) | JSON)
         try:
-            cls.from_json(data.draw(st.just(damaged) | JSON))
+            read = cls.from_json(message)
         except InvalidMessage:
-            continue
+            assert message != valid
+        else:
+            assert isinstance(read, cls) and isinstance(message, dict)
 
 
 @pytest.mark.parametrize(
