@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -38,12 +40,15 @@ def preload_trainer() -> None:
         "vllm.model_executor.models.qwen3_moe",
         "datasets",
         "pandas",
+        "matplotlib.pyplot",
     )
     from swift.infer_engine import GRPOVllmEngine
     from swift.megatron import megatron_rlhf_main
 
     cuda.install()  # vLLM's CPU worker replaces the stream of torch.cuda; in a run, Megatron has read it before
     del GRPOVllmEngine, megatron_rlhf_main  # ms-swift resolves names lazily
+    skip_repeated_work()
+    map_in_this_process()
 
 
 def preload_rollout() -> None:
@@ -62,6 +67,7 @@ def preload_rollout() -> None:
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
     )
+    skip_repeated_work()
 
 
 def preload_upstream() -> None:
@@ -92,6 +98,31 @@ def preload_plain() -> None:
         "transformers.models.qwen3.modeling_qwen3",
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
     )
+
+
+def skip_repeated_work() -> None:
+    """Do once, before any fork, what each fork would repeat for seconds over all objects of the imports.
+
+    vLLM replaces its Triton kernels in every module, and unfreezes the garbage collector's objects when it shuts down.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
+    gc.unfreeze = lambda: None
+
+
+def map_in_this_process() -> None:
+    """Preprocess rows without a worker process, which `--dataset_num_proc 1` starts and the real command covers."""
+    from datasets import Dataset
+
+    map_rows = Dataset.map
+
+    @functools.wraps(map_rows)
+    def map_here(self: Dataset, *arguments: Any, num_proc: int | None = None, **options: Any) -> Dataset:
+        return map_rows(self, *arguments, num_proc=None if num_proc == 1 else num_proc, **options)
+
+    Dataset.map = map_here
 
 
 def import_all(*names: str) -> None:

@@ -233,6 +233,20 @@ def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     setattr(owner, method, wrapped)
 
 
+def prefer_the_given_cache_size(cpu: Any) -> None:
+    """Make vLLM use `kv_cache_memory_bytes` where it is given, not VLLM_CPU_KVCACHE_SPACE, which is our default."""
+    check_and_update = cpu.CpuPlatform.check_and_update_config
+
+    @functools.wraps(check_and_update.__func__)
+    def check_and_update_config(_cls: type, vllm_config: Any) -> None:
+        given = vllm_config.cache_config.kv_cache_memory_bytes
+        check_and_update(vllm_config)
+        if given is not None:
+            vllm_config.cache_config.kv_cache_memory_bytes = given
+
+    cpu.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": force_accelerate_cpu_state,
     "mcore_bridge.config.model_config": use_sdpa_in_vision_towers,
@@ -246,5 +260,6 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "vllm.distributed.parallel_state": skip_destroyed_groups,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
     "vllm.model_executor.layers.utils": keep_unpacked_weights,
+    "vllm.platforms.cpu": prefer_the_given_cache_size,
     "vllm.v1.worker.gpu_model_runner": reset_generators_of_partial_prefills,
 }

@@ -171,6 +171,15 @@ def check_vllm_uses_reloaded_weights() -> None:
     assert torch.equal(layer.cpu_linear(x, layer.weight, None), x)
 
 
+def check_vllm_allocates_the_cache_that_is_set() -> None:
+    from vllm.config import CacheConfig, VllmConfig
+
+    def cache_bytes(**settings: int) -> int | None:
+        return VllmConfig(cache_config=CacheConfig(**settings)).cache_config.kv_cache_memory_bytes
+
+    assert (cache_bytes(kv_cache_memory_bytes=2**26), cache_bytes()) == (2**26, 2**30)
+
+
 def check_vllm_exits_after_the_groups_are_destroyed() -> None:
     """The last check: destroys all process groups, as ms-swift does after training; vLLM then cleans up at exit."""
     import torch.distributed as dist
