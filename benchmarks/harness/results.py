@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +30,7 @@ class Step:
 
     @property
     def train_seconds(self) -> float:
-        return sum(self.phases.get(phase, 0.0) for phase in TRAIN_PHASES)
+        return math.fsum(self.phases.get(phase, 0.0) for phase in TRAIN_PHASES)
 
     @property
     def train_peak_gb(self) -> float:
@@ -140,7 +141,7 @@ class Measured:
         return statistics.median(self.seconds)
 
     def phase(self, *phases: str) -> float:
-        return statistics.median(sum(step.phases.get(phase, 0.0) for phase in phases) for step in self.steps)
+        return statistics.median(math.fsum(step.phases.get(phase, 0.0) for phase in phases) for step in self.steps)
 
     @property
     def peak_gb(self) -> float:

@@ -24,6 +24,10 @@ from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_proce
 class GRPOArguments(DerivedArguments):
     """Arguments of one run; checked on construction."""
 
+    # ms-swift declares Optional[Union[str, List[str]]], of which transformers' parser accepts only the order list, str.
+    # typing caches unions whatever their order is, so the order depends on who has written one before.
+    cp_comm_type: str | None = None
+
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are for --rlhf_type grpo, not {self.rlhf_type}")

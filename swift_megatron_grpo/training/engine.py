@@ -26,6 +26,7 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
+from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
@@ -77,6 +78,7 @@ class MegatronEngine:
             )
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = optimizer.scale_loss
+        clip_with_transformer_engine()
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
 

@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 
 from swift_megatron_grpo.layout import Layout
 
-# Independent of the layout: scratch memory, and the list of all groups ever created.
+# Independent of the layout: scratch memory, and the list of all groups ever created. megatron-core 0.17 and newer have
+# no _GLOBAL_SYMMETRIC_MEMORY_BUFFER.
 _SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
 
 
@@ -23,7 +24,8 @@ class ReferenceLayout:
     """Process groups of a second layout, which `active` swaps in. All ranks create it together."""
 
     def __init__(self, layout: Layout, timeout_minutes: int) -> None:
-        first, shared = _current_groups(), {name: getattr(parallel_state, name) for name in _SHARED}
+        first = _current_groups()
+        shared = {name: value for name, value in vars(parallel_state).items() if name in _SHARED}
         _set_groups(dict.fromkeys([*first, *shared]))  # destroy_model_parallel would also destroy some of the groups
         parallel_state._HYBRID_DP_CP_GROUPS = {}
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 
@@ -212,7 +212,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         __file__,
         str(output),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORT_PATH}
     ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ranks.returncode == 0, ranks.stdout[-2000:] + ranks.stderr[-6000:]
     assert ranks.stderr.count("the CPU platform uses gloo in place of nccl") == 1

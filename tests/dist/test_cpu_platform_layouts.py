@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 VOCABULARY, MICRO_BATCHES, LENGTHS = 264, 4, (16, 24, 8)
 
@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         __file__,
         str(output),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORT_PATH, "HF_HUB_OFFLINE": "1"}
     ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert ranks.returncode == 0, ranks.stdout[-2000:] + ranks.stderr[-6000:]
     return json.loads(output.read_text())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import make_model
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH, REPOSITORY
 
 
 @pytest.mark.dist
@@ -24,7 +24,7 @@ def test_the_engine_example_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
     done = subprocess.run(
         [*command, str(tmp_path / "example.py"), str(model)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORT_PATH},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH, REPOSITORY
 
 _SOCKETS = "TESTS_FORK_SERVERS"
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
@@ -99,7 +99,7 @@ def fork_server(kind: str) -> ForkServer:
 def _start_server(kind: str, path: Path) -> None:
     """Start a server and wait until it has imported everything."""
     command = [sys.executable, "-m", "tests.forking.server", kind, str(path)]
-    environment = {**os.environ, **OFFLINE, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, **OFFLINE, "PYTHONPATH": IMPORT_PATH}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
     while not path.exists():
         if process.poll() is not None:

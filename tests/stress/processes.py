@@ -24,14 +24,14 @@ from typing import Any
 
 import psutil
 
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH, REPOSITORY
 
 EVENT_RECORDER = Path(__file__).with_name("event_recorder.py")
 EVENTS_VARIABLE, TRANSFER_VARIABLE = "STRESS_EVENTS", "STRESS_TRANSFER_SECONDS"
 HOST = "127.0.0.1"
 # Part of a server -> text in the process's name or command line.
 _PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.server"}
-OFFLINE = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+OFFLINE = {"PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
 def script_parser(description: str | None, name: str, steps: int) -> argparse.ArgumentParser:

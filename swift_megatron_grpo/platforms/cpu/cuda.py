@@ -2,7 +2,7 @@
 
 Installed by `activate()`. torch.cuda.is_available() stays False, because vLLM, transformers and ms-swift use it to
 select the CPU. Functions that describe a GPU (properties, capability, name) raise, as in torch's own CPU build, and so
-does everything that is not listed here.
+does everything that is not listed here. torch's CUDA build, which plain `pip install torch` installs, works as well.
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ _REPLACEMENTS: dict[str, Any] = {
     "default_stream": lambda device=None: _STREAM,
     "device": _Device,
     "device_count": lambda: 1,
+    "is_available": lambda: False,  # with PYTORCH_NVML_BASED_CUDA_CHECK torch's CUDA build asks device_count
     "is_current_stream_capturing": lambda: False,
     "max_memory_allocated": lambda device=None: 0,
     "max_memory_reserved": lambda device=None: 0,

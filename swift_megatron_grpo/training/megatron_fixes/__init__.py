@@ -3,9 +3,11 @@
     adapter_settings.py       --use_rslora and --lora_dropout
     expert_marks.py           gradients of experts without expert parallelism
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
+    gradient_clipping.py      clipping with Transformer Engine's kernels
     router_bias.py            the expert bias, which moves without a learning rate
     moe_aux_losses.py         values of the losses that MoE layers add
     result_queue.py           a helper process of checkpoint writing that outlives its rank
 
-Each file names the versions and the test that fails once upstream is fixed. Tests: tests/unit/training/megatron_fixes.
+Each file names the versions and the test that fails once upstream is fixed. A correction changes nothing where upstream
+is right already; docs/versions.md has the table. Tests: tests/unit/training/megatron_fixes.
 """

@@ -1,9 +1,10 @@
 """Reads the losses that Megatron's MoE layers add to the gradient: load balancing and z-loss.
 
-Upstream: megatron-core (0.16.1) adds their gradients during backward, but keeps their values in a global tracker that
+Upstream: megatron-core adds their gradients during backward, but keeps their values in a global tracker that
 only a training loop reads, logs and resets. If the loop does not, the values accumulate and are never logged.
 
-Fix: read and reset the tracker once per step, with megatron-core's own `track_moe_metrics`.
+Fix: read and reset the tracker once per step, with megatron-core's own function: `track_moe_metrics`, which newer
+versions, 0.18.2 for one, deprecate in favour of a method of the tracker, with the same arguments.
 
 Tests: tests/e2e/test_cli.py checks the logged `load_balancing_loss` of a MoE run, and fails if the tracker changes. It
 is megatron-core's design that the loop does this, so there is no upstream fix to wait for.
@@ -11,9 +12,11 @@ is megatron-core's design that the loop does this, so there is no upstream fix t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from mcore_bridge import ModelConfig
-from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+from megatron.core.transformer.moe import moe_utils
 
 _BALANCING = {
     "aux_loss": "load_balancing_loss",
@@ -32,7 +35,7 @@ def pop_moe_aux_losses(config: ModelConfig, num_micro_batches: int) -> dict[str,
     if not names:
         return {}
     losses: dict[str, torch.Tensor] = {}
-    track_moe_metrics(
+    _report_and_reset(
         loss_scale=1 / num_micro_batches,
         iteration=0,  # only a writer uses it, and none is passed
         total_loss_dict=losses,
@@ -42,6 +45,13 @@ def pop_moe_aux_losses(config: ModelConfig, num_micro_batches: int) -> dict[str,
         moe_layer_freq=config.moe_layer_freq,
     )
     return {name: losses[name].item() for name in names}
+
+
+def _report_and_reset(**settings: Any) -> None:
+    if hasattr(moe_utils, "get_moe_metrics_tracker"):
+        moe_utils.get_moe_metrics_tracker().report(**settings)
+    else:
+        moe_utils.track_moe_metrics(**settings)
 
 
 def _names(config: ModelConfig) -> list[str]:

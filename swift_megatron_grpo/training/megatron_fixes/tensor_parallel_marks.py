@@ -1,22 +1,26 @@
 """Corrects which parameters are marked as sharded by tensor parallelism, so that the gradient norm is right.
 
 Megatron's gradient norm counts a parameter on every tensor-parallel rank if it is marked as sharded
-(`tensor_model_parallel` True), else on one rank. Two kinds of marks are wrong in a model that mcore-bridge has built;
-the norm, and with it clipping, is then off.
+(`tensor_model_parallel` True), else on one rank. Three kinds of marks are wrong in a model that mcore-bridge 1.6.5 has
+built; the norm, and with it clipping, is then off.
 
-Upstream, in megatron-core 0.16.1 with mcore-bridge 1.6.5 and Transformer Engine 2.11, the versions that this package
-is tested with:
+Upstream:
 
-* megatron-core marks the embedding and the output layer only when it initialises them at random. mcore-bridge loads
-  weights instead (perform_initialization False), so the norm leaves out all shards but the first: 7-9 % on a small
-  model.
+* megatron-core below 0.18 marks the embedding and the output layer only when it initialises them at random.
+  mcore-bridge loads weights instead (perform_initialization False), so the norm leaves out all shards but the first:
+  7-9 % on a small model.
 * Transformer Engine marks the weight of every linear layer. Layers that megatron-core calls "duplicated", such as the
   half of a LoRA adapter that is replicated on every rank, are therefore counted TP times: 14 % on a small model.
+  megatron-core 0.17 and newer unmark them.
+* Transformer Engine below 2.13 also marks the weights of experts, newer versions do not, and megatron-core does only
+  from 0.19 on. With megatron-core 0.16 to 0.18 and Transformer Engine 2.13 or newer the norm leaves out the experts of
+  all tensor-parallel ranks but the first.
 
-Fix: set both kinds of marks before the optimizer copies them to its own shards.
+Fix: set all marks before the optimizer copies them to its own shards. Where upstream is right they stay as they are.
 
-Tests: tests/unit/training/megatron_fixes/test_upstream_marks.py fails once upstream sets a mark correctly; then delete
-that part. tests/dist/test_layouts.py[dense-full-tp2] and [dense-lora-tp2+sp] fail without the fix.
+Tests: tests/unit/training/megatron_fixes/test_upstream_marks.py names the version that sets each mark, and fails if
+another one does; a part can go once no supported version needs it. tests/dist/test_layouts.py[dense-full-tp2] and
+[dense-lora-tp2+sp] fail without the fix, and tests/dist/test_newer_transformer_engine.py without its last part.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from collections.abc import Iterable
 
 import torch
 from mcore_bridge import LoraParallelLinear
-from megatron.core.extensions.transformer_engine import TELinear
+from megatron.core.extensions.transformer_engine import TEGroupedLinear, TELinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 
@@ -46,6 +50,10 @@ def mark_sharded_parameters(models: Iterable[torch.nn.Module]) -> None:
                 _mark(module, sharded=True, dim=1)
             elif type(module) is TELinear and module not in experts:  # "duplicated"; its subclasses are sharded
                 _mark(module, sharded=False, dim=-1)
+            elif isinstance(module, TEGroupedLinear):
+                for name, weight in module.named_parameters(recurse=False):
+                    if name.startswith("weight"):
+                        weight.tensor_model_parallel = True
 
 
 def _mark(module: torch.nn.Module, sharded: bool, dim: int) -> None:

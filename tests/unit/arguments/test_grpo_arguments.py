@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 from tests.unit.model_config import QWEN3
 
 
@@ -317,11 +317,10 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     command = "--rlhf_type grpo --model tiny --model_type qwen3 --template qwen3 --dataset train.jsonl "
     command += "--reward_funcs format --train_iters 2 --ddp_backend gloo"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    root = str(REPOSITORY)
     process = subprocess.run(
         [sys.executable, "-c", ACCEPTED, *command.split()],
         cwd=folder,
-        env=os.environ | rank | {"PYTHONPATH": root},
+        env=os.environ | rank | {"PYTHONPATH": IMPORT_PATH},
         capture_output=True,
         text=True,
         timeout=300,

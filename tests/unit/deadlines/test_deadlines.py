@@ -14,14 +14,14 @@ import pytest
 
 from swift_megatron_grpo.deadlines.collectives import format_entries
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded, interrupted_after
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 RANK = Path(__file__).with_name("stuck_rank.py")
 
 
 def start(how: str, report: Path, rank: int = 0, world_size: int = 1) -> subprocess.Popen[str]:
     command = [sys.executable, str(RANK), how, str(report), str(rank), str(world_size)]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": IMPORT_PATH}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 

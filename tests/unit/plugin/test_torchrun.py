@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.forking.client import free_port
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 # What a rank does; `ready` tells the test that it has started.
 RANK = """
@@ -50,7 +50,7 @@ class Torchrun:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"]
         self.process = subprocess.Popen(
             [*command, str(free_port()), str(script), "--rlhf_type", "grpo", how, *flags],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1"},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

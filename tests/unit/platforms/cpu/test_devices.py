@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.platforms.cpu import activate, is_active
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 CPU = torch.device("cpu")
 CUDA_DEVICES = ["cuda", "cuda:1", 0, torch.device("cpu")]
@@ -26,7 +26,7 @@ def _platform() -> None:
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a new interpreter."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "SWIFT_MEGATRON_GRPO": "off"}
+    environment = {**os.environ, "PYTHONPATH": IMPORT_PATH, "SWIFT_MEGATRON_GRPO": "off"}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -49,6 +49,21 @@ def test_activation_on_a_machine_with_cuda_is_refused() -> None:
     assert result.stdout.startswith("False the CPU platform would hide a usable CUDA device"), result.stderr
 
 
+def test_cuda_stays_unavailable_in_torchs_cuda_build_when_vllm_makes_it_count_devices() -> None:
+    """vLLM sets the variable when it is imported; torch's CUDA build then asks device_count, which is 1 here."""
+    code = (
+        "import os, torch; from swift_megatron_grpo.platforms.cpu import activate\n"
+        "activate()\n"
+        "os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'\n"
+        "torch.cuda._is_compiled = lambda: True\n"
+        "weight = torch.nn.Parameter(torch.ones(2)); weight.grad = torch.ones(2)\n"
+        "torch.optim.Adam([weight], lr=0.5).step()\n"
+        "print(torch.cuda.is_available(), torch.cuda.device_count(), weight.tolist())\n"
+    )
+    result = python(code)
+    assert result.stdout == "False 1 [0.5, 0.5]\n", result.stderr
+
+
 def test_a_process_that_does_not_activate_is_unchanged() -> None:
     code = (
         "import sys, threading, torch, swift_megatron_grpo.platforms.cpu as cpu\n"
@@ -58,7 +73,7 @@ def test_a_process_that_does_not_activate_is_unchanged() -> None:
         "assert 'transformer_engine' not in sys.modules and 'megatron' not in sys.modules\n"
         "assert torch._C._len_torch_function_stack() == 0\n"
         "try: torch.empty(1, device='cuda')\n"
-        "except AssertionError: print('unchanged')\n"
+        "except (AssertionError, RuntimeError): print('unchanged')\n"  # of torch's CPU build; of its CUDA build
     )
     result = python(code)
     assert result.stdout == "unchanged\n", result.stderr

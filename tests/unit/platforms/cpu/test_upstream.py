@@ -16,7 +16,7 @@ from types import FunctionType
 
 import pytest
 
-from tests.paths import REPOSITORY
+from tests.paths import IMPORT_PATH
 
 
 def check_megatron_and_the_bridge_use_the_stand_in() -> None:
@@ -198,7 +198,7 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__]
     process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr[-6000:]
