@@ -2,8 +2,8 @@
 
     python scripts/write_support_table.py
 
-The contents come from support_table.py and engine_kwargs.py in swift_megatron_grpo/arguments; tests/unit/test_readme.py
-compares them.
+The contents come from arguments/support_table.py and vllm_shared/engine_kwargs.py in swift_megatron_grpo;
+tests/unit/test_readme.py compares them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.engine_kwargs import REFUSED
 from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
+from swift_megatron_grpo.vllm_shared.engine_kwargs import REFUSED
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- refused flags, by scripts/write_support_table.py -->\n"

@@ -29,6 +29,7 @@ from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.disk.checksums import threads_of_a_rank
+from swift_megatron_grpo.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -82,6 +83,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
+        self._locked = LockedFolders(
+            {"output_dir": args.output_dir, "rollout_dump": args.dump_folder}, self.coordinator
+        )
         self._check_checkpoints(args, template)
         self.stop = StopRequest(self.coordinator, args.stop_grace)
         self.remote = self._connect_to_servers(args)
@@ -216,10 +220,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if warning is not None:
                 logger.warning(warning)
         model, tokenizer = read_model_identity(args.model_dir), tokenizer_identity(self.template.tokenizer)
-        identity = Identity(model, tokenizer, dataset)
-        writer = CheckpointWriter(
-            Path(args.output_dir), self.coordinator, _ranks_of_this_machine(), identity, logger.info
-        )
+        identity, ranks = Identity(model, tokenizer, dataset), _ranks_of_this_machine()
+        writer = CheckpointWriter(Path(args.output_dir), self.coordinator, ranks, identity, logger.info)
         if not self.settings.recording.only:
             period = args.save_steps or args.train_iters
             next_save = (self.state.iteration // period + 1) * period

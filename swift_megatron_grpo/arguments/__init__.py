@@ -7,7 +7,6 @@ to_config.py         convert the arguments into the frozen settings of config.py
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
-engine_kwargs.py     the support of every setting of vLLM in --vllm_engine_kwargs
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
 batch_plan.py        resolve the batch sizes of a run

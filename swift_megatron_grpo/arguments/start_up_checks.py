@@ -26,13 +26,14 @@ from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
-from swift_megatron_grpo.arguments.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
+from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 
 STOCK_TRAINER = f"{SWITCH}=off for ms-swift's own trainer"
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
@@ -177,12 +178,12 @@ def _check_json(args: DerivedArguments) -> None:
     """Check the flags that take JSON, and the settings of vLLM in the training processes among them."""
 
     def check_engine() -> None:
-        settings = values.parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
+        settings = parse_json_object("vllm_engine_kwargs", args.vllm_engine_kwargs)
         if not args.uses_servers:  # otherwise the flag has no effect, as the start-up log notes
             check_engine_kwargs(settings, adapter_only=args.vllm_enable_lora)
 
     others = [flag for flag in values.JSON_FLAGS if flag != "vllm_engine_kwargs"]
-    check_all([check_engine, *(partial(values.parse_json_object, flag, getattr(args, flag)) for flag in others)])
+    check_all([check_engine, *(partial(parse_json_object, flag, getattr(args, flag)) for flag in others)])
 
 
 def _check_callbacks(args: DerivedArguments) -> None:

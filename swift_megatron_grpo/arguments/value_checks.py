@@ -6,10 +6,9 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -169,26 +168,3 @@ def check_iterations(num_iterations: int) -> None:
 # ---- JSON
 
 JSON_FLAGS = ("vllm_engine_kwargs", "megatron_extra_kwargs", "model_kwargs", "vllm_limit_mm_per_prompt", "columns")
-
-
-def parse_json_object(flag: str, value: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the value of a flag that takes a JSON object, or the path of a JSON file, as in ms-swift.
-
-    ms-swift repairs malformed JSON, which turns a missing quote into other settings.
-    """
-    if not isinstance(value, str):
-        return dict(value or {})
-    is_file = Path(value).is_file()
-    source, text = (f"the file {value}", Path(value).read_text()) if is_file else ("the value", value)
-    advice = f"""use the form --{flag} '{{"name": 1}}', or leave it out"""
-    try:
-        parsed = json.loads(text)
-    except json.JSONDecodeError as error:
-        around = text[max(0, error.pos - 20) : error.pos + 20]
-        raise ValueError(
-            f"--{flag}: {source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}, near "
-            f"{around!r}; {advice}"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"--{flag}: {source} is not a JSON object but {json.dumps(parsed)[:40]}; {advice}")
-    return parsed

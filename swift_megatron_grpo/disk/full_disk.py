@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 _REASONS = {
@@ -46,14 +46,12 @@ def why_full(folder: Path) -> str | None:
     probe = folder / f".probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
+            probe.unlink()  # at once, because this process may be killed meanwhile
             file.write(bytes(_PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return reason_of(error)
-    finally:
-        with suppress(OSError):
-            probe.unlink(missing_ok=True)
     return None
 
 

@@ -15,6 +15,8 @@ from swift.rollout import envs, multi_turns
 from swift_megatron_grpo.conversations.checks import check_multi_turn
 from swift_megatron_grpo.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.server.limits import TrafficLimits
+from swift_megatron_grpo.vllm_shared.engine_kwargs import FLAG, REFUSED_BY_SERVERS, check_engine_kwargs
+from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 
 LOOPBACK = "127.0.0.1"
 _POSITIVE = {  # flags with an example of a value
@@ -84,6 +86,7 @@ class GRPORolloutArguments(RolloutArguments):
         it was killed. A trainer waits for the restarted server on the same port.
         """
         self._check_limits()
+        self._check_engine()
         if self.api_key:
             hide_in_process_list(self.api_key)
         port = self.port
@@ -106,6 +109,19 @@ class GRPORolloutArguments(RolloutArguments):
             value = getattr(self, flag)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
+
+    def _check_engine(self) -> None:
+        """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        check_engine_kwargs(settings, adapter_only=self.vllm_enable_lora, refused=REFUSED_BY_SERVERS)
+        self.vllm_engine_kwargs = settings
+        for flag, value in (
+            ("vllm_quantization", self.vllm_quantization),
+            ("vllm_speculative_config", self.vllm_speculative_config),
+        ):
+            if value is not None:
+                why = REFUSED_BY_SERVERS[flag.removeprefix("vllm_")]
+                raise ValueError(f"--{flag} {value}: {why}; leave it out")
 
     @property
     def traffic(self) -> TrafficLimits:

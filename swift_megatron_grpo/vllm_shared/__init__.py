@@ -1,8 +1,11 @@
 """Code for vLLM that runs in the trainer's processes (colocate) and in a rollout server's workers.
 
-    sampling.py     requests for completions and for log-probs of a text
-    adapter.py      loads a LoRA adapter from tensors
-    load_tracer.py  traces a load of weights, to read back what the model holds
+    sampling.py       requests for completions and for log-probs of a text
+    adapter.py        loads a LoRA adapter from tensors
+    load_tracer.py    traces a load of weights, to read back what the model holds
+    engine_kwargs.py  the support of every setting of vLLM in --vllm_engine_kwargs
+    json_flags.py     reads flags whose value is a JSON object
 
-Tests: tests/unit/loop/test_weight_sync.py (load_tracer), tests/e2e/test_generation.py, tests/e2e/test_server.py.
+Tests: tests/unit/vllm_shared, tests/unit/loop/test_weight_sync.py (load_tracer), tests/e2e/test_generation.py,
+tests/e2e/test_server.py.
 """

@@ -28,6 +28,7 @@ from tests.paths import IMPORT_PATH, REPOSITORY
 
 EVENT_RECORDER = Path(__file__).with_name("event_recorder.py")
 EVENTS_VARIABLE, TRANSFER_VARIABLE = "STRESS_EVENTS", "STRESS_TRANSFER_SECONDS"
+OPEN_FILES_VARIABLE = "STRESS_OPEN_FILES"
 HOST = "127.0.0.1"
 # Part of a server -> text in the process's name or command line.
 _PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.server"}
@@ -230,6 +231,11 @@ def _is_in_group(process: psutil.Process, group: int) -> bool:
         return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+def rank_file(events: str | Path, rank: int) -> Path:
+    """Return the file with the process id of a rank whose events go to `events`."""
+    return Path(events).with_suffix(f".rank-{rank}")
 
 
 def digest(tokens: Sequence[int]) -> str:

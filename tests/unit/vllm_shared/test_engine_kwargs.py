@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from swift_megatron_grpo.arguments.engine_kwargs import REFUSED, SERVED, check_engine_kwargs
-from swift_megatron_grpo.arguments.value_checks import parse_json_object
+from swift_megatron_grpo.vllm_shared.engine_kwargs import (
+    REFUSED,
+    REFUSED_BY_SERVERS,
+    SERVED,
+    check_engine_kwargs,
+)
+from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 
 
-def refuse(settings: dict[str, object], adapter_only: bool = False) -> str:
+def refuse(settings: dict[str, object], adapter_only: bool = False, refused: Mapping[str, str] = REFUSED) -> str:
     with pytest.raises(ValueError) as caught:
-        check_engine_kwargs(settings, adapter_only)
+        check_engine_kwargs(settings, adapter_only, refused)
     return str(caught.value)
 
 
@@ -53,6 +60,18 @@ def test_settings_that_a_flag_sets_name_the_flag() -> None:
 
     flags = {why.removeprefix("use --") for why in REFUSED.values() if why.startswith("use --")}
     assert flags <= set(GRPOArguments.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_BY_SERVERS))
+def test_servers_refuse_the_same_settings_and_name_their_own_flags(name: str) -> None:
+    from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+
+    message = refuse({name: 1}, refused=REFUSED_BY_SERVERS)
+    why = REFUSED_BY_SERVERS[name]
+    assert set(REFUSED_BY_SERVERS) == set(REFUSED) and message.startswith(f"--vllm_engine_kwargs: {name}: {why}")
+    assert "training ranks" not in why and "sleep_level" not in why
+    flags = re.findall(r"use --(\w+)", why)
+    assert set(flags) <= set(GRPORolloutArguments.__dataclass_fields__)
 
 
 def test_an_unknown_setting_is_refused_with_the_nearest_names() -> None:

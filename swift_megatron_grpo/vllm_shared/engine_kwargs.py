@@ -2,7 +2,7 @@
 
 vLLM reads these settings directly, so one that changes what the engine computes would change the policy that generates
 without the trainer's knowledge, and one that a flag sets as well would be overwritten. A contract test compares the
-lists with the EngineArgs of the installed vLLM.
+lists with the EngineArgs of the installed vLLM. `swift rollout` refuses the same settings, partly for other reasons.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ _FLAGS = {
     "revision": "model_revision",
 }
 
+_PARALLEL = "an engine is one tensor-parallel group of training ranks; use --vllm_tensor_parallel_size"
 _REASONS = {
     "the trainer sends weights of 16 or 32 bits, and could not verify the engine's": """
         quantization quantization_config allow_deprecated_quantization""",
@@ -73,7 +74,7 @@ _REASONS = {
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_prefetch_step
         offload_params sleep_preserve_parameter_names enable_cumem_allocator enable_nccl_comm_suspend
         weight_transfer_config pt_load_map_location model_loader_extra_config""",
-    "an engine is one tensor-parallel group of training ranks; use --vllm_tensor_parallel_size": """
+    _PARALLEL: """
         pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size dcp_comm_backend
         dcp_q_replicate dcp_kv_cache_interleave_size cp_kv_cache_interleave_size data_parallel_size data_parallel_rank
         data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
@@ -116,13 +117,28 @@ _REASONS = {
 REFUSED: Mapping[str, str] = {name: f"use --{flag}" for name, flag in _FLAGS.items()} | {
     name: why for why, names in _REASONS.items() for name in names.split()
 }
+# What `swift rollout` calls the same flags, and where an engine is not that of training ranks.
+_FLAGS_OF_SERVERS = {
+    "max_lora_rank": "vllm_max_lora_rank",
+    "data_parallel_size": "vllm_data_parallel_size",
+    "enable_expert_parallel": "vllm_enable_expert_parallel",
+    "disable_custom_all_reduce": "vllm_disable_custom_all_reduce",
+}
+_REASONS_OF_SERVERS = {
+    _PARALLEL: "a server's engine is parallel by --vllm_tensor_parallel_size and --vllm_data_parallel_size",
+    f"use --{_FLAGS['enable_sleep_mode']}": "a server does not share its GPUs with a trainer, so it never sleeps",
+}
+REFUSED_BY_SERVERS: Mapping[str, str] = {
+    name: f"use --{_FLAGS_OF_SERVERS[name]}" if name in _FLAGS_OF_SERVERS else _REASONS_OF_SERVERS.get(why, why)
+    for name, why in REFUSED.items()
+}
 # Other formats load quantized weights, or shards of another layout.
 _LOAD_FORMATS = ("auto", "safetensors", "hf", "pt", "npcache", "dummy", "runai_streamer", "fastsafetensors")
 
 
-def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool) -> None:
+def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str] = REFUSED) -> None:
     """Raise ValueError for settings that are refused or unknown. `adapter_only`: the run sends only its adapter."""
-    problems = [f"--{FLAG}: {name}: {_problem(name)}" for name in settings if name not in SERVED]
+    problems = [f"--{FLAG}: {name}: {_problem(name, refused)}" for name in settings if name not in SERVED]
     load_format = settings.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
         problems.append(
@@ -142,9 +158,9 @@ def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool) -> None
         raise ValueError("\n".join(problems))
 
 
-def _problem(name: str) -> str:
-    if name in REFUSED:
-        why = REFUSED[name]
+def _problem(name: str, refused: Mapping[str, str]) -> str:
+    if name in refused:
+        why = refused[name]
         return why if why.startswith("use --") else f"{why}; leave it out"
     return f"vLLM has no such setting, or this package does not support it{_nearest(name, SERVED)}; leave it out"
 
