@@ -12,7 +12,6 @@ import argparse
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -22,32 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
-VOCABULARY = 264  # 256 bytes, the special tokens and, as in real models, a few unused rows
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte and a ChatML template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=IM_END,
-        pad_token=END_OF_TEXT,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
-
+from swift_megatron_grpo.tools.tiny_models import VOCABULARY, make_tokenizer
 
 def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     shape = {

@@ -121,10 +121,13 @@ class VllmConfig:
 class RemoteTurnsConfig:
     """Requirements of this run on conversations that servers conduct. None: the server's setting applies."""
 
-    requested_by: str  # the flags that request several turns, as typed
+    requested_by: str | None  # flags that request several turns, as typed; None: there is no reward function
     scheduler: str | None = None
     max_turns: int | None = None
     gym_env: str | None = None
+
+
+CANARY_TOKENS = 128  # at most, of the text that verifies weight syncs
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +140,15 @@ class ServerConfig:
     request_timeout: float  # seconds for one completion, and for one transfer of weights
     api_key: str | None = field(repr=False)
     bucket_bytes: int
-    needed_length: int  # tokens of prompt and completion
+    needed_length: int  # tokens of the longest prompt and the longest completion
     model: dict[str, Any]  # values of config.json that must be equal on the server
     lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
+
+    @property
+    def least_length(self) -> int:
+        """The tokens for which every server must have room: the canary's, and one that is sampled."""
+        return min(self.needed_length, CANARY_TOKENS + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
 from swift_megatron_grpo.checkpoints.sources import Source
-from swift_megatron_grpo.config import BatchPlan
+from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.recording import folder as recording
@@ -143,14 +143,22 @@ class DerivedArguments(GRPOFlags):
         return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
 
     @property
-    def turn_flags_for_servers(self) -> str | None:
-        """The flags that request conversations from servers, as typed; None: completions are single turns."""
-        return servers.turn_flags(vars(self)) if self.uses_servers else None
+    def turns_of_servers(self) -> RemoteTurnsConfig | None:
+        """Requirements on conversations that servers conduct; None: completions are single turns.
+
+        Without a reward function only environments of the servers can grade, so completions are conversations.
+        """
+        if not self.uses_servers:
+            return None
+        flags = servers.turn_flags(vars(self))
+        if flags is None and self.reward_funcs:
+            return None
+        return RemoteTurnsConfig(flags, self.multi_turn_scheduler, self.max_turns, self.gym_env)
 
     @property
     def servers_may_grade(self) -> bool:
         """True if the servers' flags decide whether environments grade: as in ms-swift, without --use_gym_env here."""
-        return self.turn_flags_for_servers is not None and self.use_gym_env is None and self.gym_env is None
+        return self.turns_of_servers is not None and self.use_gym_env is None and self.gym_env is None
 
     # ---- rewards
 

@@ -48,9 +48,13 @@ class GRPOArguments(DerivedArguments):
             raise
 
     def _init_output_dir(self) -> None:
-        """Run the checks that need the model's config; ms-swift creates process groups and the folder next."""
-        checks.check_with_model_config(self)
+        """Run the last checks; ms-swift creates process groups and the folder next."""
+        self.check_before_process_groups()
         super()._init_output_dir()
+
+    def check_before_process_groups(self) -> None:
+        """Run the checks that need the model's config, which ms-swift has read by now."""
+        checks.check_with_model_config(self)
 
     def check_adopted(self) -> None:
         """Raise what __post_init__ would have raised, for arguments that ms-swift's own class has parsed."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     path = Path(folder).expanduser() / "config.json"
     with path.open(encoding="utf-8") as file:
         config: dict[str, Any] = json.load(file)
-    text = {**config, **(config.get("text_config") or {})}
+    text = {**config, **_text_config(config)}
 
     def number(*keys: str) -> int | None:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
@@ -56,6 +56,17 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         expert_ffn=number("moe_intermediate_size"),
         linear_heads=tuple(heads for heads in linear if heads is not None),
     )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a composed model's config for its language model; empty if the model has no parts.
+
+    Qwen-Omni nests it: thinker_config has a text_config.
+    """
+    for part in ("thinker_config", "llm_config", "language_config", "text_config"):
+        if isinstance(config.get(part), dict):
+            return {**config[part], **_text_config(config[part])}
+    return {}
 
 
 # ---- the layout
@@ -144,10 +155,10 @@ def _check_experts(layout: Layout, model: ModelShape) -> None:
         layout.pipeline_model_parallel_size,
     )
     if model.experts is None:
-        for flag, size in (("expert_model_parallel_size", ep), ("expert_tensor_parallel_size", etp)):
-            if size > 1:
+        for flag, size in _expert_sizes(layout):
+            if size > 1 and layout.world_size % (ep * etp * pp):
                 raise ValueError(f"{flag} ({size}) needs experts, and {model.name} has none; use --{flag} 1")
-        return
+        return  # otherwise Megatron creates process groups that nothing uses
     valid = [
         n for n in range(1, model.experts + 1) if model.experts % n == 0 and layout.world_size % (n * etp * pp) == 0
     ]
@@ -167,6 +178,19 @@ def _check_experts(layout: Layout, model: ModelShape) -> None:
             f"tensor_model_parallel_size ({layout.tensor_model_parallel_size}) with experts needs sequence parallelism"
             "; use --sequence_parallel true"
         )
+
+
+def _expert_sizes(layout: Layout) -> list[tuple[str, int]]:
+    flags = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    return [(flag, getattr(layout, flag)) for flag in flags]
+
+
+def expert_size_notes(layout: Layout, model: ModelShape) -> list[str]:
+    """Return a note on expert parallelism of a model without experts."""
+    given = [f"--{flag} {size}" for flag, size in _expert_sizes(layout) if size > 1]
+    if model.experts is not None or not given:
+        return []
+    return [f"{' '.join(given)}: without effect, because {model.name} has no experts"]
 
 
 def _check_vllm_tensor_parallel(layout: Layout, model: ModelShape) -> None:

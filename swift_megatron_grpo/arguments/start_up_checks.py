@@ -252,7 +252,7 @@ def _check_precision(args: DerivedArguments) -> None:
 def _check_lengths(args: DerivedArguments) -> None:
     """Check lengths against vLLM in the training processes; a server reports its own limit later."""
     max_model_len = None if args.uses_servers else args.vllm_max_model_len
-    values.check_lengths(args.max_length, args.max_completion_length, max_model_len)
+    values.check_lengths(args.max_completion_length, max_model_len)
 
 
 def _check_adapter_sync(args: DerivedArguments) -> None:

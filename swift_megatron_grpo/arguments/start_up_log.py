@@ -6,8 +6,11 @@ from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import server_checks as servers
+from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments.batch_plan import format_table
 from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.layout_checks import expert_size_notes, read_model_shape
+from swift_megatron_grpo.arguments.support_table import notes_on_flags
 from swift_megatron_grpo.recording import folder as recording
 
 
@@ -18,6 +21,9 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         f"swift_megatron_grpo {__version__} trains this run ({SWITCH}=off turns it off): {_layout(args)}",
         *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
         *plan.notes,
+        *notes_on_flags(vars(args)),
+        *_expert_notes(args),
+        *_length_notes(args),
         *_offload_notes(args),
         *_dropout_notes(args),
         *servers.start_up_notes(args.vllm_mode, vars(args)),
@@ -32,6 +38,15 @@ def _layout(args: DerivedArguments) -> str:
     where = f"at {', '.join(args.server_urls)}" if args.uses_servers else f"TP {args.vllm_tensor_parallel_size}"
     line = f"{layout}, world {layout.world_size}; vLLM {where}"
     return line if args.reference_layout is None else f"{line}; reference {args.reference_layout}"
+
+
+def _expert_notes(args: DerivedArguments) -> list[str]:
+    return expert_size_notes(args.layout, read_model_shape(args.model_dir))
+
+
+def _length_notes(args: DerivedArguments) -> list[str]:
+    max_model_len = None if args.uses_servers else args.vllm_max_model_len
+    return values.length_notes(args.max_length, args.max_completion_length, max_model_len)
 
 
 def _offload_notes(args: DerivedArguments) -> list[str]:

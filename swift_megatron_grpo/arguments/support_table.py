@@ -1,4 +1,4 @@
-"""The support of every flag of ms-swift's `megatron rlhf`: each is in exactly one of four lists.
+"""The support of every flag of ms-swift's `megatron rlhf`: each is in exactly one of five lists.
 
 A test requires this, so a flag that a new ms-swift release adds fails that test by name instead of being silently
 ignored.
@@ -23,6 +23,14 @@ class Refusal:
     stock: bool = True  # True if ms-swift's own trainer supports the other values
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A flag that refines how ms-swift's own trainer works, and changes no result here."""
+
+    silent: tuple[Any, ...]  # values that need no note; the default is one of them
+    why: str
+
+
 _TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
@@ -30,6 +38,13 @@ _OVERLAP = "this overlap is not supported yet"
 _ORIGIN = "the reference is --ref_model or, with LoRA, the model without its adapter"
 _IMAGES = "models with an image or audio part are not supported yet"
 _LENGTHS = "packed micro batches differ in length"
+
+NOTED: Mapping[str, Note] = {
+    "padding_free": Note((True,), "sequences are packed without padding in any case, and the loss is the same"),
+    "offload_bridge": Note(
+        (False,), "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
+    ),
+}
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
@@ -39,14 +54,13 @@ NOT_YET: Mapping[str, Refusal] = {
         ("last_round", "last_round+ignore_empty_think"), "exactly the tokens that the policy generated are trained"
     ),
     "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained"),
-    "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained"),
+    "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
     "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
     "completion_length_limit_scope": Refusal(
         ("per_round",), "--max_completion_length limits each turn, and --vllm_max_model_len the whole conversation"
     ),
-    "offload_bridge": Refusal((False,), "weights are sent to vLLM from GPU to GPU"),
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
     "reward_model": Refusal((None,), "reward models are not supported yet", stock=False),
@@ -92,7 +106,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "fp4_param_gather": Refusal((False,), _LOW_BITS),
     # layout and communication
     "pipeline_model_parallel_layout": Refusal((None,), "custom pipeline layouts are not supported yet"),
-    "padding_free": Refusal((True,), _PACKED),
     "mlp_padding_free": Refusal((False,), _PACKED),
     "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "auto"), _PACKED),
     "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
@@ -228,6 +241,15 @@ def unsupported_flags(values: Mapping[str, Any], stock_trainer: str) -> list[str
         _refusal_message(flag, values[flag], refusal, stock_trainer)
         for flag, refusal in NOT_YET.items()
         if not _is_allowed(values[flag], refusal)
+    ]
+
+
+def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for the start-up log on every flag that is accepted and changes nothing."""
+    return [
+        f"--{flag} {typed_value(values[flag])}: without effect, because {note.why}"
+        for flag, note in NOTED.items()
+        if values[flag] not in note.silent
     ]
 
 

@@ -24,7 +24,6 @@ from swift_megatron_grpo.config import (
     PackingConfig,
     RecordingConfig,
     ReferenceConfig,
-    RemoteTurnsConfig,
     ResidencyConfig,
     SamplingConfig,
     SapoConfig,
@@ -176,7 +175,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
     """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
         return None
-    urls, turns = args.server_urls, args.turn_flags_for_servers
+    urls = args.server_urls
     return ServerConfig(
         urls=urls,
         group_ports=group_ports(args.vllm_server_group_port, len(urls)),
@@ -187,5 +186,5 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         needed_length=(args.max_length or 1) + args.max_completion_length,
         model=read_model_identity(args.model_dir),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
-        turns=RemoteTurnsConfig(turns, args.multi_turn_scheduler, args.max_turns, args.gym_env) if turns else None,
+        turns=args.turns_of_servers,
     )

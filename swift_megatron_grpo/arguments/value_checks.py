@@ -115,21 +115,31 @@ def check_adapter_sync(
         )
 
 
-def check_lengths(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> None:
-    """Check that a prompt and its completion fit into vLLM's context."""
+def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) -> None:
+    """Check that vLLM's context has room for a prompt and a completion of at least one token each."""
     if max_completion_length < 1:
         raise ValueError(
             f"max_completion_length must be > 0, got {max_completion_length}; use --max_completion_length 512"
         )
-    needed = (max_length or 1) + max_completion_length
-    if vllm_max_model_len is not None and vllm_max_model_len < needed:
-        prompt = "one token of prompt" if max_length is None else f"max_length ({max_length})"
-        shorter = vllm_max_model_len - (max_length or 1)
-        or_shorter = f", or --max_completion_length {shorter}" if shorter > 0 else ""
+    if vllm_max_model_len is not None and vllm_max_model_len < 2:
         raise ValueError(
-            f"vllm_max_model_len ({vllm_max_model_len}) is shorter than {prompt} + max_completion_length "
-            f"({max_completion_length}) = {needed}; use --vllm_max_model_len {needed}{or_shorter}"
+            f"vllm_max_model_len ({vllm_max_model_len}) has no room for a token of prompt and one of completion; use "
+            f"--vllm_max_model_len {1024 + max_completion_length}"
         )
+
+
+def length_notes(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> list[str]:
+    """Return a note if the longest prompts leave vLLM less room than a completion may take."""
+    needed = (max_length or 1) + max_completion_length
+    if vllm_max_model_len is None or vllm_max_model_len >= needed:
+        return []
+    prompt = "a token of prompt" if max_length is None else f"--max_length {max_length}"
+    return [
+        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --max_completion_length "
+        f"{max_completion_length} together: completions of longer prompts are cut at {vllm_max_model_len} tokens, "
+        f"prompt included, and a prompt that leaves no room stops the run; --vllm_max_model_len {needed} has room for "
+        "all"
+    ]
 
 
 def check_vllm_installed() -> None:

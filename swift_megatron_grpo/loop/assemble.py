@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.config import GRPOConfig
+from swift_megatron_grpo.config import CANARY_TOKENS, GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
-from swift_megatron_grpo.loop.canary import CANARY_TEXT, CANARY_TOKENS, Canary
+from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.stages import Stages
@@ -193,7 +193,7 @@ def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> Gen
 def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
     text: list[int] = run.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
     server = config.server
-    room = config.vllm.max_model_len if server is None else server.needed_length  # the least that any server has
+    room = config.vllm.max_model_len if server is None else server.least_length
     longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM samples one more token
     passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
     return Canary(text[:longest], passes, run.coordinator)

@@ -14,7 +14,6 @@ CANARY_TEXT = (
     "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
     "Water boils at 100 degrees Celsius at sea level, and freezes at 0. Paris is the capital of France. "
 )
-CANARY_TOKENS = 128
 
 
 class Canary:

@@ -17,9 +17,10 @@ from vllm.sampling_params import RequestOutputKind
 def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: RequestConfig) -> SamplingParams:
     """Return the parameters of one request for a completion.
 
-    `inputs`: the encoded prompt, whose length limits the completion. `request` may be modified.
+    `inputs`: the encoded prompt, whose length limits the completion. `request` may be modified. Raises ValueError for
+    a prompt that leaves no room.
     """
-    engine.set_default_max_tokens(request, inputs)
+    request.max_tokens = min(request.max_tokens or _room(engine, inputs), _room(engine, inputs))
     params = engine._prepare_generation_config(request)
     engine._add_stop_words(params, request)
     params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -28,6 +29,18 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     params.stop = [word for word in params.stop if not engine._get_stop_token_ids([word])]
     params.detokenize = bool(params.stop)
     return params
+
+
+def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
+    """Return the number of tokens that a completion may have, at least 1. ms-swift logs each one that is limited."""
+    prompt = engine._get_num_tokens(inputs)
+    room: int = engine.max_model_len - prompt + engine.max_tokens_offset
+    if room < 1:
+        raise ValueError(
+            f"a prompt of {prompt} tokens leaves no room for a completion within --vllm_max_model_len "
+            f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
+        )
+    return room
 
 
 def sampled_logprobs(completion: Any) -> list[float]:

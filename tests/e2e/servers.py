@@ -39,6 +39,7 @@ class RolloutServer:
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     command: bool = False  # start the real `swift rollout` instead of a fork
+    key: str | None = KEY
     process: subprocess.Popen[str] | ForkedProcess | None = None
 
     @property
@@ -47,8 +48,9 @@ class RolloutServer:
 
     def start(self) -> RolloutServer:
         """Start the server and return at once; `wait` returns when it responds."""
+        key = [] if self.key is None else ["--api_key", self.key]
         arguments = ["--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
-                     "--port", str(self.port), "--api_key", KEY, "--torch_dtype", "float32",
+                     "--port", str(self.port), *key, "--torch_dtype", "float32",
                      "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                      "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip
         with self.log.open("a") as log:

@@ -259,7 +259,6 @@ class OtherServer(BaseHTTPRequestHandler):
     [
         ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
         ({"api_key": None}, "requires its --api_key"),
-        ({"needed_length": 300}, "start it with --vllm_max_model_len 300"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
         (

@@ -28,8 +28,7 @@ def sample(
     encoded = _encode(engine, [request.prompt for request in requests])
     inputs = [encoded[request.prompt.prompt_id] for request in requests]
     params = (
-        sampling_params(engine, prompt, request_config(sampling, request.seed))
-        for prompt, request in zip(inputs, requests, strict=True)
+        _params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True)
     )
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     rollouts = []
@@ -48,6 +47,16 @@ def sample(
             )
         )
     return rollouts
+
+
+def _params(
+    engine: GRPOVllmEngine, inputs: dict[str, Any], request: Request, sampling: SamplingConfig
+) -> SamplingParams:
+    try:
+        return sampling_params(engine, inputs, request_config(sampling, request.seed))
+    except ValueError as error:
+        begin = str(request.prompt.row["messages"])[:200]
+        raise ValueError(f"prompt {request.prompt.prompt_id}: {error}. It begins: {begin}") from error
 
 
 def run_batch(

@@ -59,6 +59,12 @@ def _not_configured(run: RemoteTurnsConfig) -> str:
         *([] if run.max_turns is None else [f"--max_turns {run.max_turns}"]),
         *([] if run.gym_env is None else [f"--gym_env {run.gym_env}"]),
     ]
+    if run.requested_by is None:
+        return (
+            "it was started without --multi_turn_scheduler, but this run has no reward function, so an environment of "
+            "the server must grade; use --reward_funcs here, or start it with --multi_turn_scheduler gym_scheduler "
+            f"--use_gym_env true --gym_env NAME, {_PLUGIN_HINT}"
+        )
     return (
         f"it was started without --multi_turn_scheduler, but this run requests multi-turn conversations "
         f"({run.requested_by}); start it with {' '.join(flags)}, {_PLUGIN_HINT}, or leave {run.requested_by} out here"

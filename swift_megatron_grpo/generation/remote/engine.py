@@ -30,6 +30,7 @@ from swift_megatron_grpo.generation.remote.servers import (
     Server,
     Servers,
     do_nothing,
+    notes_on,
     refusal,
 )
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
@@ -86,6 +87,9 @@ class RemoteVllm:
         problems += conflicts_between_servers(conversations) if not problems else []
         if problems:
             raise ValueError("\n".join(problems))
+        for server in self._servers.all:
+            for note in [] if server.status is None else notes_on(server.status, self._config):
+                logger.info(f"rollout server {server.url}: {note}")
         self._servers.start_polling()
         return any(settings is not None and settings.use_gym_env for settings in conversations.values())
 

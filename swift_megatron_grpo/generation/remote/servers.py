@@ -295,10 +295,10 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
     ]
     if different:
         problems.append(f"it runs another model: {', '.join(different)}; start it with the --model of this run")
-    if status.max_model_len < config.needed_length:
+    if status.max_model_len < config.least_length:
         problems.append(
-            f"its vllm_max_model_len ({status.max_model_len}) is shorter than max_length + max_completion_length "
-            f"({config.needed_length}); start it with --vllm_max_model_len {config.needed_length}"
+            f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
+            f"start it with --vllm_max_model_len {config.needed_length}"
         )
     if status.max_logprobs == 0:
         problems.append(
@@ -316,6 +316,17 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             f"--vllm_max_lora_rank {config.lora_rank}"
         )
     return problems
+
+
+def notes_on(status: ServerStatus, config: ServerConfig) -> list[str]:
+    """Return what a user should know about a server that can serve this run."""
+    if status.max_model_len >= config.needed_length:
+        return []
+    return [
+        f"its vllm_max_model_len ({status.max_model_len}) is less than max_length and max_completion_length together "
+        f"({config.needed_length}): completions of longer prompts are cut, and a prompt that leaves no room stops the "
+        f"run; started with --vllm_max_model_len {config.needed_length} it has room for all"
+    ]
 
 
 def refusal(url: str, failure: Refused) -> str:

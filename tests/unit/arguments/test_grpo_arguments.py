@@ -102,8 +102,8 @@ def test_a_single_completion_per_prompt_is_refused(typed: dict[str, Any]) -> Non
         ),
         ("8", {"tensor_model_parallel_size": 8}, "; use --tensor_model_parallel_size 1 or 2 or 4"),
         ("3", {"pipeline_model_parallel_size": 3}, "; use --pipeline_model_parallel_size 1, or set these flags"),
-        ("2", {"expert_model_parallel_size": 2}, "needs experts, and"),
-        ("2", {"expert_tensor_parallel_size": 2}, "; use --expert_tensor_parallel_size 1"),
+        ("2", {"expert_model_parallel_size": 4}, "needs experts, and"),
+        ("2", {"expert_tensor_parallel_size": 4}, "; use --expert_tensor_parallel_size 1"),
         ("4", {"vllm_tensor_parallel_size": 3}, "; use --vllm_tensor_parallel_size 1 or 2 or 4"),
         ("1", {"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size must be > 0, got 0"),
         ("1", {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size must be > 0, got 0"),
@@ -158,11 +158,6 @@ def test_reward_functions_of_a_plugin_are_registered(typed: dict[str, Any], tmp_
     message = refuse(typed, external_plugins=[str(plugin)], reward_funcs=["of_a_plugin"], loss_type="dapo")
     assert "of_a_plugin" not in message
     assert "none.py does not exist" in refuse(typed, external_plugins=[str(tmp_path / "none.py")])
-
-
-def test_prompt_and_completion_must_fit_into_the_engine(typed: dict[str, Any]) -> None:
-    message = refuse(typed, max_length=100, max_completion_length=60, vllm_max_model_len=150)
-    assert "use --vllm_max_model_len 160, or --max_completion_length 50" in message
 
 
 def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[str, Any]) -> None:
@@ -263,6 +258,10 @@ assert not Path("refused").exists()
 
 from swift_megatron_grpo.arguments.to_config import configure
 full = parse("--output_dir", "out", "--micro_batch_size", "4", "--epsilon_high", "0.3", "--log_completions", "true")
+noted = copy(full)
+for flag, value in {"padding_free": False, "offload_bridge": True, "vllm_max_model_len": 500, "max_length": 100,
+                    "expert_model_parallel_size": 2}.items():
+    setattr(noted, flag, value)
 full.check_adopted()
 lora = parse("--output_dir", "out", "--tuner_type", "lora", "--beta", "0", "--steps_per_generation", "2",
              "--bad_reward", "drop", "--reward_weights", "0.5", "--add_version", "false")
@@ -270,6 +269,12 @@ lora.save_args(lora.output_dir)
 
 turns = parse("--output_dir", "out", "--vllm_mode", "server", "--vllm_server_base_url", "http://127.0.0.1:1",
               "--vllm_server_pass_dataset", "true", "--reward_weights", "1", "0.5")
+where = sys.argv.index("--reward_funcs")
+typed = sys.argv[1:where] + sys.argv[where + 2:]
+by_servers = parse_args(GRPOArguments, [*typed, "--output_dir", "out", "--vllm_mode", "server",
+                                        "--vllm_server_base_url", "http://127.0.0.1:1"])[0]
+of_servers = repr(by_servers.turns_of_servers)
+by_servers.set_grading_of_servers(True)
 without_grading = copy(turns)
 turns.set_grading_of_servers(True)
 try:
@@ -294,9 +299,11 @@ def row(text):
 print("RESULT" + json.dumps({
     "late error": late_error,
     "lines": start_up_lines(full),
+    "notes": [line for line in start_up_lines(noted) if line not in start_up_lines(full)],
     "full": repr(configure(full)),
     "lora": repr(configure(lora)),
     "reward names": turns.reward_names,
+    "only servers": [*by_servers.reward_names, of_servers],
     "grading error": grading_error,
     "turns": repr(configure(turns)),
     "saved": json.load(open("out/args.json"))["bad_reward"],
@@ -339,12 +346,23 @@ def test_servers_decide_whether_environments_grade(accepted: dict[str, Any]) -> 
     assert accepted["reward names"] == ["Format", "gym_reward"]
     assert "reward_weights has 2 values for 1 reward functions" in accepted["grading error"]
     assert "--vllm_server_pass_dataset true', scheduler=None, max_turns=None, gym_env=None)" in accepted["turns"]
+    assert accepted["only servers"][0] == "gym_reward"  # no --reward_funcs, and no flag for turns either
+    assert "RemoteTurnsConfig(requested_by=None, scheduler=None" in accepted["only servers"][1]
     assert "turns=None, max_staleness=" in accepted["turns"]  # no conversations in the training processes
 
 
 def test_sizes_that_only_ms_swift_refuses_pass_its_parsing(accepted: dict[str, Any]) -> None:
     assert accepted["plan"] == [16, 1, 32]
     assert "ms-swift's own trainer refuses that" in accepted["lines"][-1]
+
+
+def test_flags_without_effect_and_cut_completions_are_noted(accepted: dict[str, Any]) -> None:
+    notes = [line for line in accepted["notes"] if not line.startswith("swift_megatron_grpo")]
+    padding, bridge, experts, length = notes
+    assert padding.startswith("--padding_free false: without effect, because sequences are packed")
+    assert bridge.startswith("--offload_bridge true: without effect, because weights are sent")
+    assert experts.startswith("--expert_model_parallel_size 2: without effect, because ")
+    assert length.startswith("--vllm_max_model_len 500 is less than --max_length 100 and --max_completion_length 512")
 
 
 def test_the_start_up_log_names_the_trainer_and_the_layout(accepted: dict[str, Any]) -> None:

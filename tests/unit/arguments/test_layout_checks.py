@@ -8,13 +8,20 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.layout_checks import ModelShape, check_interleaving, check_layout, read_model_shape
+from swift_megatron_grpo.arguments.layout_checks import (
+    ModelShape,
+    check_interleaving,
+    check_layout,
+    expert_size_notes,
+    read_model_shape,
+)
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_lengths,
     check_micro_batches,
     check_model_path,
     check_reward_functions,
+    length_notes,
 )
 from swift_megatron_grpo.layout import Layout
 
@@ -104,13 +111,42 @@ def test_a_callable_reward_function_needs_no_registry() -> None:
     check_reward_functions([len], [])
 
 
-def test_a_prompt_and_its_completion_must_fit_into_the_context() -> None:
-    check_lengths(100, 50, 150)
-    check_lengths(None, 149, 150)
-    with pytest.raises(ValueError, match="use --vllm_max_model_len 151, or --max_completion_length 149"):
-        check_lengths(None, 150, 150)
+def test_a_context_shorter_than_prompt_and_completion_is_noted() -> None:
+    assert length_notes(100, 50, 150) == length_notes(None, 149, 150) == length_notes(100, 50, None) == []
+    [note] = length_notes(100, 60, 150)
+    assert note.startswith("--vllm_max_model_len 150 is less than --max_length 100 and --max_completion_length 60")
+    assert "--vllm_max_model_len 160 has room for all" in note
+
+
+def test_a_context_without_room_for_a_prompt_is_refused() -> None:
+    check_lengths(50, 2)
+    with pytest.raises(ValueError, match=r"vllm_max_model_len \(1\) has no room .*; use --vllm_max_model_len 1074"):
+        check_lengths(50, 1)
     with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
-        check_lengths(None, 0, 150)
+        check_lengths(0, 150)
+
+
+def test_expert_parallelism_of_a_dense_model_is_noted() -> None:
+    dense = shape(experts=None)
+    sizes = layout(8, expert_model_parallel_size=4)
+    check_layout(sizes, dense)
+    assert expert_size_notes(sizes, dense) == [
+        "--expert_model_parallel_size 4: without effect, because m has no experts"
+    ]
+    assert expert_size_notes(sizes, shape()) == expert_size_notes(layout(8), dense) == []
+    with pytest.raises(ValueError, match=r"\(3\) needs experts, and m has none; use --expert_model_parallel_size 1"):
+        check_layout(layout(8, expert_model_parallel_size=3), dense)  # Megatron could not create its groups
+
+
+@pytest.mark.parametrize("parts", [["text_config"], ["thinker_config", "text_config"]])
+def test_the_shape_of_a_composed_model_is_that_of_its_language_model(parts: list[str], tmp_path: Path) -> None:
+    """Qwen3-Omni nests it in its thinker, and was said to have no experts."""
+    config: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 8, "num_attention_heads": 16}
+    for part in reversed(parts):
+        config = {part: config, "num_hidden_layers": 99, "model_type": part}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = read_model_shape(tmp_path)
+    assert (model.layers, model.experts, model.attention_heads) == (4, 8, 16)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from swift_megatron_grpo.arguments import server_checks as flags
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.generation.remote.client import Refused
-from swift_megatron_grpo.generation.remote.servers import problems_of, refusal
+from swift_megatron_grpo.generation.remote.servers import notes_on, problems_of, refusal
 from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
 
 
@@ -102,7 +102,7 @@ def test_a_suitable_server_is_accepted() -> None:
     [
         ({"protocol": PROTOCOL + 1}, "install the same version"),
         ({"model": {"hidden_size": 128}}, "hidden_size is 128 there and 64 here"),
-        ({"max_model_len": 256}, "start it with --vllm_max_model_len 300"),
+        ({"max_model_len": 128}, "start it with --vllm_max_model_len 300"),
         ({"max_logprobs": 0}, "cannot return the log-probs of sampled tokens"),
         ({"conversations": GYM}, "it runs multi-turn conversations"),
     ],
@@ -110,6 +110,14 @@ def test_a_suitable_server_is_accepted() -> None:
 def test_an_unsuitable_server_is_refused(changes: dict[str, Any], problem: str) -> None:
     [message] = problems_of(status(**changes), CONFIG, PROTOCOL)
     assert problem in message
+
+
+def test_a_server_that_cuts_completions_is_accepted_with_a_note() -> None:
+    short = status(max_model_len=256)
+    assert problems_of(short, CONFIG, PROTOCOL) == []
+    [note] = notes_on(short, CONFIG)
+    assert "its vllm_max_model_len (256) is less than max_length and max_completion_length together (300)" in note
+    assert notes_on(status(), CONFIG) == []
 
 
 def test_a_rejected_status_request_is_explained() -> None:

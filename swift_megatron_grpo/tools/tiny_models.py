@@ -1,0 +1,130 @@
+"""Tiny random models of the architectures that scripts train, and a byte-level tokenizer for all of them.
+
+`MAKERS` has one entry per `model_type` of transformers. An architecture with parts of its own (images, linear
+attention) gets its own function there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto import modeling_auto as auto
+
+END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
+VOCABULARY = 264  # 256 bytes, the special tokens and, as in real models, a few unused rows
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte and a ChatML template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=IM_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a model. vLLM's attention on a CPU needs heads of at least 32."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    experts: int
+    expert_ffn: int
+    positions: int
+
+
+TINY = Sizes(128, 256, 4, 4, 2, 32, 4, 64, 2048)
+# Sizes that the parallel layouts of real scripts divide, where the real model's are not at hand.
+LARGE = Sizes(4096, 12288, 48, 64, 8, 64, 128, 1536, 262144)
+
+Values = dict[str, Any]  # of a config.json
+
+
+def _text(sizes: Sizes) -> Values:
+    tokenizer = make_tokenizer()
+    return {
+        "vocab_size": VOCABULARY,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.head_dim,
+        "max_position_embeddings": sizes.positions,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _qwen3_moe(sizes: Sizes) -> Values:
+    return _text(sizes) | {
+        "num_experts": sizes.experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+
+
+MAKERS: Mapping[str, Callable[[Sizes], Values]] = {
+    "llama": _text,
+    "qwen2": _text,
+    "qwen3": _text,
+    "qwen3_moe": _qwen3_moe,
+}
+
+
+def model_type_of(architecture: str) -> str | None:
+    """Return the model_type of a class of transformers such as Qwen3ForCausalLM; None if it is unknown."""
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        for model_type, name in mapping.items():
+            if name == architecture:
+                return str(model_type)
+    return None
+
+
+def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
+    """Write a random model of this type, with its tokenizer. Raises KeyError if MAKERS has no such type."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(model_type, **MAKERS[model_type](TINY))
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def save_large_config(folder: Path, model_type: str, architecture: str) -> Path:
+    """Write only the config.json and the tokenizer of a large model, for checks that load no weights."""
+    config = AutoConfig.for_model(model_type, **MAKERS[model_type](LARGE)).to_dict()
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "dtype": "bfloat16"}))
+    return folder

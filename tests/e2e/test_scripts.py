@@ -1,0 +1,102 @@
+"""Published scripts run: all of their flags are accepted at their own sizes, and two reduced steps are trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.tools.check_script import Plan
+from swift_megatron_grpo.tools.script_stand_ins import typed
+from tests.e2e.runs import ON_CPU
+from tests.e2e.servers import RolloutServer
+from tests.forking.client import fork_server, run_code
+from tests.scripts import Published, published_scripts
+
+SCRIPTS = published_scripts()
+COMPOSITE = "composite model"
+NOT_RUN = {
+    "dense_colocate": COMPOSITE,  # Qwen2.5-VL, images
+    "dense_server": COMPOSITE,
+    "sapo": COMPOSITE,
+    "test_grpo": COMPOSITE,  # Qwen3.5, images
+    "frozen_lake": COMPOSITE,  # Qwen3.5 on text, and all below
+    "frozen_lake_server": COMPOSITE,
+    "opd_rl": COMPOSITE,  # and a teacher
+    "qwen3_5_4b_lora": COMPOSITE,
+    "qwen3_5_full_grpo_megatron": COMPOSITE,
+    "qwen3_5_lora_grpo_megatron": COMPOSITE,
+    "mcore_grpo_moe": COMPOSITE,
+    "AMD-support": COMPOSITE,
+    "deepseek_v41_colocate_full": COMPOSITE,
+    "deepseek_v41_colocate_lora": COMPOSITE,
+    "deepseek_v41_megatron_grpo": COMPOSITE,
+    "qwen4_exp_megatron_grpo": COMPOSITE,
+}
+MAKE_PLAN = """
+import dataclasses, json
+from pathlib import Path
+from swift_megatron_grpo.tools.check_script import check_flags, make_plan
+plan = make_plan({text!r}, Path({folder!r}), ranks=2, steps=2, environment={{}})
+print("PLAN" + json.dumps(dataclasses.asdict(plan)))
+check_flags(plan.published, plan.world_size)
+print("ACCEPTED")
+"""
+
+
+def plan_of(script: Published, folder: Path) -> Plan:
+    """Make the plan of a script and check its flags, as tools/check_script.py does, in a fork."""
+    printed = run_code("trainer", MAKE_PLAN.format(text=script.text, folder=str(folder)))
+    assert "ACCEPTED" in printed
+    [line] = [line for line in printed.splitlines() if line.startswith("PLAN")]
+    return Plan(**json.loads(line.removeprefix("PLAN")))
+
+
+def run(plan: Plan, folder: Path) -> tuple[int, str]:
+    """Run a plan as its command would, on forked ranks."""
+    server, flags = None, dict(plan.reduced)
+    if plan.server is not None:
+        server = RolloutServer(folder / "model", folder / "rollout.log", typed(plan.server), key=None).start().wait()
+        flags["vllm_server_base_url"] = [server.url]
+    with (folder / "train.log").open("w") as log:
+        ranks = fork_server("trainer").start("megatron rlhf", typed(flags), plan.ranks, folder, log, {})
+        try:
+            code = ranks.wait(timeout=600)
+        finally:
+            if server is not None:
+                server.stop()
+    return code, (folder / "train.log").read_text()
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not ON_CPU, reason="the ranks are forked")
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - set(NOT_RUN)))
+def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: Path) -> None:
+    plan = plan_of(SCRIPTS[name], tmp_path)
+    assert plan.world_size == SCRIPTS[name].ranks
+    code, output = run(plan, tmp_path)
+    assert code == 0, output[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 2 and any((tmp_path / "output").glob("checkpoint-2"))
+
+
+def test_scripts_that_do_not_run_are_in_the_table() -> None:
+    assert set(NOT_RUN) <= set(SCRIPTS)
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not ON_CPU, reason="forks a preloaded process")
+def test_a_script_with_names_of_ms_swift_3_is_refused_with_all_new_names(tmp_path: Path) -> None:
+    script = SCRIPTS["moe_colocate_lora"]
+    old = replace(script, flags=script.flags.replace("--tuner_type", "--train_type") + " --save_interval 10 --lrr 1")
+    with pytest.raises(RuntimeError) as refused:
+        plan_of(old, tmp_path)
+    for line in (
+        "--train_type is a flag of ms-swift 3; use --tuner_type",
+        "--save_interval is a flag of ms-swift 3; use --save_steps",
+        "--lrr is not a flag",
+    ):
+        assert line in str(refused.value)

@@ -1,0 +1,53 @@
+"""Names of ms-swift 3 and misspelt flags are refused in one error, with the name that works."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift_megatron_grpo.arguments.flag_names import RENAMED, check_flag_names, known_flags
+
+
+def refuse(*command_line: str) -> list[str]:
+    with pytest.raises(ValueError) as caught:
+        check_flag_names(command_line)
+    return str(caught.value).splitlines()
+
+
+def test_every_flag_of_ms_swift_3_gets_its_name_of_ms_swift_4_at_once() -> None:
+    lines = refuse("--train_type", "lora", "--max-epochs=2", "--save", "out", "--lr", "1", "--num_layers", "2",
+                   "--log_throughput", "true", "--distributed_timeout_minutes", "10")  # fmt: skip
+    assert lines == [
+        "--train_type is a flag of ms-swift 3; use --tuner_type",
+        "--max_epochs is a flag of ms-swift 3; use --num_train_epochs",
+        "--save is a flag of ms-swift 3; use --output_dir",
+        "--num_layers is a flag of ms-swift 3; leave it out, because the model's config.json has the value",
+        "--log_throughput is a flag of ms-swift 3; leave it out, because there is nothing to set any more",
+        "--distributed_timeout_minutes is a flag of ms-swift 3; use --ddp_timeout, in seconds",
+    ]
+
+
+def test_new_names_are_flags_and_old_ones_are_not() -> None:
+    known = known_flags()
+    assert set(RENAMED.values()) <= known
+    assert not set(RENAMED) & known
+
+
+def test_misspelt_flags_get_the_nearest_names() -> None:
+    assert refuse("--max_completion_lenght", "8", "--qwertz", "1") == [
+        "--max_completion_lenght is not a flag; did you mean --max_completion_length?",
+        "--qwertz is not a flag; leave it out",
+    ]
+
+
+def test_what_the_parser_accepts_is_accepted() -> None:
+    """Abbreviations, dashes, negations, and values that look like flags but have a space."""
+    check_flag_names(["--temperat", "1", "--max-turns=3", "--no_use_vllm", "--system", "-- be brief", "x", "--top_k", "-1"])
+
+
+def test_known_flags_are_those_of_the_parser() -> None:
+    from transformers import HfArgumentParser
+
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+    options = HfArgumentParser([GRPOArguments])._option_string_actions
+    assert known_flags() == {option[2:].replace("-", "_") for option in options} - {"", "h", "help"}
