@@ -2,6 +2,7 @@
 
     sampling.py     requests for completions and for log-probs of a text
     adapter.py      loads a LoRA adapter from tensors
+    towers.py       whether an engine holds the image, video and audio parts of its model
     load_tracer.py  traces a load of weights, to read back what the model holds
 
 Tests: tests/unit/loop/test_weight_sync.py (load_tracer), tests/e2e/test_generation.py, tests/e2e/test_server.py.
