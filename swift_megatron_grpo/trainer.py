@@ -53,21 +53,20 @@ from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
-from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     adapter_settings_applied,
     has_adapter_dropout,
     seed_adapter_dropout,
 )
-from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
-from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_megatron, prepare_trained
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.kept_tensors import keep_untrained_tensors
 from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
 
 logger = get_logger()
@@ -122,21 +121,22 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     # ---- called by the parent class during construction
 
     def prepare_model(self) -> None:
+        prepare_megatron()
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
-        with adapter_settings_applied(), every_tensor_read(models[0].config, self.args.unread_tensors):
+        args = self.args
+        with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
-        check_trained(models, frozen_by=self.args.freezing_flags)
+        check_trained(models, frozen_by=args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
-        mark_experts(models)
-        router_note = freeze_router_bias(models, self.args.megatron_extra_kwargs)
-        if router_note is not None and self.args.tuner_type == "full":  # an adapter's base has no moving bias
-            logger.info(router_note)
-        if self.args.fast_kernels:
-            use_fast_kernels(models, trained=True, recompute_elementwise=self.args.recompute_elementwise)
+        note = prepare_trained(models, args.fast_kernels, args.recompute_elementwise, args.megatron_extra_kwargs)
+        kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
+        for line in [note, kept] if args.tuner_type == "full" else [kept] if args.merge_lora else []:
+            if line is not None:
+                logger.info(line)
         return peft_models
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
@@ -156,8 +156,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
                 model.to(torch.cuda.current_device())
             with every_tensor_read(models[0].config, args.unread_tensors):
                 models[0].config.bridge.load_weights(models, folder)
-            if args.fast_kernels:
-                use_fast_kernels(models, trained=False, recompute_elementwise=False)
+            prepare_frozen(models, args.fast_kernels)
             return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:

@@ -19,6 +19,14 @@ class GRPOFlags(MegatronRLHFArguments):
 
     vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
     lora_dropout: float = 0.0  # as in effect in ms-swift, whose default of 0.05 mcore-bridge ignores
+    save_missing_weights: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Copy the tensors of the checkpoint that the model does not have into saved models, as they were. "
+            "Default: copy layers of multi-token prediction and, with --language_model_only true, the image, video and "
+            "audio parts; other tensors are left out."
+        },
+    )
     bad_reward: Literal["stop", "drop"] = field(
         default="stop",
         metadata={

@@ -20,6 +20,7 @@ from swift.utils import import_external_file
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import layout_checks as layouts
+from swift_megatron_grpo.arguments import model_checks as models
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
@@ -84,7 +85,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: check_flags(args),
             lambda: check_ranges(args),
             lambda: check_layout(args),
-            lambda: _check_modality(args),
+            lambda: _check_model(args),
             lambda: _check_precision(args),
         ]
     )
@@ -101,7 +102,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_callbacks(args),
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
-            lambda: _check_modality(args),
+            lambda: _check_model(args),
             lambda: _check_algorithm(args),
             lambda: check_rewards(args),
             lambda: _check_turns(args),
@@ -232,11 +233,13 @@ def _check_reference(args: DerivedArguments) -> None:
     )
 
 
-def _check_modality(args: DerivedArguments) -> None:
+def _check_model(args: DerivedArguments) -> None:
+    """Check what this trainer has to know of the architecture in config.json."""
+    config = models.read_config(args.model_dir)
+    models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:
-        raise ValueError(
-            f"--model {args.model}: models with an image, video or audio part are not supported yet; use a text "
-            f"model, or {STOCK_TRAINER}"
+        models.check_composite(
+            args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )
 
 

@@ -7,6 +7,7 @@ import os
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.model_checks import read_config, text_only_limits
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
@@ -155,13 +156,18 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         enforce_eager=args.vllm_enforce_eager,
         enable_prefix_caching=args.vllm_enable_prefix_caching,
         disable_cascade_attn=args.vllm_disable_cascade_attn,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt,
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _without_towers(args),
         mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
         lora_rank=_vllm_lora_rank(args),
     )
+
+
+def _without_towers(args: GRPOArguments) -> dict[str, int] | None:
+    """Return the limits with which vLLM builds no towers; None for a text model."""
+    return text_only_limits(read_config(args.model_dir)["model_type"]) if args.is_multimodal else None
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:

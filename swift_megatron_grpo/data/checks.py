@@ -8,10 +8,11 @@ from typing import Any
 from swift_megatron_grpo.data.dropped_rows import no_prompt_column, refuse_rows
 
 _TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
+_MEDIA_COLUMNS = ("images", "videos", "audios")  # of ms-swift's preprocessed rows
 
 
 def check_rows(dataset: Any) -> None:
-    """Raise ValueError unless every row of this preprocessed dataset contains a user turn to respond to."""
+    """Raise ValueError unless every row of this preprocessed dataset is text with a user turn to respond to."""
     columns = list(dataset.column_names)
     if len(dataset) == 0:
         raise ValueError(f"the dataset has no rows (columns: {_listed(columns)}); check --dataset")
@@ -29,6 +30,26 @@ def check_rows(dataset: Any) -> None:
     if len(problems) == len(dataset):
         advice += """, or map the column with the prompt: --columns '{"<your column>": "query"}'"""
     refuse_rows(problems, len(dataset), "have no prompt to respond to", advice)
+    _check_media(dataset, columns)
+
+
+def _check_media(dataset: Any, columns: Iterable[str]) -> None:
+    """Refuse rows with images, videos or audio, by row and column."""
+    columns = [column for column in columns if column in _MEDIA_COLUMNS]
+    if not columns:
+        return
+    problems = [
+        (row, f"has {len(values[column])} in the column {column}")
+        for row, values in enumerate(dataset.select_columns(columns))
+        for column in columns
+        if values[column]
+    ]
+    refuse_rows(
+        problems,
+        len(dataset),
+        "have images, videos or audio, which are not trained yet",
+        "; remove these rows, or remove the column to train on their text alone",
+    )
 
 
 def _problem(messages: list[dict[str, Any]] | None) -> str | None:

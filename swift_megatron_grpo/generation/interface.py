@@ -93,6 +93,11 @@ class GenerationEngine(Protocol):
         """True while the engine, or any of its replicas, has not completed a checksummed load."""
         ...
 
+    @property
+    def has_towers(self) -> bool:
+        """True if the engine, or any of its replicas, holds image, video or audio parts of the model."""
+        ...
+
     def needs_weights(self, version: int) -> bool:
         """Return True if the engine, or any of its replicas, runs weights of another version."""
         ...

@@ -38,6 +38,7 @@ from swift_megatron_grpo.training.reference import (
 )
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.weights.export import WeightExport
+from swift_megatron_grpo.weights.tensor_names import tower_prefixes
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 
@@ -92,7 +93,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     sync = None
     if generation is not None:
         adapter_only = (config.vllm if config.server is None else config.server).lora_rank is not None
-        export = WeightExport(models.bridge, models.unwrapped, adapter_only)
+        left_out = _towers_left_out(models, generation, run.coordinator)
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
         sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
     prompts_done = run.rollouts_done * config.batch.rollout_prompts
     return Stages(
@@ -121,6 +123,12 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         watchdog=_start_watchdog(config, run),
         stop=run.stop,
     )
+
+
+def _towers_left_out(models: LoadedModels, engine: GenerationEngine, coordinator: Coordinator) -> tuple[str, ...]:
+    """Return how the names of weights begin that no engine has a place for: towers, which are frozen."""
+    towers = tower_prefixes(models.unwrapped[0].config)
+    return () if not towers or any(coordinator.all_gather(engine.has_towers)) else towers
 
 
 def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:

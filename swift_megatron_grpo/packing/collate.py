@@ -47,6 +47,9 @@ class ModelInputs:
     """Inputs of the model."""
 
     input_ids: torch.Tensor  # [1, l]
+    packed_ids: (
+        torch.Tensor
+    )  # [1, n] of all context-parallel ranks: a composite model embeds them before it takes its own
     position_ids: torch.Tensor  # [1, l]
     cu_seqlens: torch.Tensor  # [s + 1] int32, of the n packed tokens
     max_seqlen: int
@@ -107,6 +110,7 @@ def collate(
         indices=tuple(indices),
         inputs=ModelInputs(
             input_ids=to_device(tokens[local][None]),
+            packed_ids=to_device(tokens[None]),
             position_ids=to_device(positions[local][None]),
             cu_seqlens=to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)),
             max_seqlen=max(lengths),

@@ -3,6 +3,9 @@
 Its cost must stay far below a millisecond. It therefore compares only the name of the program, and imports the rest of
 this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout`,
 torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all of it off.
+
+Where torch is a CPU build, every process gets the hook that makes torchvision importable: without it `import
+transformers` fails next to an installed torchvision (platforms/cpu/torchvision_operators.py).
 """
 
 from __future__ import annotations
@@ -17,6 +20,11 @@ _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
 def arm() -> None:
     """Activate this package if the program needs it; a failure prints one line and never ends the process."""
     try:
+        torch = sys.modules.get("torch")  # absent only if something else calls this
+        if torch is not None and torch.version.cuda is None:
+            from swift_megatron_grpo.platforms.cpu.torchvision_operators import hook_torchvision
+
+            hook_torchvision()
         if sys.argv and os.path.basename(sys.argv[0]) in _PROGRAMS:
             from swift_megatron_grpo.plugin.activation import activate
 

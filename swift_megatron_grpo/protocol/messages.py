@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import numpy as np
 
 T = TypeVar("T")
-PROTOCOL = 6
+PROTOCOL = 7
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -127,6 +127,7 @@ class ServerStatus:
     max_logprobs: int  # log-probs that it returns per token; -1: for the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
+    has_towers: bool  # it holds image, video or audio parts, so weights for them have to be sent
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 

@@ -216,6 +216,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
+                has_towers=self.description["has_towers"],
                 conversations=self._conversation_settings,
                 model=self.description["model"],
             )

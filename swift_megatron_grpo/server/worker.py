@@ -21,6 +21,7 @@ from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.server.prober import Prober
 from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
+from swift_megatron_grpo.vllm_shared.towers import has_towers
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5  # between two checks of vLLM's core
@@ -126,6 +127,7 @@ class EngineCommands:
             "max_logprobs": config.model_config.max_logprobs,
             "vocab_size": config.model_config.get_vocab_size(),
             "accepts_media": config.model_config.is_multimodal_model,
+            "has_towers": has_towers(config.model_config),
             "model": model_identity(config.model_config.hf_config.to_dict()),
         }
 

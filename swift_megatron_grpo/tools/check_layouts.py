@@ -311,8 +311,11 @@ def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
     dataset = Path(folder, "data.jsonl")
     dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
     # ms-swift derives a model's type from its name, which a local folder need not have.
-    model_type = json.loads(Path(arguments.model, "config.json").read_text())["model_type"]
-    return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", model_type, "--template", "dummy",
+    config = json.loads(Path(arguments.model, "config.json").read_text())
+    # ms-swift refuses the dummy template for a model with an image part; a mixture of experts has the dense model's.
+    template = config["model_type"].removesuffix("_moe") if "vision_config" in config else "dummy"
+    return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", config["model_type"],
+            "--template", template,
             "--dataset", str(dataset), "--reward_funcs", "format",
              "--vllm_mode", "colocate", "--output_dir", str(Path(folder, "output")), "--torch_dtype", arguments.dtype,
              *(["--fp16", "false"] if arguments.dtype == "float32" else []),  # ms-swift's default for fp32 is fp16

@@ -3,6 +3,8 @@
     engine.py            MegatronEngine: train_step and infer over a list of samples
     passes.py            assigns samples to micro batches and runs them
     schedule.py          Megatron's pipeline schedule over packed micro batches
+    preparation.py       what is changed in models that are loaded
+    towers.py            the language model and the frozen towers of a composite model
     reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
     reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
     trained_weights.py   refuses a model of which nothing is trained, and finds weights that are not finite

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
@@ -27,6 +26,7 @@ from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
+from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
@@ -76,7 +76,7 @@ class MegatronEngine:
             raise ValueError(
                 "calculate_per_token_loss must be false: losses are normalised over the whole step already"
             )
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = finalize_gradients
         config.grad_scale_func = optimizer.scale_loss
         clip_with_transformer_engine()
         # Megatron's rank order puts the last pipeline stage on the last rank.

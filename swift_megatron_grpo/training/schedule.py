@@ -16,6 +16,7 @@ from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
+from swift_megatron_grpo.training.towers import is_composite, language_model
 
 # Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
 Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
@@ -62,9 +63,10 @@ def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, par
         max_seqlen_q=inputs.max_seqlen,
         max_seqlen_kv=inputs.max_seqlen,
     )
-    with log_prob_head(unwrap_model([model])[0], inputs, head, parallel):
+    unwrapped = unwrap_model([model])[0]
+    with log_prob_head(language_model(unwrapped), inputs, head, parallel):
         output: torch.Tensor = model(
-            input_ids=inputs.input_ids,
+            input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=None,
             packed_seq_params=packed,

@@ -2,6 +2,7 @@
 
     sampling.py       requests for completions and for log-probs of a text
     adapter.py        loads a LoRA adapter from tensors
+    towers.py         whether an engine holds the image, video and audio parts of its model
     load_tracer.py    traces a load of weights, to read back what the model holds
     engine_kwargs.py  the support of every setting of vLLM in --vllm_engine_kwargs
     json_flags.py     reads flags whose value is a JSON object

@@ -1,6 +1,8 @@
 """The weights on their way from a checkpoint, and to an inference engine.
 
     unread_tensors.py  refuses checkpoints with tensors that nothing loads
+    tensor_names.py    which part of a model a tensor belongs to
+    kept_tensors.py    tensors that are not trained, and that are saved as they were
     export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
     verify.py          compares what was sent with what an engine holds and computes
 

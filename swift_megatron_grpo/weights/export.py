@@ -18,18 +18,30 @@ ADAPTER = "default"
 
 
 class WeightExport:
-    """Exports the same weights in every weight sync. `adapter_only`: the adapter's weights, without the base."""
+    """Exports the same weights in every weight sync.
 
-    def __init__(self, bridge: GPTBridge, models: Sequence[GPTModel], adapter_only: bool = False) -> None:
+    `adapter_only`: the adapter's weights, without the base. `left_out`: how the names of tensors begin that the engine
+    has no place for, the frozen towers of a composite model.
+    """
+
+    def __init__(
+        self,
+        bridge: GPTBridge,
+        models: Sequence[GPTModel],
+        adapter_only: bool = False,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
         self._bridge = bridge
         self._models = list(models)
+        self._left_out = left_out
         self._merged: set[LoraParallelLinear] = set()
         self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.adapter is not None:
             return export_adapter(self._bridge, self._models)
-        return export_weights(self._bridge, self._models, self._merged)
+        weights = export_weights(self._bridge, self._models, self._merged)
+        return ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
 
     def pop_merged_count(self) -> int:
         """Return the number of this rank's modules exported with a merged adapter since the last call."""

@@ -20,6 +20,7 @@ from mcore_bridge.config import ModelConfig
 
 from swift_megatron_grpo.config import UnreadTensors
 from swift_megatron_grpo.parallel import max_over_ranks
+from swift_megatron_grpo.weights.tensor_names import is_copy_of_embedding, is_prediction_layer, is_unbuilt_tower
 
 _SHOWN = 5  # tensors that an error names
 _FLAG = "--unread_tensors"
@@ -27,7 +28,6 @@ _FLAG = "--unread_tensors"
 # Tensors that training leaves out on purpose: a pattern of their names, and the reason.
 HARMLESS: Sequence[tuple[str, str]] = (
     (r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$", "buffers that are computed from config.json"),
-    (r"(^|\.)mtp([._]|$)", "layers of multi-token prediction, which is not trained"),
     (r"\.(k_scale|v_scale|kv_scale|k_zero_point|v_zero_point)$", "scales of a quantized KV cache, which vLLM computes"),
     (r"(^|\.)(attn|attention)\.(masked_bias|bias_mask)$", "causal masks"),
 )
@@ -88,12 +88,12 @@ def every_tensor_read(config: ModelConfig, unread: UnreadTensors) -> Iterator[No
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
     """Return True for a tensor that the model does not need."""
-    if name.endswith("lm_head.weight") and not config.untie_embeddings_and_output_weights:
-        return True  # a copy of the embedding
-    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
-    if layer and int(layer[2]) >= config.num_layers:
-        return True  # layers of multi-token prediction are numbered after the model's own
-    return any(re.search(pattern, name) for pattern, _ in HARMLESS)
+    return (
+        is_copy_of_embedding(name, config)
+        or is_prediction_layer(name, config)
+        or is_unbuilt_tower(name, config)
+        or any(re.search(pattern, name) for pattern, _ in HARMLESS)
+    )
 
 
 def _read_by_none(loader: _RecordingLoader) -> list[str]:

@@ -40,6 +40,7 @@ from swift_megatron_grpo.types import Rollout
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
+from swift_megatron_grpo.vllm_shared.towers import has_towers
 
 logger = get_logger()
 
@@ -89,6 +90,10 @@ class LocalVllm:
     @property
     def is_new(self) -> bool:
         return self._loaded_weights.is_new
+
+    @property
+    def has_towers(self) -> bool:
+        return has_towers(self._engine.engine.model_config)
 
     def needs_weights(self, version: int) -> bool:
         return self._weights_version != version

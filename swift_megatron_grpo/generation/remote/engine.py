@@ -33,6 +33,7 @@ from swift_megatron_grpo.generation.remote.servers import (
     notes_on,
     refusal,
 )
+from swift_megatron_grpo.generation.remote.tower_conflicts import tower_conflicts
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
@@ -85,6 +86,9 @@ class RemoteVllm:
             server.url: server.status.conversations for server in self._servers.all if server.status is not None
         }
         problems += conflicts_between_servers(conversations) if not problems else []
+        problems += tower_conflicts(
+            {server.url: server.status.has_towers for server in self._servers.all if server.status is not None}
+        )
         if problems:
             raise ValueError("\n".join(problems))
         for server in self._servers.all:
@@ -107,6 +111,13 @@ class RemoteVllm:
     @property
     def is_new(self) -> bool:
         return any(server.is_new for server in self._recipients)
+
+    @property
+    def has_towers(self) -> bool:
+        """True if any server holds towers; always False on ranks other than 0."""
+        return self._events is not None and any(
+            server.status.has_towers for server in self._servers.all if server.status is not None
+        )
 
     def needs_weights(self, version: int) -> bool:
         """Return True if any server needs these weights.

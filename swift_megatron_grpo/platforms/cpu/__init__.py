@@ -11,7 +11,9 @@ devices.py           redirects every CUDA device in torch's API to the CPU
 cuda.py              the functions of torch.cuda that do not need a GPU
 distributed.py       torch.distributed on gloo in place of NCCL
 transformer_engine/  Transformer Engine's API in plain PyTorch
+linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
 fixes.py             fixes of upstream code that fails without a GPU
+torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 
 Tests: tests/unit/platforms/cpu.
 """
@@ -50,12 +52,14 @@ def activate() -> None:
 
     from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import cuda, devices, distributed, fixes
+    from swift_megatron_grpo.platforms.cpu.linear_attention import tree as linear_attention
     from swift_megatron_grpo.platforms.cpu.transformer_engine import tree
 
     devices.install()
     cuda.install()
     distributed.install()
     tree.install()
+    linear_attention.install()
     for module_name, fix in fixes.AFTER_IMPORT.items():
         after_import(module_name, fix)
     _active = True

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
+
 _MAX_SENDS_IN_FLIGHT = 64
 
 
@@ -154,15 +156,19 @@ def skip_destroyed_groups(parallel_state: Any) -> None:
 
 
 def keep_unpacked_weights(utils: Any) -> None:
-    """Keep the weight of linear layers: vLLM packs it for its CPU kernels and drops it, so that none can be loaded."""
+    """Keep the weights of linear layers and convolutions: vLLM packs them for its CPU kernels, so that none can be loaded.
+
+    A weight with three dimensions is that of a convolution, which it packs in place, or of experts, which
+    `pack_reloaded_experts` handles.
+    """
     dispatch = utils.dispatch_cpu_unquantized_gemm
 
     @functools.wraps(dispatch)
     def multiply_unpacked(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2 and not layer.weight.is_meta:
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
+        if layer.weight.is_meta:
             dispatch(layer, remove_weight)
+        elif layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
 
     utils.dispatch_cpu_unquantized_gemm = multiply_unpacked
 
@@ -259,6 +265,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.transformer.moe.token_dispatcher": convert_split_sizes_to_numpy,
     "vllm.distributed.parallel_state": skip_destroyed_groups,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
+    "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": compute_in_torch,
     "vllm.model_executor.layers.utils": keep_unpacked_weights,
     "vllm.platforms.cpu": prefer_the_given_cache_size,
     "vllm.v1.worker.gpu_model_runner": reset_generators_of_partial_prefills,

@@ -4,6 +4,8 @@
     expert_marks.py           gradients of experts without expert parallelism
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
     gradient_clipping.py      clipping with Transformer Engine's kernels
+    linear_attention.py       two gradients of gated delta nets with tensor parallelism
+    linear_attention_context.py  context parallelism of gated delta nets
     router_bias.py            the expert bias, which moves without a learning rate
     moe_aux_losses.py         values of the losses that MoE layers add
     result_queue.py           a helper process of checkpoint writing that outlives its rank

@@ -1,0 +1,118 @@
+"""Checks of composite models: a language model with image, video or audio towers, of which text rows are trained.
+
+Pure functions on plain values. A type is supported if a test trains a tiny model of it and compares it with plain
+transformers. docs/models.md has the list with what is trained, frozen and sent.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PICTURES = ("image", "video")
+
+# model_type of config.json: the kinds of media that vLLM would otherwise prepare for
+TEXT_OF_COMPOSITE: Mapping[str, tuple[str, ...]] = {
+    "qwen2_vl": _PICTURES,
+    "qwen2_5_vl": _PICTURES,
+    "qwen3_vl": _PICTURES,
+    "qwen3_vl_moe": _PICTURES,
+    "qwen3_5": _PICTURES,
+    "qwen3_5_moe": _PICTURES,
+}
+
+_CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
+_HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
+_UNTESTED = "no test has compared it with plain transformers yet"
+# Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
+REFUSED_COMPOSITE: Mapping[str, str] = {
+    "deepseek_v41": _HYBRID,
+    "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
+    "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
+    "glm4v": _UNTESTED,
+    "glm4v_moe": _UNTESTED,
+    "glm5_next": _HYBRID,
+    "internvl": _UNTESTED,
+    "internvl_chat": _CODE_IN_CHECKPOINT,
+    "kimi_k25": _CODE_IN_CHECKPOINT,
+    "kimi_vl": _CODE_IN_CHECKPOINT,
+    "llama4": "its chunked attention has not been compared with plain transformers yet",
+    "llava_onevision1_5": _CODE_IN_CHECKPOINT,
+    "minicpmv4_6": _UNTESTED,
+    "muse_glimmer": _UNTESTED,
+    "ovis2_5": _CODE_IN_CHECKPOINT,
+    "qwen2_5_omni": "it has audio and speech parts, which no test covers yet",
+    "qwen3_asr": "it transcribes audio, and rows with audio are not trained",
+    "qwen3_omni_moe": "it has audio and speech parts, which no test covers yet",
+    "qwen4_exp": "its hyper connections and n-gram tables are not supported yet",
+}
+
+
+def check_composite(
+    model: str, model_type: str, freeze_llm: bool, freeze_vit: bool, freeze_aligner: bool, stock_trainer: str
+) -> None:
+    """Raise ValueError unless text rows of this composite model can be trained with these flags.
+
+    `model_type`: of config.json. `stock_trainer`: the advice to run ms-swift's own trainer.
+    """
+    if model_type not in TEXT_OF_COMPOSITE:
+        reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
+        raise ValueError(
+            f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
+            f"{reason}; use a text model, or a model of one of the types {', '.join(TEXT_OF_COMPOSITE)}, or "
+            f"{stock_trainer}"
+        )
+    problems = []
+    if freeze_llm:
+        problems.append(
+            "--freeze_llm true: the language model is the only part that is trained; use --freeze_llm false"
+        )
+    for flag, frozen in (("freeze_vit", freeze_vit), ("freeze_aligner", freeze_aligner)):
+        if not frozen:
+            problems.append(
+                f"--{flag} false: only text rows are trained so far, and they have no gradient for the image and video "
+                f"parts; use --{flag} true"
+            )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def text_only_limits(model_type: str) -> dict[str, int]:
+    """Return vLLM's limit_mm_per_prompt with which it builds no towers."""
+    return dict.fromkeys(TEXT_OF_COMPOSITE[model_type], 0)
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return config.json of a checkpoint."""
+    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if Megatron would build other attention layers than this config.json describes.
+
+    mcore-bridge 1.6.5 has full attention in every layer that full_attention_interval divides, and reads neither
+    layer_types nor, without layer_types, the interval: transformers replaces it by the list. It then takes 4.
+    """
+    text = config.get("text_config") or config
+    if "linear_num_key_heads" not in text or "num_hidden_layers" not in text:
+        return
+    listed, given, layers = text.get("layer_types"), text.get("full_attention_interval"), text["num_hidden_layers"]
+    described = listed or _layers(given or 4, layers)
+    interval = given if listed and given else 4
+    built = _layers(interval, layers)
+    if built == list(described):
+        return
+    layer = next(i for i, (ours, theirs) in enumerate(zip(built, described, strict=False)) if ours != theirs)
+    fitting = [size for size in range(1, layers + 1) if _layers(size, layers) == list(described)]
+    advice = f'set "full_attention_interval": {fitting[0]} and "layer_types" in it' if fitting else "use another model"
+    raise ValueError(
+        f"--model {model}: by its config.json layer {layer} has {described[layer]}, and Megatron would build "
+        f"{built[layer]}: mcore-bridge takes a full_attention_interval of {interval}; {advice}"
+    )
+
+
+def _layers(interval: int, layers: int) -> list[str]:
+    return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]

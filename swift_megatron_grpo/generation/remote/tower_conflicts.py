@@ -1,0 +1,18 @@
+"""Conflicts between servers about the image, video and audio parts of a composite model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_FLAG = '--vllm_limit_mm_per_prompt \'{"image": 0, "video": 0}\''
+
+
+def tower_conflicts(has_towers: Mapping[str, bool]) -> list[str]:
+    """Return the conflicts between the servers of one run: all get the same tensors, those of towers or none."""
+    if len(set(has_towers.values())) < 2:
+        return []
+    holding = ", ".join(url for url, held in has_towers.items() if held)
+    return [
+        f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start all of "
+        f"them with {_FLAG}, or all without"
+    ]

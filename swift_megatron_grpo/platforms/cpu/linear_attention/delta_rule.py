@@ -1,0 +1,115 @@
+"""The gated delta rule and the l2 norm, with the arguments of flash-linear-attention.
+
+Every sequence of a pack is computed by itself, so its result has the same bits alone and in any pack. Arithmetic is in
+fp32, or in fp64 for inputs in fp64.
+
+b: batch; t: tokens; n: chunks; c: tokens of a chunk; hk, h: heads of queries and keys, and of values; k, v: their sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from swift_megatron_grpo.platforms.cpu.linear_attention.refusal import reject_unsupported
+
+_CHUNK = 64
+
+
+def l2norm(x: torch.Tensor, eps: float = 1e-6, output_dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Divide the last dimension by its length."""
+    exact = widened(x)
+    return (exact / (exact.square().sum(-1, keepdim=True) + eps).sqrt()).to(output_dtype or x.dtype)
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,  # [b, t, hk, k]
+    k: torch.Tensor,  # [b, t, hk, k]
+    v: torch.Tensor,  # [b, t, h, v]
+    g: torch.Tensor,  # [b, t, h] logarithm of the decay
+    beta: torch.Tensor,  # [b, t, h]
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,  # [s + 1] bounds of the sequences of a pack
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """Return [b, t, h, v] in the type of q, and no state."""
+    reject_unsupported(
+        "chunk_gated_delta_rule",
+        initial_state=initial_state is not None,
+        output_final_state=output_final_state,
+        **others,
+    )
+    dtype = q.dtype
+    if use_qk_l2norm_in_kernel:
+        q, k = l2norm(q), l2norm(k)
+    q, k = widened(q) * (q.shape[-1] ** -0.5 if scale is None else scale), widened(k)
+    copies = v.shape[2] // k.shape[2]
+    heads_first = [
+        x.transpose(1, 2)
+        for x in (
+            q.repeat_interleave(copies, dim=2),
+            k.repeat_interleave(copies, dim=2),
+            widened(v),
+            widened(g),
+            widened(beta),
+        )
+    ]
+    bounds = [0, v.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+    if bounds[-1] != v.shape[1] or (cu_seqlens is not None and len(v) != 1):
+        raise ValueError(f"chunk_gated_delta_rule: cu_seqlens {bounds} do not fit inputs of shape {list(v.shape)}")
+    outputs = [
+        delta_rule(*(x[:, :, begin:end] for x in heads_first))[0]
+        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        if end > begin
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
+
+
+def delta_rule(
+    q: torch.Tensor,  # [b, h, t, k] scaled
+    k: torch.Tensor,  # [b, h, t, k]
+    v: torch.Tensor,  # [b, h, t, v]
+    g: torch.Tensor,  # [b, h, t]
+    beta: torch.Tensor,  # [b, h, t]
+    state: torch.Tensor | None = None,  # [b, h, k, v] before the first token; None: zeros
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run one sequence; return [b, h, t, v] and the state after it.
+
+    By token: S <- exp(g) S; S <- S + beta k (v - S^T k)^T; o = S^T q. The tokens of a chunk are computed together: what
+    each writes, u = beta (v - S^T k), depends on the earlier ones by a unit lower triangular system (Yang et al. 2024,
+    "Gated Delta Networks", section 3.3), and only the state passes from chunk to chunk.
+    """
+    if state is None:
+        state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
+    outputs = []
+    for part in zip(*(x.split(_CHUNK, dim=2) for x in (q, k, v, g, beta)), strict=True):
+        output, state = _chunk(*part, state)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), state
+
+
+def _chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    since_start = g.cumsum(-1)  # [b, h, c]
+    future = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
+    between = since_start[..., :, None] - since_start[..., None, :]
+    decay = between.masked_fill(future, -torch.inf).exp()  # [b, h, c, c] from the token of a column to that of a row
+    # (1 + strictly lower part of beta k k^T decay) u = beta (v - decayed S^T k); the solver takes the diagonal as ones
+    system = beta[..., None] * (k @ k.mT) * decay
+    from_state = since_start.exp()[..., None]
+    written = torch.linalg.solve_triangular(
+        system, beta[..., None] * (v - from_state * (k @ state)), upper=False, unitriangular=True
+    )  # [b, h, c, v]
+    output = from_state * (q @ state) + (q @ k.mT * decay) @ written
+    to_end = (since_start[..., -1:] - since_start).exp()[..., None]
+    state = state * since_start[..., -1].exp()[..., None, None] + (k * to_end).mT @ written
+    return output, state
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Convert to fp32, or leave fp64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,42 @@
+"""What is changed in Megatron, and in models that ms-swift has built and loaded, before they are wrapped for training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
+from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.megatron_fixes.linear_attention import unmark_gathered_projections
+from swift_megatron_grpo.training.megatron_fixes.linear_attention_context import supply_context_parallelism
+from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
+from swift_megatron_grpo.training.towers import skip_towers
+
+
+def prepare_megatron() -> None:
+    """Supply what models need when they are built."""
+    supply_context_parallelism()
+
+
+def prepare_trained(
+    models: Sequence[torch.nn.Module],
+    fast_kernels: bool,
+    recompute_elementwise: bool,
+    extra_kwargs: Mapping[str, Any] | None,  # --megatron_extra_kwargs
+) -> str | None:
+    """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
+    mark_experts(models)
+    unmark_gathered_projections(models)
+    skip_towers(models)
+    if fast_kernels:
+        use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
+    return freeze_router_bias(models, extra_kwargs)
+
+
+def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
+    """Install kernels in the frozen reference copy."""
+    skip_towers(models)
+    if fast_kernels:
+        use_fast_kernels(models, trained=False, recompute_elementwise=False)

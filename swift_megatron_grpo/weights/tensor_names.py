@@ -1,0 +1,34 @@
+"""Which part of a model a tensor of the checkpoint belongs to, by its name."""
+
+from __future__ import annotations
+
+import re
+
+from mcore_bridge.config import ModelConfig
+
+_PREDICTION = r"(^|\.)mtp([._]|$)"
+_LAYER = r"(?:^|\.)layers\.(\d+)\."
+
+
+def tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return how the names of image, video and audio parts begin; () for a text model."""
+    towers = config.model_meta.visual_cls
+    return () if towers is None else tuple(f"{name}." for name in towers.module_mapping)
+
+
+def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:
+    """Return True for the output layer of a model that shares the weights of its embedding."""
+    return name.endswith("lm_head.weight") and not config.untie_embeddings_and_output_weights
+
+
+def is_prediction_layer(name: str, config: ModelConfig) -> bool:
+    """Return True for multi-token prediction; some models number its layers after their own."""
+    if re.search(_PREDICTION, name):
+        return True
+    layer = re.search(_LAYER, name)
+    return layer is not None and int(layer[1]) >= config.num_layers and not name.startswith(tower_prefixes(config))
+
+
+def is_unbuilt_tower(name: str, config: ModelConfig) -> bool:
+    """Return True for a part that embeds images, video or audio, with --language_model_only."""
+    return bool(config.language_model_only) and name.startswith(tower_prefixes(config))
