@@ -1,4 +1,4 @@
-"""Which versions of megatron-core miss Transformer Engine's kernels, and that clipping uses them after the fix."""
+"""Megatron-core 0.17 and newer miss the kernels of Transformer Engine below 2.14; after the fix clipping uses them."""
 
 from __future__ import annotations
 
