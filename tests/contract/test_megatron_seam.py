@@ -86,7 +86,7 @@ def test_groups_are_private_variables_in_capitals(core: Version) -> None:
 
 
 def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
-    """training/megatron_fixes/gradient_clipping.py; the stand-in lacks the function, as Transformer Engine 2.11 does."""
+    """training/megatron_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
     names = {"multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"}
     assert names <= set(upstream()["clip_grads"])
     assert ("multi_tensor_scale_tensor_impl" in upstream()["clip_grads"]) is (core >= Version("0.17"))
