@@ -1,4 +1,4 @@
-"""What a person runs before a first run, or attaches to a report: `python -m swift_megatron_grpo.doctor`.
+"""A check of packages and machine, before a run or for a report: `python -m swift_megatron_grpo.doctor`.
 
     __main__.py  the command: collects, prints, and exits with 1 if a run would fail
     packages.py  installed versions against the tested ranges, which are those of this package's metadata

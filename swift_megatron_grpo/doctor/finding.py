@@ -14,7 +14,7 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, and for a note or a problem what to do about it."""
+    """A checked subject, its state, and for a note or a problem the advice."""
 
     level: Level
     subject: str

@@ -1,4 +1,4 @@
-"""Processes that import torch, and all that a rank imports. What they raise is a finding of the caller."""
+"""Processes that import torch, and all that a rank imports. Their errors become findings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print("IMPORTED " + megatron.core.__version__)
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch reports about itself and the GPUs; `error` if it cannot be imported."""
+    """Versions and GPUs that torch reports; `error` if it cannot be imported."""
 
     torch: str = ""
     cuda: str | None = None

@@ -82,7 +82,7 @@ def test_vllm_may_be_installed_under_its_other_name() -> None:
 
 
 def test_a_missing_entry_point_is_a_problem() -> None:
-    """Without it the command silently runs ms-swift's own trainer."""
+    """The command would silently run ms-swift's own trainer."""
     name = "swift_megatron_grpo.plugin.autoload:arm"
     assert check_entry_point({"swift_megatron_grpo": name}) == ok("entry point", name)
     assert check_entry_point({"torch_npu": "x"}).level is Level.PROBLEM
