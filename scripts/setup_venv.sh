@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Makes .venv and installs the tested CPU set and this package into it. Does nothing when that is done already.
-#   scripts/setup_venv.sh [--test]      --test also installs what scripts/test.sh needs
+#   scripts/setup_venv.sh [--test]      --test also installs what scripts/test.sh needs, and into .stacks the other
+#                                       versions of megatron-core that it tests, 20 MB each
 #   PYTHON=python3.12                   the interpreter to make .venv with (3.11 or newer)
+# Python 3.11 gets requirements/cpu.lock, a newer one requirements/cpu-py312.lock. torch is the CPU build where pip finds
+# it, otherwise the CUDA build, which works without a GPU and takes 2.5 GB more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-locks=(requirements/cpu.lock)
+test=""
 case "${1:-}" in
     "") ;;
-    --test) locks+=(requirements/test.lock) ;;
+    --test) test=1 ;;
     *) echo "usage: scripts/setup_venv.sh [--test]" >&2; exit 2 ;;
 esac
 
@@ -30,6 +33,10 @@ if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv
 fi
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
+lock=requirements/cpu.lock
+if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    lock=requirements/cpu-py312.lock # megatron-core 0.17 and newer need Python 3.12
+fi
 
 # changed NAME FILE...: whether the files differ from those that were last installed under this name
 changed() {
@@ -46,19 +53,44 @@ install() {
     echo "setup_venv: installed $2 in ${SECONDS} s"
 }
 
-for lock in "${locks[@]}"; do
-    name=$(basename "$lock")
-    if changed "$name" "$lock"; then
-        arguments=(-r "$lock")
-        # A machine may offer torch's CPU build itself; otherwise it is on PyTorch's own index.
-        torch=$(grep '^torch==' "$lock" || true)
-        if [ -n "$torch" ] && ! "${pip[@]}" install --quiet --no-deps --dry-run "$torch" >/dev/null 2>&1; then
-            arguments+=(--extra-index-url https://download.pytorch.org/whl/cpu)
+# found PIP_ARGUMENT...: whether pip finds the build of torch that the lock pins
+found() {
+    "${pip[@]}" install --quiet --no-deps --dry-run --retries 1 "$(grep '^torch==' "$lock")" "$@" >/dev/null 2>&1
+}
+
+name=$(basename "$lock")
+if changed "$name" "$lock" requirements/cuda.lock; then
+    arguments=(-r "$lock")
+    index=(--extra-index-url https://download.pytorch.org/whl/cpu)
+    # A machine may offer torch's CPU build itself; otherwise it is on PyTorch's own index.
+    if ! found; then
+        if found "${index[@]}"; then
+            arguments+=("${index[@]}")
+        else
+            echo "setup_venv: pip does not find $(grep '^torch==' "$lock"); installing torch's CUDA build"
+            replaced=$(sed -n 's/==.*//p' requirements/cuda.lock | paste -sd '|')
+            grep -vE "^($replaced)==" "$lock" > .venv/without-torch.lock
+            arguments=(-r .venv/without-torch.lock -r requirements/cuda.lock)
         fi
-        install "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" "${arguments[@]}"
     fi
-done
+    install "$name" "$(grep -c '^[^#].*==' "$lock") packages of $name" "${arguments[@]}"
+fi
+if [ -n "$test" ] && changed test.lock requirements/test.lock; then
+    install test.lock "$(grep -c '^[^#].*==' requirements/test.lock) packages of test.lock" -r requirements/test.lock
+fi
 # Editable: only a change of the metadata asks for a new installation.
 if changed package pyproject.toml swift_megatron_grpo/__init__.py; then
     install package swift-megatron-grpo --no-build-isolation -e .
 fi
+
+# On PYTHONPATH, such a folder replaces the megatron-core of .venv. Its metadata asks for Python 3.12; what is used of it
+# runs on 3.11 as well.
+for core in $([ -z "$test" ] || grep -v '^#' requirements/stacks.txt); do
+    folder=.stacks/${core/==/-}
+    if [ ! -d "$folder" ]; then
+        echo "setup_venv: installing $core into $folder"
+        "${pip[@]}" install -qq --no-deps --only-binary=:all: --ignore-requires-python --python-version 3.12 \
+            --target "$folder.new" "$core"
+        mv "$folder.new" "$folder"
+    fi
+done

@@ -3,17 +3,18 @@
 # first; the first stage that fails ends the run.
 #   scripts/test.sh                             all stages
 #   scripts/test.sh --quick                     checks, unit, contract, one layout, one run of the real command
-#   scripts/test.sh STAGE... [pytest arguments] stages: checks unit contract dist e2e
+#   scripts/test.sh STAGE... [pytest arguments] stages: checks unit contract dist e2e core-0.18.2 core-0.19.2
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
+# The stages core-VERSION run a choice of tests on another version of megatron-core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(checks unit contract dist e2e)
+all=(checks unit contract dist e2e core-0.18.2 core-0.19.2)
 stages=() quick=""
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        checks | unit | contract | dist | e2e) stages+=("$1") ;;
+        checks | unit | contract | dist | e2e | core-0.18.2 | core-0.19.2) stages+=("$1") ;;
         *) break ;;
     esac
     shift
@@ -24,6 +25,7 @@ code=(swift_megatron_grpo scripts benchmarks templates tests)
 scripts/setup_venv.sh --test
 PATH="$PWD/.venv/bin:$PATH"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE=1
+export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
 
@@ -45,14 +47,50 @@ checks() {
     step "import contracts" lint-imports
 }
 
-tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone` because it measures time
+tests_of() { # tests_of PYTEST_ARGUMENT...: two workers, without what is marked `alone` because it measures time
+    local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
+print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
+    echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
+    "${pytest[@]}" --alone no -n 2 --dist loadfile "$@"
+}
+
+tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone`
     local status=0
-    "${pytest[@]}" "tests/$1" --alone no -n 2 --dist loadfile "${@:2}" || status=$?
+    tests_of "tests/$1" "${@:2}" || status=$?
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
     if [ "$status" = 5 ] && [ $# -gt 1 ]; then status=0; fi
     [ "$status" = 0 ] || return "$status"
     "${pytest[@]}" "tests/$1" --alone yes "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status" # not every folder has tests that measure time
+}
+
+# What depends on the version of megatron-core: a choice of layouts, the command, and ms-swift's own trainer.
+layouts() { printf "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[%s]\n" "$@"; }
+seams=(tests/contract --ignore tests/contract/test_wheel.py tests/unit/training/megatron_fixes)
+moe=(moe-full-dp2+ep2 moe-full-tp2+sp moe-full-tp2+sp+etp2 moe-lora-tp2+sp)
+dense=(dense-full-tp2+sp dense-full-pp2+vpp2 dense-full-cp2 dense-full-dp2+overlap dense-lora-tp2+sp)
+newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
+
+other_core() { # other_core VERSION PYTEST_ARGUMENT...
+    local stack="$PWD/.stacks/megatron-core-$1"
+    shift
+    PYTHONPATH="$stack${PYTHONPATH:+:$PYTHONPATH}" tests_of "$@"
+}
+
+core-0.18.2() {
+    local selected
+    mapfile -t selected < <(layouts "${dense[@]}" "${moe[@]}")
+    other_core 0.18.2 "${seams[@]}" tests/unit/platforms tests/unit/training/memory tests/unit/training/head/test_logprob.py \
+        tests/unit/training/test_trained_weights.py tests/unit/arguments/test_flags.py \
+        tests/unit/arguments/test_grpo_arguments.py tests/unit/test_import_hooks.py tests/unit/plugin/test_autoload.py \
+        "${selected[@]}" "$newer_transformer_engine" tests/dist/test_engine_runs.py tests/e2e/test_cli.py \
+        tests/e2e/test_parity.py "$@"
+}
+
+core-0.19.2() {
+    local selected
+    mapfile -t selected < <(layouts dense-full-tp2+sp "${moe[@]}")
+    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "$newer_transformer_engine" "$@"
 }
 
 if [ -n "$quick" ]; then
@@ -63,9 +101,9 @@ if [ -n "$quick" ]; then
     exit
 fi
 for stage in "${stages[@]}"; do
-    if [ "$stage" = checks ]; then
-        checks
-    else
-        step "pytest tests/$stage" tests "$stage" "$@"
-    fi
+    case $stage in
+        checks) checks ;;
+        core-*) step "pytest on megatron-core ${stage#core-}" "$stage" "$@" ;;
+        *) step "pytest tests/$stage" tests "$stage" "$@" ;;
+    esac
 done

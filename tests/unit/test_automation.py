@@ -10,6 +10,7 @@ import yaml
 
 from tests.paths import REPOSITORY
 
+PYTHONS = ("3.11", "3.12")
 FILES = [*sorted((REPOSITORY / ".github").rglob("*.yml")), REPOSITORY / ".pre-commit-config.yaml"]
 
 
@@ -24,11 +25,36 @@ def test_files_parse(file: Any) -> None:
 
 def test_jobs_cover_every_stage_of_the_tests() -> None:
     jobs = load(".github/workflows/test.yml")["jobs"]["test"]["strategy"]["matrix"]["include"]
-    stages = [stage for job in jobs for stage in job["stages"].split()]
-    assert stages == ["checks", "unit", "contract", "dist", "e2e"]
+    stages = {python: [s for j in jobs if j["python"] == python for s in j["stages"].split()] for python in PYTHONS}
+    [all_stages] = re.findall(r"^all=\((.*)\)$", (REPOSITORY / "scripts" / "test.sh").read_text(), re.MULTILINE)
+    assert stages["3.11"] == all_stages.split()
+    assert stages["3.12"] == ["unit", "contract", "dist", "e2e"]  # its own megatron-core is one of the others
+
+
+def test_every_other_megatron_has_a_folder_and_a_stage() -> None:
+    stacks = (REPOSITORY / "requirements" / "stacks.txt").read_text().splitlines()
+    versions = [line.removeprefix("megatron-core==") for line in stacks if not line.startswith("#")]
     script = (REPOSITORY / "scripts" / "test.sh").read_text()
-    unknown = [stage for stage in stages if not re.search(rf"\b{stage}\b", script)]
-    assert not unknown, f"scripts/test.sh has no stage {unknown}"
+    assert re.findall(r"^core-([\d.]+)\(\)", script, re.MULTILINE) == versions
+    assert re.findall(r"other_core ([\d.]+) ", script) == versions
+
+
+def test_the_two_locks_differ_in_megatron_only() -> None:
+    older, newer = (pins(f"requirements/{name}.lock") for name in ("cpu", "cpu-py312"))
+    assert older.keys() == newer.keys()
+    assert {name for name in older if older[name] != newer[name]} == {"megatron-core"}
+    assert (older["megatron-core"], newer["megatron-core"]) == ("0.16.1", "0.18.2")
+
+
+def test_torchs_cuda_build_is_the_version_of_the_cpu_build() -> None:
+    cpu, cuda = pins("requirements/cpu.lock"), pins("requirements/cuda.lock")
+    assert cpu["torch"] == cuda["torch"] + "+cpu"
+    assert cpu.keys() & cuda.keys() == {"torch", "triton"}  # what it replaces
+
+
+def pins(path: str) -> dict[str, str]:
+    lines = (REPOSITORY / path).read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
 def test_issue_forms_have_what_github_requires() -> None:

@@ -1,4 +1,4 @@
-"""Which versions of megatron-core miss Transformer Engine's kernels, and that clipping uses them after the fix."""
+"""Megatron-core 0.17 and newer miss the kernels of Transformer Engine below 2.14; after the fix clipping uses them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIXED = (optimizers.multi_tensor_applier, optimizers.multi_tensor_l2norm, optimi
 
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Megatron falls back to."""
+    """Set what Megatron falls back to."""
     monkeypatch.setattr(clip_grads, "multi_tensor_applier", utils.local_multi_tensor_applier)
     monkeypatch.setattr(clip_grads, "l2_norm_impl", utils.local_multi_tensor_l2_norm)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", utils.local_multi_tensor_scale)

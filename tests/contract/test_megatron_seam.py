@@ -1,0 +1,124 @@
+"""Names of megatron-core, Transformer Engine's callers and vLLM that moved between supported versions, or may move.
+
+One test per adapter or fix of this package. A test whose name says "below" or "from" compares with the installed
+version: if it fails, upstream has changed, and docs/versions.md is wrong.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from tests.contract.interpreter import result_of
+
+
+@cache
+def upstream() -> dict[str, Any]:
+    result: dict[str, Any] = result_of(
+        """
+        import importlib, importlib.metadata
+        import megatron.core
+        from megatron.core import jit, parallel_state, utils
+        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+        from megatron.core.extensions import transformer_engine as extensions
+        from megatron.core.fusions import fused_bias_swiglu
+        from megatron.core.optimizer import clip_grads
+        from megatron.core.packed_seq_params import PackedSeqParams
+        from megatron.core.pipeline_parallel import p2p_communication, schedules
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker, param_is_not_tensor_parallel_duplicate
+        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        if hasattr(moe_utils, "get_moe_metrics_tracker"):
+            report = moe_utils.get_moe_metrics_tracker().report
+        else:
+            report = moe_utils.track_moe_metrics
+        tracker = get_cuda_rng_tracker()
+        result = {
+            "megatron.core": megatron.core.__version__,
+            "distribution": importlib.metadata.version("megatron-core"),
+            "parallel_state": sorted(vars(parallel_state)),
+            "destroy": source(parallel_state.destroy_model_parallel),
+            "clip_grads": sorted(vars(clip_grads)),
+            "loops_used": clip_grads.multi_tensor_applier is utils.local_multi_tensor_applier,
+            "report": parameters(report),
+            "has_tracker": hasattr(moe_utils, "get_moe_metrics_tracker"),
+            "duplicate": source(param_is_not_tensor_parallel_duplicate),
+            "grouped": source(extensions.TEGroupedLinear.__init__),
+            "swiglu": fused_bias_swiglu.SwiGLUFunction.__name__,
+            "p2p_ops": parameters(p2p_communication._p2p_ops),
+            "move": parameters(token_dispatcher.maybe_move_tensor_to_cpu),
+            "disable_jit_fuser": parameters(jit.disable_jit_fuser),
+            "finalize_model_grads": parameters(finalize_model_grads),
+            "forward_step_calc_loss": source(schedules.forward_step_calc_loss),
+            "packed": parameters(PackedSeqParams),
+            "ddp": source(DistributedDataParallel.__init__),
+            "tracker": sorted(vars(tracker)),
+            "results_queue": source(filesystem_async._get_write_results_queue),
+        }
+        """
+    )
+    return result
+
+
+@pytest.fixture
+def core() -> Version:
+    return Version(Version(upstream()["megatron.core"]).public)
+
+
+def test_the_imported_megatron_is_the_installed_one_and_in_the_supported_range(core: Version) -> None:
+    assert core == Version(upstream()["distribution"])
+    assert Version("0.16.1") <= core < Version("0.20")
+
+
+def test_groups_are_private_variables_in_capitals(core: Version) -> None:
+    """training/reference_layout.py exchanges them, but for those that belong to no layout."""
+    names = upstream()["parallel_state"]
+    assert {"_GLOBAL_MEMORY_BUFFER", "_global_process_group_list"} <= set(names)
+    assert ("_GLOBAL_SYMMETRIC_MEMORY_BUFFER" in names) is (core < Version("0.17"))
+    groups = [line.split()[1] for line in upstream()["destroy"].splitlines() if line.strip().startswith("global _")]
+    assert len(groups) > 30
+    odd = [name for name in groups if not (name.startswith("_") and name.isupper()) and name in names]
+    assert set(odd) <= {"_global_process_group_list"}
+
+
+def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
+    """training/megatron_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
+    names = {"multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"}
+    assert names <= set(upstream()["clip_grads"])
+    assert ("multi_tensor_scale_tensor_impl" in upstream()["clip_grads"]) is (core >= Version("0.17"))
+    assert upstream()["loops_used"] is (core >= Version("0.17"))
+
+
+def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:
+    """training/megatron_fixes/moe_aux_losses.py calls the tracker if there is one, else track_moe_metrics."""
+    used = {"loss_scale", "iteration", "total_loss_dict", "force_initialize", "track_names", "num_layers",
+            "moe_layer_freq"}  # fmt: skip
+    assert used <= set(upstream()["report"])
+
+
+def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core: Version) -> None:
+    """training/megatron_fixes/tensor_parallel_marks.py, and expert_marks.py: `allreduce`."""
+    assert "tensor_model_parallel" in upstream()["duplicate"]
+    sets_marks = "_set_expert_parameter_attributes" in upstream()["grouped"]
+    assert sets_marks is (core >= Version("0.19"))
+    assert sets_marks or '"allreduce", not (is_expert and self.expert_parallel)' in upstream()["grouped"]
+
+
+def test_functions_that_the_cpu_platform_wraps_have_these_parameters() -> None:
+    assert upstream()["move"] == ["tensor", "as_numpy", "record_stream"]
+    assert upstream()["disable_jit_fuser"] == []
+    assert {"tensor_send_prev", "tensor_send_next"} <= set(upstream()["p2p_ops"])
+
+
+def test_the_engine_calls_these_names() -> None:
+    assert upstream()["swiglu"] == "SwiGLUFunction"
+    assert upstream()["finalize_model_grads"][:2] == ["model", "num_tokens"]
+    assert "if len(outputs) == 3:" in upstream()["forward_step_calc_loss"]  # two values: the loss and its metrics
+    assert {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"} <= set(upstream()["packed"])
+    assert "self.buffers" in upstream()["ddp"] and "self.expert_parallel_buffers" in upstream()["ddp"]
+    assert {"states_", "seeds_"} <= set(upstream()["tracker"])
+    assert "_results_queue" in upstream()["results_queue"]
