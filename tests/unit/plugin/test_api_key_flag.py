@@ -77,7 +77,7 @@ def test_the_line_that_the_launcher_prints_has_no_key(tmp_path: Path, in_file: b
 def test_a_key_in_a_yaml_file_stays_in_command_lines_and_in_its_section_env_it_does_not(
     tmp_path: Path, in_environment: bool
 ) -> None:
-    """docs/security.md advises the section. The launcher replaces itself with torchrun, whose ranks get its arguments."""
+    """docs/security.md advises the section. The launcher replaces itself with torchrun."""
     config = tmp_path / "run.yaml"
     key = f"ENV:\n  SWIFT_ROLLOUT_API_KEY: {KEY}\n" if in_environment else f"vllm_server_api_key: {KEY}\n"
     config.write_text(f"rlhf_type: grpo\nmodel: none\n{key}")
