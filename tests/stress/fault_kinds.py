@@ -49,6 +49,7 @@ class Trial:
     run: Run | None = None
     hit: tuple[int, str] = (0, "")  # steps trained and phase when the fault hit; no phase: it has not
     hit_at: float = 0.0  # time.time()
+    other_output: str = ""  # of another run, which the fault is about
 
     def start(self, *flags: str, command: bool = False, **environment: str) -> Run:
         """Continue the training from its newest checkpoint."""
@@ -238,9 +239,8 @@ def start_second_run(trial: Trial) -> None:
     )  # fmt: skip
     second.wait_for_exit(START_SECONDS)
     refused = second.kill() == 0 and second.process.wait() != 0
-    with trial.run.log.open("a") as log:
-        lines = [line for line in second.output.splitlines() if "in use by" in line or "holds rollouts" in line]
-        log.write("".join(f"second run: {line}\n" for line in lines if refused))
+    if refused:
+        trial.other_output = "".join(f"second run: {line}\n" for line in second.output.splitlines())
 
 
 def truncate_checkpoint(trial: Trial) -> None:
@@ -266,7 +266,7 @@ KINDS = (
          details=("rank 0", "rank 1 of torchrun", "rank 1"), weight=2),
     Kind("SIGTERM to the launcher", signal_launcher(signal.SIGTERM), STOPPED, weight=0),
     Kind("SIGKILL to the launcher", signal_launcher(signal.SIGKILL), STOPPED, weight=0),
-    Kind("SIGSTOP to a rank", stop_rank, r"phase .* has not finished after \d+ s.*", details=RANK_DETAILS, weight=2),
+    Kind("SIGSTOP to a rank", stop_rank, r"phase .* has not finished after \d+ s.*", details=RANK_DETAILS),
     Kind("SIGKILL to a server", kill_server, "rollout server .* is lost: .*", goes_on=True, phases=SERVER_PHASES,
          details=("all", "engine", "web server", "all, the only one"), weight=2, needs_servers=True),
     Kind("SIGSTOP to a server", stop_server, "rollout server .* is lost: .*", goes_on=True, phases=SERVER_PHASES,
@@ -277,7 +277,7 @@ KINDS = (
     Kind("ulimit -n", limit_open_files, r".*(Too many open files|ulimit).*", goes_on=None, details=("256", "64")),
     Kind("small /dev/shm", shrink_shared_memory, ".*(No space left on device|/dev/shm).*", goes_on=None,
          details=("1m", "64k")),
-    Kind("two runs in one folder", start_second_run, "second run: .*", goes_on=True,
+    Kind("two runs in one folder", start_second_run, r"second run: .*(in use by|holds rollouts of) another run.*", goes_on=True,
          details=("same dump", "another dump"), phases=("train", "generation")),
     Kind("truncated checkpoint", truncate_checkpoint, "--mcore_model .*", weight=2),
 )  # fmt: skip

@@ -105,7 +105,7 @@ def run_trial(trial: Trial, kind: Kind) -> Outcome:
         problems.append("the run ended" if kind.goes_on else "the run went on")
     if not went_on and code == 0:
         problems.append("exit code 0")
-    reason = reason_in(run, kind)
+    reason = reason_in(run.output + trial.other_output, kind)
     if not reason and not (went_on and kind.goes_on is None):
         problems.append("no reason in the log")
     restore(trial)
@@ -122,9 +122,9 @@ def run_trial(trial: Trial, kind: Kind) -> Outcome:
                    round(seconds, 1), continued_from, counts.again, counts.lost, problems)  # fmt: skip
 
 
-def reason_in(run: Run, kind: Kind) -> str:
+def reason_in(output: str, kind: Kind) -> str:
     """Return the line of the log that states the reason, without the names of this machine's folders."""
-    for line in run.output.splitlines():
+    for line in output.splitlines():
         if match := re.search(kind.reason, line):
             text = re.sub(r"127\.0\.0\.1:\d+", "HOST", re.sub(r"/(?:[\w.+-]+/)+", "", match[0]))
             return text if len(text) <= 160 else text[:157] + "..."
