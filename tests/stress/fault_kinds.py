@@ -259,6 +259,7 @@ def truncate_checkpoint(trial: Trial) -> None:
 
 SERVER_PHASES = ("weight_sync", "generation", "train")
 RANK_DETAILS = ("rank 0", "rank 1")
+SECOND_REFUSED = r"second run: .*(in use by|holds rollouts of) another run.*"
 STOPPED = r"stopped by SIGTERM after step \d+ of .*|SIGTERM ended the run before its first step.*"
 KINDS = (
     Kind("SIGTERM to a rank", terminate_rank, STOPPED, details=RANK_DETAILS),
@@ -277,7 +278,7 @@ KINDS = (
     Kind("ulimit -n", limit_open_files, r".*(Too many open files|ulimit).*", goes_on=None, details=("256", "64")),
     Kind("small /dev/shm", shrink_shared_memory, ".*(No space left on device|/dev/shm).*", goes_on=None,
          details=("1m", "64k")),
-    Kind("two runs in one folder", start_second_run, r"second run: .*(in use by|holds rollouts of) another run.*", goes_on=True,
+    Kind("two runs in one folder", start_second_run, SECOND_REFUSED, goes_on=True,
          details=("same dump", "another dump"), phases=("train", "generation")),
     Kind("truncated checkpoint", truncate_checkpoint, "--mcore_model .*", weight=2),
 )  # fmt: skip
