@@ -82,9 +82,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        self._locked = LockedFolders(
-            {"output_dir": args.output_dir, "rollout_dump": args.dump_folder}, self.coordinator
-        )
+        self._locked = LockedFolders(args.output_dir, args.dump_folder, self.coordinator)
         self._check_checkpoints(args, template)
         self.stop = StopRequest(self.coordinator, args.stop_grace)
         self.remote = self._connect_to_servers(args)
@@ -338,10 +336,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if number is None:
             return
         self._release()
-        args = self.args
-        line = last_line(
-            number, self.state.iteration, args.train_iters, folder, args.has_adapter, not args.no_save_optim
-        )
+        args, step = self.args, self.state.iteration
+        line = last_line(number, step, args.train_iters, folder, args.has_adapter, not args.no_save_optim)
         raise StoppedBySignal(self.stop, number, line)
 
     def _save_last_step(self) -> str | None:

@@ -31,8 +31,9 @@ class GRPOFlags(MegatronRLHFArguments):
         default="stop",
         metadata={
             "help": "What to do when a completion has no valid reward: every reward function returned None, or one "
-            "returned NaN or infinity. stop: the run ends with an error that names the function and the completion. "
-            "drop: the completion is excluded from its group's statistics and is not trained. Default: stop."
+            "returned NaN or infinity, or raised an exception. stop: the run ends with an error that names the "
+            "function and the completion. drop: the completion is excluded from its group's statistics and is not "
+            "trained. Default: stop."
         },
     )
 

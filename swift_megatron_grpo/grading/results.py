@@ -83,8 +83,9 @@ def _bad_reward_message(bad: Sequence[int], rollouts: Sequence[Rollout], scores:
 def _reason(row: Sequence[float | None], config: GradingConfig) -> str:
     if all(value is None for value in row):
         return f"every reward function ({', '.join(config.reward_names)}) returned None"
+    verb = "returned" if config.bad_reward == "stop" else "raised, or returned"
     broken = [
-        f"reward function {name} returned {value}"
+        f"reward function {name} {verb} {value}"
         for name, value in zip(config.reward_names, row, strict=True)
         if value is not None and not usable(value)
     ]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +24,8 @@ from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded, interrupte
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.grading.one_process import one_process
 from swift_megatron_grpo.types import Rollout
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 Scores = list[list[float | None]]  # [completion][function]
@@ -65,16 +69,21 @@ class RewardFunctions:
 
 
 def call_reward_functions(
-    rollouts: Sequence[Rollout], rewards: RewardFunctions, trainer_state: Any, limit: Limit = no_limit
+    rollouts: Sequence[Rollout],
+    rewards: RewardFunctions,
+    trainer_state: Any,
+    limit: Limit = no_limit,
+    drop_failing: bool = False,
 ) -> Scores:
     """Call every reward function on all completions and return the scores, [completion][function].
 
-    NaN and infinity are passed through: `total_rewards` decides what happens to them.
+    NaN and infinity are passed through: `total_rewards` decides what happens to them. With `drop_failing` a completion
+    on which a function raises gets NaN as well.
     """
     if not rollouts:
         return []
     batch = _Batch(rollouts, reward_columns(rollouts), trainer_state)
-    results = _call_all(rewards, batch, limit)
+    results = _call_all(rewards, batch, limit, drop_failing)
     by_function = [_validated(name, result, rollouts) for name, result in zip(rewards.names, results, strict=True)]
     return [list(row) for row in zip(*by_function, strict=True)]
 
@@ -145,9 +154,17 @@ class _Batch:
         return function(completions, **{"trainer_state": self.trainer_state, **columns})
 
 
-def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any]:
+def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> list[Any]:
     """Call the synchronous functions one after the other, and then all coroutine functions concurrently."""
     results: list[Any] = [None] * len(rewards.functions)
+
+    def on_failure(i: int, error: BaseException, seconds: float) -> None:
+        name, function = rewards.names[i], rewards.functions[i]
+        if not drop_failing:
+            raise _call_error(name, function, batch, error, seconds) from error
+        with limit(f"reward function {name}"):
+            results[i] = _scores_of_others(name, function, batch, error, max(_SEARCH_SECONDS, 2 * seconds))
+
     for i, function in enumerate(rewards.functions):
         if not _is_async(function):
             start = time.monotonic()
@@ -159,7 +176,7 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any
             except SharedFailure:  # from `limit`: the run stops
                 raise
             except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
-                raise _call_error(rewards.names[i], function, batch, error, time.monotonic() - start) from error
+                on_failure(i, error, time.monotonic() - start)
     coroutines = [i for i, function in enumerate(rewards.functions) if _is_async(function)]
     if coroutines:
         start = time.monotonic()
@@ -175,10 +192,9 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit) -> list[Any
             raise _timeout_error(timed_out, batch, time.monotonic() - start)
         for i, outcome in zip(coroutines, outcomes, strict=True):
             if isinstance(outcome, BaseException):
-                raise _call_error(
-                    rewards.names[i], rewards.functions[i], batch, outcome, time.monotonic() - start
-                ) from outcome
-            results[i] = outcome
+                on_failure(i, outcome, time.monotonic() - start)
+            else:
+                results[i] = outcome
     return results
 
 
@@ -241,6 +257,45 @@ def _failing_row(name: str, function: RewardFunction, batch: _Batch) -> int | No
         return None
 
 
+def _scores_of_others(
+    name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float
+) -> list[float | None]:
+    """Return the scores of the completions on which a function does not fail, and NaN for those on which it does.
+
+    It is called again on smaller and smaller parts. Completions that it has not scored after `seconds` get NaN.
+    """
+    rollouts = batch.rollouts
+    scores: list[float | None] = [math.nan] * len(rollouts)
+    deadline = time.monotonic() + seconds
+
+    def score(first: int, last: int) -> None:
+        if time.monotonic() > deadline:
+            return
+        rows = slice(first, last)
+        try:
+            result = _result(name, function, batch, rows)
+        except (DeadlineExceeded, SharedFailure):
+            raise
+        except BaseException:
+            if last - first > 1:
+                middle = (first + last) // 2
+                score(first, middle)
+                score(middle, last)
+            return
+        scores[rows] = _validated(name, result, rollouts[rows])
+
+    middle = len(rollouts) // 2
+    for first, last in ((0, middle), (middle, len(rollouts))) if middle else ():
+        score(first, last)
+    failed = [i for i, value in enumerate(scores) if value is not None and math.isnan(value)]
+    example = describe(rollouts[failed[0]]) if failed else "none of them alone"
+    logger.warning(
+        f"reward function {name} raised {type(error).__name__}: {error}; --bad_reward drop leaves {len(failed)} of "
+        f"{len(rollouts)} completions out, the first: {example}"
+    )
+    return scores
+
+
 def _search_row(name: str, function: RewardFunction, batch: _Batch) -> int | None:
     first, last = 0, len(batch.rollouts)
     deadline = time.monotonic() + _SEARCH_SECONDS
@@ -257,12 +312,16 @@ def _search_row(name: str, function: RewardFunction, batch: _Batch) -> int | Non
     return first
 
 
+def _result(name: str, function: RewardFunction, batch: _Batch, rows: slice) -> Any:
+    """Call one function on some completions."""
+    if _is_async(function):
+        return asyncio.run(batch.call_async(name, function, rows))
+    return batch.call(name, function, rows)
+
+
 def _fails(name: str, function: RewardFunction, batch: _Batch, rows: slice) -> bool:
     try:
-        if _is_async(function):
-            asyncio.run(batch.call_async(name, function, rows))
-        else:
-            batch.call(name, function, rows)
+        _result(name, function, batch, rows)
     except DeadlineExceeded:
         raise
     except BaseException:

@@ -231,10 +231,11 @@ class Rollouts:
         """Compute rewards: every rank grades some whole groups and sends the results to the others."""
         groups = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
         coordinator, functions = self._stages.coordinator, self._stages.rewards
+        state, drops = self._trainer_state, self._config.grading.bad_reward == "drop"
         share = Share(coordinator.rank, coordinator.world_size, reports=True)
         local = [rollout for group in share.pick(groups) for rollout in group]
         gathered = coordinator.all_gather_or_raise(
-            lambda: call_reward_functions(local, functions, self._trainer_state, self._reward_limit) if local else [],
+            lambda: call_reward_functions(local, functions, state, self._reward_limit, drops) if local else [],
             "grading",
         )
         return [row for rows in gathered for row in rows]

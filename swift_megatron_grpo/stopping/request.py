@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from signal import Signals
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from swift_megatron_grpo.stopping.signals import StopSignals
 _POLL_SECONDS = 1.0  # between two looks at the requests of other ranks
 # A launcher may send the same signal to every process, and another process forwards it: this is one request.
 _SAME_REQUEST_SECONDS = 1.0
+# If the launcher is killed, the kernel sends the signal once for each of its threads that the rank becomes a child of.
+# They end one after the other, which took seconds on a busy machine.
+_SAME_DEATH_SECONDS = 15.0
 _LEAVE_POLL_SECONDS = 0.05
 _STEP_SHARE = 0.5  # of the grace for the current step; the rest is for the checkpoint
 
@@ -33,6 +37,7 @@ class StopRequest:
     def __init__(self, coordinator: Coordinator, grace: float) -> None:
         """`grace`: seconds from the signal until all processes must have ended (--stop_grace)."""
         self._coordinator, self._grace = coordinator, grace
+        self._parent = os.getppid()
         self._signal: Signals | None = None
         self._received = 0.0
         self._signals: StopSignals | None = None
@@ -113,7 +118,8 @@ class StopRequest:
 
     def _on_signal(self, number: Signals) -> None:
         if self._signal is not None:
-            if time.monotonic() - self._received > _SAME_REQUEST_SECONDS:
+            allowed = _SAME_DEATH_SECONDS if self._parent_has_ended() else _SAME_REQUEST_SECONDS
+            if time.monotonic() - self._received > allowed:
                 self._exit_at_once(number)
             return
         self._request(number)
@@ -127,6 +133,14 @@ class StopRequest:
                 f"rank {self._coordinator.rank} received {number.name}: the run stops after the current step and saves "
                 f"a checkpoint, within {self._grace:g} s (--stop_grace). A second signal ends it at once"
             )
+
+    def _parent_has_ended(self) -> bool:
+        """Return True if the launcher has ended, or at least its first thread."""
+        if os.getppid() != self._parent:
+            return True
+        with suppress(OSError):
+            return Path(f"/proc/{self._parent}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return False
 
     def _look_at_others(self) -> None:
         if self._signal is not None:

@@ -26,6 +26,27 @@ class Raises(Broken):
         raise KeyError("solution")
 
 
+class RaisesOnOne(ORM):
+    """Raises whenever its batch contains the first completion that it has ever seen."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        trouble = completions[0] if not hasattr(self, "trouble") else self.trouble
+        self.trouble = trouble
+        if trouble in completions:
+            raise KeyError("solution")
+        return [float(len(text)) for text in completions]
+
+
+class PrintsMegabytes(ORM):
+    """Correct rewards, with 4 MB on each of both outputs."""
+
+    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+        for stream in (sys.stdout, sys.stderr):
+            for _ in range(64):
+                print("x" * 2**16, file=stream)
+        return [float(len(text)) for text in completions]
+
+
 class ReturnsNaN(Broken):
     def break_one(self, rewards: list[Any]) -> list[Any]:
         return [math.nan, *rewards[1:]]
@@ -41,4 +62,11 @@ class ExitsAtOnce(Broken):
         os._exit(3)
 
 
-orms.update(raises=Raises, returns_nan=ReturnsNaN, exits=Exits, exits_at_once=ExitsAtOnce)
+orms.update(
+    raises=Raises,
+    raises_on_one=RaisesOnOne,
+    prints_megabytes=PrintsMegabytes,
+    returns_nan=ReturnsNaN,
+    exits=Exits,
+    exits_at_once=ExitsAtOnce,
+)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import megatron_rlhf
+from tests.e2e.runs import Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(__file__).with_name("bad_rewards.py")
@@ -35,20 +35,32 @@ def test_a_bad_reward_stops_the_run_and_names_the_function(
     assert not list(run.folder.glob("checkpoint-*"))
 
 
-def test_drop_trains_the_other_completions(folder: Path, dense: Path, dataset: Path) -> None:
-    flags = [
-        "--sync_check",
-        "off",
-        "--external_plugins",
-        str(PLUGIN),
-        str(CANNED),
-        "--reward_funcs",
-        "returns_nan",
-        "--bad_reward",
-        "drop",
-    ]
-    run = megatron_rlhf(dense, dataset, folder / "drop", ranks=2, flags=flags)
+def train(inputs: tuple[Path, Path, Path], function: str, *flags: str) -> Finished:
+    folder, model, dataset = inputs
+    plugins = ["--sync_check", "off", "--external_plugins", str(PLUGIN), str(CANNED), "--reward_funcs", function]
+    run = megatron_rlhf(model, dataset, folder / f"trained-{function}", 2, [*plugins, *flags])
     assert run.code == 0, run.output[-3000:]
-    for step in run.log:
+    return run
+
+
+def test_drop_trains_the_other_completions(folder: Path, dense: Path, dataset: Path) -> None:
+    for step in train((folder, dense, dataset), "returns_nan", "--bad_reward", "drop").log:
         assert step["rewards/dropped"] == 2  # each of the two ranks called the function once
         assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
+
+
+def test_drop_trains_the_other_completions_of_a_function_that_raises(folder: Path, dense: Path, dataset: Path) -> None:
+    """Each rank's function raises on the first completion that it sees, in the first of two steps."""
+    run = train((folder, dense, dataset), "raises_on_one", "--bad_reward", "drop")
+    named = "reward function RaisesOnOne raised KeyError: 'solution'; --bad_reward drop leaves 1 of 4 completions out"
+    assert run.output.count(named) == 2, run.output[-3000:]
+    first, second = run.log
+    assert first["rewards/dropped"] == 2 and "rewards/dropped" not in second
+    assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in run.log)
+
+
+def test_megabytes_of_output_of_a_reward_function_neither_block_nor_end_a_run(
+    folder: Path, dense: Path, dataset: Path
+) -> None:
+    run = train((folder, dense, dataset), "prints_megabytes")
+    assert len(run.log) == 2 and run.output.count("x" * 2**16) == 2 * 2 * 2 * 64  # steps, ranks, outputs

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.disk.folder_lock import FolderLock
 from tests.e2e.runs import megatron_rlhf
+from tests.e2e.servers import RolloutServer
 
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py
 
@@ -30,3 +32,28 @@ def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Pat
     run = megatron_rlhf(dense, mixed, folder / "dropped", 1)
     assert run.code != 0 and LOADING not in run.output
     assert "1 of 9 rows of the dataset would not be trained: row 8 has query but no messages" in run.output
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("flag", ["--output_dir", "--rollout_dump"])
+def test_the_folder_of_another_run_is_refused_before_a_model_loads(
+    folder: Path, dense: Path, dataset: Path, flag: str
+) -> None:
+    used, other = folder / f"used{flag}", folder / f"other{flag}"
+    lock = FolderLock(used, flag)
+    flags = ["--rollout_dump", str(used if flag == "--rollout_dump" else other)]
+    run = megatron_rlhf(dense, dataset, used if flag == "--output_dir" else folder / "free", 2, flags)
+    lock.release()
+    assert run.code != 0 and LOADING not in run.output
+    assert f"FolderInUse: {flag} {used} is in use by another run (process " in run.output, run.output[-3000:]
+
+
+@pytest.mark.e2e
+def test_a_setting_that_changes_the_policy_ends_a_rollout_server_at_its_start(folder: Path, dense: Path) -> None:
+    settings = json.dumps({"quantization": "fp8", "max_num_batch_tokens": 8192})
+    server = RolloutServer(dense, folder / "quantized.txt", ["--vllm_engine_kwargs", settings]).start()
+    assert server.process is not None and server.process.wait(timeout=300) != 0
+    log = server.log.read_text()
+    assert "--vllm_engine_kwargs: quantization: the trainer sends weights of 16 or 32 bits" in log, log[-3000:]
+    assert "max_num_batch_tokens: vLLM has no such setting" in log and "did you mean max_num_batched_tokens" in log
+    assert LOADING not in log

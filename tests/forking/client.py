@@ -73,10 +73,15 @@ class ForkServer:
         folder: Path,
         output: IO[Any],
         environment: Mapping[str, str],
+        kills_ranks: bool = False,
     ) -> ForkedProcess:
-        """Start a program of programs.py; with 0 ranks, a command without torchrun."""
+        """Start a program of programs.py; with 0 ranks, a command without torchrun.
+
+        With `kills_ranks` SIGKILL ends the other ranks once one has failed, as in torchrun with this package, and not
+        SIGTERM, which lets them print more.
+        """
         request = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(folder),
-                   "environment": dict(environment), "port": free_port()}  # fmt: skip
+                   "environment": dict(environment), "port": free_port(), "kills_ranks": kills_ranks}  # fmt: skip
         status, server_status = os.pipe()
         socket.send_fds(self._connection, [json.dumps(request).encode()], [output.fileno(), server_status])
         os.close(server_status)

@@ -96,7 +96,7 @@ def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
     else:
         pids = [_fork_rank(request, rank, status) for rank in range(ranks)]
         signal.signal(signal.SIGTERM, lambda *_: _end(pids))
-        code = _wait(pids)
+        code = _wait(pids, request["kills_ranks"])
     os.write(status, str(code).encode())
     os._exit(code)
 
@@ -133,7 +133,7 @@ def _run(request: dict[str, Any]) -> int:
     return code
 
 
-def _wait(pids: list[int]) -> int:
+def _wait(pids: list[int], kills_ranks: bool) -> int:
     """Wait for all ranks; when one fails, end the others, as torchrun does. Return 1 if any failed, else 0."""
     remaining, failed = set(pids), 0
     while remaining:
@@ -143,7 +143,10 @@ def _wait(pids: list[int]) -> int:
         if code and not failed:
             failed = 1
             print(f"rank {pids.index(pid)} ended with exit code {code}; ending the others", file=sys.stderr)
-            _end(remaining)
+            if kills_ranks:
+                _signal(remaining, signal.SIGKILL)
+            else:
+                _end(remaining)
     return failed
 
 

@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -17,14 +17,14 @@ import psutil
 from swift_megatron_grpo.checkpoints.manifest import list_files
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.servers import KEY, RolloutServer
-from tests.stress.fault_runs import Inputs, Run, newest_checkpoint
+from tests.stress.fault_runs import Inputs, Run, is_alive, step_of, whole_checkpoints
 from tests.stress.processes import OPEN_FILES_VARIABLE
 
 PHASES = ("weight_sync", "generation", "grading", "dump", "train", "saving", "between phases")
-STEPS_OF_A_RUN_THAT_GOES_ON = 6
 SHARED_MEMORY = Path("/dev/shm")
-TMPFS_BYTES = 48 * 2**20  # three checkpoints of 5 MB and the rest of a run
-PHASE_TIMEOUT, SERVER_TIMEOUT = 30, 15  # seconds; flags of a run that hangs
+DISK_BYTES = 64 * 2**20  # four checkpoints of 5 MB, and the rest of a run
+PHASE_TIMEOUT, SERVER_TIMEOUT = 45, 15  # seconds; flags of runs that something hangs
+START_SECONDS = 400.0  # for a run to reach the planned moment, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Planned:
 
     kind: str
     detail: str
-    step: int  # steps trained before it
+    step: int  # trained by this run before the fault
     phase: str
     delay: float  # seconds after the start of the phase
 
@@ -47,71 +47,57 @@ class Trial:
     name: str
     servers: Sequence[RolloutServer] = ()  # only for faults of servers
     run: Run | None = None
-    hit: tuple[int, str] = (0, "start")  # step and phase in which the fault hit
+    hit: tuple[int, str] = (0, "")  # steps trained and phase when the fault hit; no phase: it has not
     hit_at: float = 0.0  # time.time()
-    mounts: list[Path] = field(default_factory=list)
-
-    @property
-    def folder(self) -> Path:
-        return self.inputs.work / self.name / "run"
-
-    @property
-    def dump(self) -> Path:
-        return self.inputs.work / self.name / "dump"
+    other_output: str = ""  # of another run, which the fault is about
 
     def start(self, *flags: str, command: bool = False, **environment: str) -> Run:
-        self.folder.parent.mkdir(exist_ok=True)
-        self.run = Run.start(
-            self.inputs, self.folder, self.dump, self.name, flags, environment=environment, command=command
-        )
+        """Continue the training from its newest checkpoint."""
+        checkpoints = whole_checkpoints(self.inputs.folder)
+        newest = checkpoints[-1] if checkpoints else None
+        self.run = Run.start(self.inputs, self.name, newest, flags, environment, command)
         return self.run
 
     def wait_for_moment(self) -> bool:
         """Wait for the planned moment; return False if the run has ended before."""
         assert self.run is not None
-        if not self.run.wait_for(self.planned.step, self.planned.phase, 240):
+        if not self.run.wait_for(self.planned.step, self.planned.phase, START_SECONDS):
             return False
         time.sleep(self.planned.delay)
-        self.mark()
+        self.mark(*self.run.now())
         return True
 
-    def mark(self) -> None:
-        """Record that the fault happens now."""
+    def mark(self, step: int, phase: str) -> None:
+        """Record that the fault happens now, in this phase."""
         assert self.run is not None
-        self.hit, self.hit_at = self.run.now(), time.time()
         self.run.processes()  # remembers those that are about to become orphans
-
-    def mount(self, path: Path, *options: str) -> None:
-        path.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", *options, str(path)], check=True)
-        self.mounts.append(path)
-
-    def unmount(self) -> None:
-        while self.mounts:
-            subprocess.run(["umount", "-l", str(self.mounts.pop())], check=True)
+        self.hit, self.hit_at = (self.run.first + step, phase), time.time()
 
 
 @dataclass(frozen=True)
 class Kind:
     name: str
     inject: Callable[[Trial], object]
-    reasons: str  # pattern of the line that has to state the reason, empty: a run that goes on needs none
-    goes_on: bool | None = False  # the run trains all of its steps; None: it may, or it ends
+    reason: str  # pattern of the line of the log that has to state the reason
+    goes_on: bool | None = False  # the run trains its next step; None: it may, or it ends
     details: tuple[str, ...] = ("",)
     phases: tuple[str, ...] = PHASES
-    first_step: int = 1  # steps trained before the fault, at least
+    weight: int = 1  # how often it is drawn beyond the first two, relative to others
     needs_servers: bool = False
 
 
+# ---- ranks and launchers
+
+
 def kill_rank(trial: Trial) -> None:
-    run = trial.start("--train_iters", "1000", command=True)
+    run = trial.start(command="torchrun" in trial.planned.detail)
     if trial.wait_for_moment():
-        run.rank(int(trial.planned.detail[-1])).kill()
+        run.rank(int(trial.planned.detail[5])).kill()
 
 
 def signal_launcher(number: signal.Signals) -> Callable[[Trial], None]:
     def inject(trial: Trial) -> None:
-        run = trial.start("--train_iters", "1000", command=True)
+        run = trial.start(command=True)
         if trial.wait_for_moment():
             os.kill(run.process.pid, number)
 
@@ -119,73 +105,58 @@ def signal_launcher(number: signal.Signals) -> Callable[[Trial], None]:
 
 
 def terminate_rank(trial: Trial) -> None:
-    run = trial.start("--train_iters", "1000")
+    run = trial.start()
     if trial.wait_for_moment():
-        run.rank(int(trial.planned.detail[-1])).terminate()
+        run.rank(int(trial.planned.detail[5])).terminate()
 
 
 def stop_rank(trial: Trial) -> None:
-    run = trial.start("--train_iters", "1000", "--phase_timeout", str(PHASE_TIMEOUT))
+    run = trial.start("--phase_timeout", str(PHASE_TIMEOUT))
     if trial.wait_for_moment():
-        run.rank(int(trial.planned.detail[-1])).suspend()
+        run.rank(int(trial.planned.detail[5])).suspend()
 
 
 # ---- servers
 
 
-def with_servers(trial: Trial, timeout: int) -> Run:
+def start_with_servers(trial: Trial, timeout: int) -> Run:
     number = 1 if trial.planned.detail.endswith("the only one") else 2
     urls = [server.url for server in trial.servers[:number]]
     return trial.start(
-        "--train_iters", str(STEPS_OF_A_RUN_THAT_GOES_ON), "--vllm_mode", "server", "--vllm_server_base_url", *urls,
-        "--vllm_server_timeout", str(timeout), **{API_KEY_VARIABLE: KEY})  # fmt: skip
-
-
-def parts(server: RolloutServer, which: str) -> list[psutil.Process]:
-    processes = server.processes()
-    if which == "all":
-        return processes
-    engines = [process for process in processes if "EngineCore" in " ".join([process.name(), *process.cmdline()])]
-    return engines[:1] if which == "engine" else processes[:1]
+        "--vllm_mode", "server", "--vllm_server_base_url", *urls, "--vllm_server_timeout", str(timeout),
+        **{API_KEY_VARIABLE: KEY})  # fmt: skip
 
 
 def kill_server(trial: Trial) -> None:
-    with_servers(trial, 300)
-    server = trial.servers[0]
+    """Kill a server, or one of its processes, and start it again once all have ended, as a supervisor does."""
+    start_with_servers(trial, 400)
     if not trial.wait_for_moment():
         return
-    for process in parts(server, trial.planned.detail.split(",")[0]):
+    server = trial.servers[0]
+    processes = server.processes()
+    chosen = {"all": processes, "engine": engines_in(processes), "web server": processes[:1]}
+    for process in chosen[trial.planned.detail.split(",")[0]]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    restart(server)
-
-
-def restart(server: RolloutServer) -> None:
-    """Restart a server whose processes were killed, once all have ended, as a supervisor would."""
-    assert server.process is not None
-    deadline = time.monotonic() + 30
-    while server.process.poll() is None or any_in_session(server.process.pid):
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, processes)):
         if time.monotonic() > deadline:
-            raise RuntimeError("processes of a killed server still run after 30 s")
+            raise RuntimeError("processes of a killed server still ran after 60 s")
         time.sleep(0.1)
-    server.process.wait()
+    server.kill()
     server.start()
 
 
-def any_in_session(session: int) -> bool:
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError, psutil.NoSuchProcess):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                return True
-    return False
+def engines_in(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+    return [process for process in processes if "EngineCore" in " ".join([process.name(), *process.cmdline()])]
 
 
 def stop_server(trial: Trial) -> None:
-    """Stop a server for so long that the run gives it up; then it goes on, as after a network partition."""
-    with_servers(trial, SERVER_TIMEOUT)
+    """Stop a server for so long that the run gives it up; then it continues, as after a network partition."""
+    start_with_servers(trial, SERVER_TIMEOUT)
     if not trial.wait_for_moment():
         return
-    stopped = parts(trial.servers[0], "all")
+    stopped = trial.servers[0].processes()
     for process in stopped:
         process.suspend()
     time.sleep(2 * SERVER_TIMEOUT)
@@ -196,63 +167,60 @@ def stop_server(trial: Trial) -> None:
 # ---- disks and limits
 
 
-def fill(folder: Path) -> None:
-    """Write a file until the disk is full."""
-    with suppress(OSError), (folder / "ballast").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(2**16))
-
-
-def fill_disk(where: str) -> Callable[[Trial], None]:
+def fill_disk(which: str) -> Callable[[Trial], None]:
     def inject(trial: Trial) -> None:
-        disk = trial.inputs.work / trial.name / "disk"
-        trial.mount(disk, "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs")
-        run = trial.start("--train_iters", "1000", where, str(disk / "files"))
-        if where == "--output_dir":
-            run.folder = disk / "files"
-        else:
-            run.dump = disk / "files"
+        trial.start()
         if trial.wait_for_moment():
-            fill(disk)
+            disk = (trial.inputs.folder if which == "run" else trial.inputs.dump).parent
+            with suppress(OSError), (disk / "ballast").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(2**12))
 
     return inject
 
 
+def make_read_only(trial: Trial) -> None:
+    if trial.planned.detail == "at the start":
+        cover_read_only(trial.inputs)
+        trial.start()
+        trial.mark(0, "start")
+    else:
+        trial.start()
+        if trial.wait_for_moment():
+            cover_read_only(trial.inputs)
+
+
+def cover_read_only(inputs: Inputs) -> None:
+    """Mount the folder over itself, read-only: a remount is refused while a file in it is open for writing."""
+    disk = str(inputs.folder.parent)
+    subprocess.run(["mount", "--bind", disk, disk], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", disk], check=True)
+
+
 def limit_open_files(trial: Trial) -> None:
-    trial.start("--train_iters", "3", **{OPEN_FILES_VARIABLE: trial.planned.detail})
-    trial.mark()
+    trial.start(**{OPEN_FILES_VARIABLE: trial.planned.detail})
+    trial.mark(0, "start")
 
 
 def shrink_shared_memory(trial: Trial) -> None:
-    trial.mount(SHARED_MEMORY, "-t", "tmpfs", "-o", f"size={trial.planned.detail}", "tmpfs")
-    trial.start("--train_iters", "3")
-    trial.mark()
+    mount_memory(SHARED_MEMORY, trial.planned.detail)
+    trial.start()
+    trial.mark(0, "start")
 
 
-def make_read_only(trial: Trial) -> None:
-    disk = trial.inputs.work / trial.name / "disk"
-    trial.mount(disk, "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "tmpfs")
-    if trial.planned.detail == "at the start":
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    run = trial.start("--train_iters", "1000", "--output_dir", str(disk / "files"))
-    run.folder = disk / "files"
-    if trial.planned.detail == "at the start":
-        trial.mark()
-    elif trial.wait_for_moment():
-        # a remount is refused while a file is open for writing, so another file system covers the folder
-        subprocess.run(["mount", "--bind", str(disk), str(disk)], check=True)
-        trial.mounts.append(disk)
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(disk)], check=True)
+def mount_memory(path: Path, size: str | int) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
 
 
 def restore(trial: Trial) -> None:
     """Undo a fault of a disk or of shared memory before the next run."""
-    for disk in reversed(trial.mounts):
-        if disk == SHARED_MEMORY:
-            trial.unmount()
-            return
-        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=False)
-        (disk / "ballast").unlink(missing_ok=True)
+    inputs = trial.inputs
+    over = {"small /dev/shm": SHARED_MEMORY, "read-only output folder": inputs.folder.parent}
+    if trial.planned.kind in over and trial.hit[1]:
+        subprocess.run(["umount", "-l", str(over[trial.planned.kind])], check=True)
+    for folder in (inputs.folder, inputs.dump):
+        (folder.parent / "ballast").unlink(missing_ok=True)
 
 
 # ---- files
@@ -260,58 +228,57 @@ def restore(trial: Trial) -> None:
 
 def start_second_run(trial: Trial) -> None:
     """Start the same command again while the first run goes on."""
-    run = trial.start("--train_iters", str(STEPS_OF_A_RUN_THAT_GOES_ON))
+    trial.start()
     if not trial.wait_for_moment():
         return
-    flags = ["--train_iters", "3"]
-    dump = trial.dump.with_name("dump-2") if trial.planned.detail == "another dump" else trial.dump
-    second = Run.start(trial.inputs, trial.folder, dump, f"{trial.name}-second", flags)
-    second.wait_for_exit(240)
+    assert trial.run is not None
+    checkpoints = whole_checkpoints(trial.inputs.folder)
+    other = trial.inputs.dump.with_name("other") if trial.planned.detail == "another dump" else None
+    second = Run.start(
+        trial.inputs, f"{trial.name}-second", checkpoints[-1] if checkpoints else None, dump=other
+    )  # fmt: skip
+    second.wait_for_exit(START_SECONDS)
     refused = second.kill() == 0 and second.process.wait() != 0
-    with run.log.open("a") as log:
-        log.write("".join(f"second run: {line}\n" for line in second.output.splitlines()))
-        log.write(f"second run: {'refused' if refused else 'was not refused'}\n")
+    if refused:
+        trial.other_output = "".join(f"second run: {line}\n" for line in second.output.splitlines())
 
 
 def truncate_checkpoint(trial: Trial) -> None:
-    """Cut off a file of the newest checkpoint and resume from it."""
-    first = trial.start("--train_iters", "2")
-    first.wait_for_exit(240)
-    newest = newest_checkpoint(first.folder)
-    assert newest is not None, first.output[-3000:]
-    chosen = random.Random(trial.name)
+    """Cut off a file of the newest checkpoint and resume from it; the next run continues from the one before."""
+    newest = whole_checkpoints(trial.inputs.folder)[-1]
     files = list_files(newest)
-    name = chosen.choice(sorted(name for name in files if files[name] > 0))
+    chosen = random.Random(trial.name)
+    name = chosen.choice(sorted(name for name, size in files.items() if size > 0))
     os.truncate(newest / name, chosen.randrange(files[name]))
-    refused = Run.start(
-        trial.inputs, trial.folder, trial.dump, f"{trial.name}-refused",
-        ["--finetune", "false", "--mcore_model", str(newest), "--train_iters", "4"])  # fmt: skip
-    trial.hit, trial.hit_at = (2, f"resume: {name}"), time.time()
-    refused.wait_for_exit(240)
-    trial.run = Run(first.folder, first.dump, refused.process, refused.log, first.events_file, refused.seen)
+    trial.start()
+    trial.mark(0, f"start, {name}")
+    assert trial.run is not None
+    trial.run.wait(START_SECONDS)
+    newest.rename(newest.with_name(f"damaged-{step_of(newest)}"))
 
 
+SERVER_PHASES = ("weight_sync", "generation", "train")
+RANK_DETAILS = ("rank 0", "rank 1")
+SECOND_REFUSED = r"second run: .*(in use by|holds rollouts of) another run.*"
 STOPPED = r"stopped by SIGTERM after step \d+ of .*|SIGTERM ended the run before its first step.*"
 KINDS = (
-    Kind("SIGKILL to a rank", kill_rank, r"Signal 9 \(SIGKILL\) received by PID", details=("rank 0", "rank 1")),
-    Kind("SIGKILL to the launcher", signal_launcher(signal.SIGKILL), STOPPED),
-    Kind("SIGTERM to the launcher", signal_launcher(signal.SIGTERM), STOPPED),
-    Kind("SIGTERM to a rank", terminate_rank, STOPPED, details=("rank 0", "rank 1")),
-    Kind("SIGSTOP to a rank", stop_rank, r"has not finished after \d+ s", details=("rank 0", "rank 1")),
-    Kind("SIGKILL to a server", kill_server, "rollout server .* is lost: .*", goes_on=True,
-         details=("all", "engine", "web server", "all, the only one"), needs_servers=True,
-         phases=("weight_sync", "generation", "grading", "train", "between phases")),
-    Kind("SIGSTOP to a server", stop_server, "rollout server .* is lost: .*|", goes_on=True, details=("all",),
-         phases=("weight_sync", "generation", "train"), needs_servers=True),
-    Kind("full disk, checkpoints", fill_disk("--output_dir"), r"no space: .*", phases=("saving", "train"),
-         first_step=2),
-    Kind("full disk, rollout dump", fill_disk("--rollout_dump"), r"no space: .*", phases=("dump", "train"),
-         first_step=2),
-    Kind("ulimit -n", limit_open_files, r".*(--|ulimit|[Oo]pen files).*", goes_on=None, details=("256", "128", "64")),
-    Kind("small /dev/shm", shrink_shared_memory, ".*", goes_on=None, details=("64k", "1m", "64m")),
-    Kind("read-only output folder", make_read_only, r".*Read-only file system.*|.*read-only.*",
-         details=("at the start", "later"), first_step=2),
-    Kind("two runs in one folder", start_second_run, r"second run: .*--output_dir.*|second run: .*--rollout_dump.*",
-         goes_on=True, details=("same dump", "another dump")),
-    Kind("truncated checkpoint", truncate_checkpoint, r"--mcore_model .* is damaged.*|--mcore_model .*"),
+    Kind("SIGTERM to a rank", terminate_rank, STOPPED, details=RANK_DETAILS),
+    Kind("SIGKILL to a rank", kill_rank, r"Signal 9 \(SIGKILL\) received by PID|rank \d ended with exit code -9",
+         details=("rank 0", "rank 1 of torchrun", "rank 1"), weight=2),
+    Kind("SIGTERM to the launcher", signal_launcher(signal.SIGTERM), STOPPED, weight=0),
+    Kind("SIGKILL to the launcher", signal_launcher(signal.SIGKILL), STOPPED, weight=0),
+    Kind("SIGSTOP to a rank", stop_rank, r"phase .* has not finished after \d+ s.*", details=RANK_DETAILS),
+    Kind("SIGKILL to a server", kill_server, "rollout server .* is lost: .*", goes_on=True, phases=SERVER_PHASES,
+         details=("all", "engine", "web server", "all, the only one"), weight=2, needs_servers=True),
+    Kind("SIGSTOP to a server", stop_server, "rollout server .* is lost: .*", goes_on=True, phases=SERVER_PHASES,
+         needs_servers=True),
+    Kind("full disk of checkpoints", fill_disk("run"), "no space: .*", phases=("saving", "train", "generation")),
+    Kind("full disk of the dump", fill_disk("dump"), "no space: .*", phases=("dump", "train", "weight_sync")),
+    Kind("read-only output folder", make_read_only, "[Rr]ead-only.*", details=("later", "at the start")),
+    Kind("ulimit -n", limit_open_files, r".*(Too many open files|ulimit).*", goes_on=None, details=("256", "64")),
+    Kind("small /dev/shm", shrink_shared_memory, ".*(No space left on device|/dev/shm).*", goes_on=None,
+         details=("1m", "64k")),
+    Kind("two runs in one folder", start_second_run, SECOND_REFUSED, goes_on=True,
+         details=("same dump", "another dump"), phases=("train", "generation")),
+    Kind("truncated checkpoint", truncate_checkpoint, "--mcore_model .*", weight=2),
 )  # fmt: skip

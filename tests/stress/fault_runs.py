@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,13 +17,12 @@ from typing import Any
 
 import psutil
 
-from swift_megatron_grpo.checkpoints.manifest import has_manifest, read_manifest
+from swift_megatron_grpo.checkpoints.manifest import has_manifest
 from tests.e2e.runs import REWARDS, environment_of_processes, grpo_flags
 from tests.forking.client import OFFLINE, ForkedProcess, fork_server
 from tests.stress.processes import EVENT_RECORDER, EVENTS_VARIABLE, digest, rank_file
 
 RANKS = 2
-EXIT_SECONDS = 40.0  # for the processes of a run to be gone once it has failed: an error has 30 s
 POLL_SECONDS = 0.02
 
 
@@ -36,6 +34,14 @@ class Inputs:
     model: Path
     dataset: Path
 
+    @property
+    def folder(self) -> Path:
+        return self.work / "disk" / "run"
+
+    @property
+    def dump(self) -> Path:
+        return self.work / "disk-of-dump" / "dump"
+
 
 @dataclass
 class Run:
@@ -43,6 +49,7 @@ class Run:
 
     folder: Path
     dump: Path
+    first: int  # steps of the checkpoint that it continues from
     process: ForkedProcess | subprocess.Popen[str]
     log: Path
     events_file: Path
@@ -50,15 +57,17 @@ class Run:
 
     @classmethod
     def start(
-        cls, inputs: Inputs, folder: Path, dump: Path, name: str, flags: Sequence[str],
-        environment: Mapping[str, str] | None = None, command: bool = False,
+        cls, inputs: Inputs, name: str, checkpoint: Path | None, flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None, command: bool = False, dump: Path | None = None,
     ) -> Run:  # fmt: skip
         """Start two forked ranks, or with `command` the real command with torchrun."""
+        folder, dump = inputs.folder, dump or inputs.dump
         log, events = inputs.work / f"{name}.txt", inputs.work / f"{name}.jsonl"
         all_flags = grpo_flags(inputs.model, inputs.dataset, folder, [
             "--external_plugins", str(REWARDS), str(EVENT_RECORDER), "--rollout_dump", str(dump),
             "--seed_completions", "true", "--torch_dtype", "float32", "--fp16", "false", "--save_steps", "1",
-            "--no_save_optim", "false", "--no_save_rng", "false", "--save_total_limit", "3", *flags])  # fmt: skip
+            "--no_save_optim", "false", "--no_save_rng", "false", "--save_total_limit", "3",
+            "--train_iters", "1000", *resume_flags(checkpoint), *flags])  # fmt: skip
         variables = {EVENTS_VARIABLE: str(events), **OFFLINE, **(environment or {})}
         with log.open("w") as output:
             process: ForkedProcess | subprocess.Popen[str]
@@ -70,9 +79,9 @@ class Run:
                                            stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
             else:
                 process = fork_server("trainer").start(
-                    "megatron rlhf", all_flags, RANKS, inputs.work, output, variables
+                    "megatron rlhf", all_flags, RANKS, inputs.work, output, variables, kills_ranks=True
                 )
-        return cls(folder, dump, process, log, events)
+        return cls(folder, dump, 0 if checkpoint is None else step_of(checkpoint), process, log, events)
 
     @property
     def output(self) -> str:
@@ -87,10 +96,14 @@ class Run:
         return events
 
     def now(self) -> tuple[int, str]:
-        """Return the number of steps trained and the current phase."""
+        """Return the number of steps that this run has trained, and its phase."""
         events = self.events()
         step = max((event["step"] for event in events if "step" in event), default=0)
         return step, next((event["phase"] for event in reversed(events) if "phase" in event), "start")
+
+    def trained(self) -> dict[int, list[str]]:
+        """Return the digests of the completions that each step trained, by the step's number in the whole training."""
+        return {self.first + event["step"]: event["trained"] for event in self.events() if "trained" in event}
 
     def rank(self, number: int) -> psutil.Process:
         return psutil.Process(int(rank_file(self.events_file, number).read_text()))
@@ -103,6 +116,13 @@ class Run:
             return done > step or (done == step and current == phase)
 
         return self._wait(reached, seconds) and self.process.poll() is None
+
+    def next_step_after(self, at: float) -> float:
+        """Return the time at which the first step after a moment was trained; 0 if there is none so far."""
+        return min((event["at"] for event in self.events() if "trained" in event and event["at"] > at), default=0.0)
+
+    def wait_for_step_after(self, at: float, seconds: float) -> bool:
+        return self._wait(lambda: self.next_step_after(at) > 0, seconds)
 
     def wait(self, seconds: float) -> bool:
         """Wait until the leading process has ended; return False at the timeout."""
@@ -150,64 +170,47 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint."""
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, the newest last."""
     complete = [path for path in folder.glob("checkpoint-*[0-9]") if has_manifest(path)]
-    return max(complete, key=lambda path: int(path.name.split("-")[1]), default=None)
+    return sorted(complete, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
 
 
 def resume_flags(checkpoint: Path | None) -> list[str]:
-    """Return the flags of a run that continues for two steps and saves once."""
-    step = 0 if checkpoint is None else read_manifest(checkpoint).step
-    source = [] if checkpoint is None else ["--finetune", "false", "--mcore_model", str(checkpoint)]
-    return [*source, "--train_iters", str(step + 2), "--save_steps", "100"]
+    return [] if checkpoint is None else ["--finetune", "false", "--mcore_model", str(checkpoint)]
 
 
 @dataclass(frozen=True)
 class Completions:
-    """What became of the completions of a run, after the run that continued it, if there was one."""
+    """What became of the completions that a run had generated and graded before a fault."""
 
-    lost: int  # complete before the fault, neither trained nor in the dump now, and not of the step in flight
-    again: int  # of the step in flight: complete before the fault, generated again by the resumed run
-    trained: int  # in all steps that count
-    problem: str = ""  # how dump and training differ, if they do
+    again: int  # of steps after the checkpoint that the next run continued from: they are generated again
+    lost: int  # of earlier steps, and neither trained nor in the dump
 
 
-def account(runs: Sequence[tuple[Run, int]]) -> Completions:
-    """Compare what was generated, trained and dumped. `runs`: each with the steps of the checkpoint it began from.
-
-    Each step trains one rollout, so rollout N belongs to step N + 1. The steps that count are those of the last run and
-    those before its checkpoint.
-    """
-    trained = dict[int, list[str]]()
-    for run, first in runs:
-        trained = {step: digests for step, digests in trained.items() if step <= first}
-        trained |= {event["step"]: event["trained"] for event in run.events() if "trained" in event}
-    dumped = {}
-    for path in sorted(runs[-1][0].dump.glob("rollout-*.jsonl")):
+def dumped(folder: Path) -> dict[int, list[str]]:
+    """Return the digests of all dumped completions, by rollout."""
+    rollouts = {}
+    for path in sorted(folder.glob("rollout-*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        dumped[int(path.stem.split("-")[1])] = [digest(row["prompt_ids"] + row["completion_ids"]) for row in rows]
-    disturbed = runs[0][0]
-    in_flight = runs[-1][1] if len(runs) > 1 else None  # the rollout that the resumed run begins with
-    lost = again = 0
-    for event in disturbed.events():
+        rollouts[int(path.stem.split("-")[1])] = [digest(row["prompt_ids"] + row["completion_ids"]) for row in rows]
+    return rollouts
+
+
+def account(run: Run, continued_from: int, in_dump: Mapping[int, Sequence[str]]) -> Completions:
+    """Compare what a run generated with what was trained and dumped. Each step trains one rollout."""
+    trained = run.trained()
+    again = lost = 0
+    for event in run.events():
         if "complete" not in event:
             continue
-        rollout = event["rollout"]
-        kept = Counter([*dumped.get(rollout, []), *trained.get(rollout + 1, [])])
-        if rollout == in_flight:
-            again += len(event["complete"])
-        elif in_flight is not None and rollout > in_flight:
-            lost += len(event["complete"])
-        else:
-            lost += sum(completion not in kept for completion in event["complete"])
-    return Completions(lost, again, sum(map(len, trained.values())), _difference(trained, dumped))
-
-
-def _difference(trained: Mapping[int, Sequence[str]], dumped: Mapping[int, Sequence[str]]) -> str:
-    if sorted(trained) != list(range(1, len(trained) + 1)):
-        return f"the trained steps are {sorted(trained)}"
-    for step, digests in trained.items():
-        if list(dumped.get(step - 1, [])) != list(digests):
-            return f"step {step} did not train the completions of rollout {step - 1} in the dump"
-    return ""
+        rollout, digests = event["rollout"], event["complete"]
+        if rollout >= continued_from:
+            again += len(digests)
+        elif trained.get(rollout + 1) != digests or list(in_dump.get(rollout, [])) != digests:
+            lost += len(digests)
+    return Completions(again, lost)

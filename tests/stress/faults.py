@@ -1,14 +1,14 @@
-"""Hit runs with faults, drawn at random from a list, and record how each run ends, or goes on, and what it loses.
+"""Hit one training with faults, drawn at random from a list, and check that only time and the step in flight are lost.
 
     python -m tests.stress.faults [--faults 50] [--seed 0] [--only KIND ...] [--json FILE] [--work DIR]
 
-Every run is a real one: two ranks with vLLM in them, or with two rollout servers, a checkpoint in every step, and a
-dump of all rollouts. Each fault hits a run of its own in a random phase of a random step. Afterwards a second run
-continues from the newest complete checkpoint for two steps, in the same folder and dump. One line is printed for each
-fault. The exit code is 1 if a run hung, gave no reason, left processes behind or lost a completion, if the second run
-could not continue, or if some step did not train what the dump holds.
+Two ranks train with vLLM in them, or with two rollout servers, with a checkpoint in every step and a dump of all
+rollouts. Each fault hits the run in a random phase; the next run continues from the newest complete checkpoint, in the
+same folder and dump, and is hit by the next fault. In the end a run without faults trains as many steps in another
+folder. One line is printed for each fault. The exit code is 1 if a run hung, gave no reason, left processes behind or
+lost a completion, if one could not continue, or if the training did not train what the one without faults trained.
 
-Needs Linux and root, or `unshare --user --map-root-user`: file systems are mounted in a namespace of the script's own.
+Needs Linux and root, or user namespaces: file systems are mounted in a namespace of the script's own.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.servers import RolloutServer
-from tests.stress.fault_kinds import KINDS, STEPS_OF_A_RUN_THAT_GOES_ON, Kind, Planned, Trial, restore
-from tests.stress.fault_runs import EXIT_SECONDS, Completions, Inputs, Run, account, newest_checkpoint, resume_flags
+from tests.stress.fault_kinds import DISK_BYTES, KINDS, Kind, Planned, Trial, mount_memory, restore
+from tests.stress.fault_runs import Inputs, Run, account, dumped, step_of, whole_checkpoints
 from tests.stress.processes import make_inputs, script_parser
 
 MAX_DELAY = 0.8  # seconds from the start of the phase to the fault
-LIMIT = 180.0  # seconds from the fault to the end of a run, or of the steps of one that goes on
+LIMIT = 300.0  # seconds from the fault to the end of a run, or to the next step of one that goes on
 IN_NAMESPACE = "STRESS_IN_NAMESPACE"
-COLUMNS = ("fault", "hit", "result", "exit code", "reason in the log", "seconds", "then", "generated again", "lost")
+COLUMNS = ("fault", "hit in", "what happened", "exit code", "reason in the log", "seconds", "next run",
+           "generated again", "lost")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class Outcome:
 
     fault: str
     detail: str
-    step: int  # trained before the fault
+    step: int  # trained before the fault, in the whole training
     phase: str  # in which it hit
-    result: str  # ended, went on, hung
-    exit_code: int | None
+    result: str  # ended, went on or hung
+    exit_code: int | None  # None: the run went on, and the script ended it
     reason: str
     seconds: float  # until all processes had ended, or until the next step was trained
-    then: str  # what the next run did
-    generated_again: int  # completions of the step in flight
+    continued_from: int  # the step of the checkpoint that the next run began with
+    generated_again: int  # completions of the steps after that checkpoint
     lost: int
     problems: list[str]
 
@@ -61,95 +62,104 @@ class Outcome:
 
 
 def plan(faults: int, kinds: Sequence[Kind], rng: random.Random) -> list[Planned]:
-    """Draw faults: every kind as often as the number allows, the others at random; each at a random moment."""
-    drawn = [*kinds] * (faults // len(kinds)) + rng.sample(kinds, faults % len(kinds))
-    drawn.sort(key=lambda kind: kinds.index(kind))
+    """Draw faults: every kind twice if there are enough, the others at random; each at a random moment.
+
+    The first one leaves a checkpoint behind. Faults of servers come last, so that the servers start late.
+    """
+    weights = [kind.weight for kind in kinds]
+    twice = [*kinds, *kinds][:faults]
+    drawn = twice + (rng.choices(kinds, weights, k=faults - len(twice)) if any(weights) else [])
+    first, rest = drawn[0], drawn[1:]
+    rng.shuffle(rest)
     seen: dict[str, int] = {}
     planned = []
-    for kind in drawn:
+    for kind in [first, *sorted(rest, key=lambda kind: kind.needs_servers)]:
         number = seen[kind.name] = seen.get(kind.name, -1) + 1
-        detail = kind.details[number % len(kind.details)]
-        step = rng.randint(kind.first_step, kind.first_step + 1)
-        planned.append(Planned(kind.name, detail, step, rng.choice(kind.phases), round(rng.uniform(0, MAX_DELAY), 2)))
+        step = 1 if not planned else rng.randint(0, 1)
+        planned.append(Planned(kind.name, kind.details[number % len(kind.details)], step, rng.choice(kind.phases),
+                               round(rng.uniform(0, MAX_DELAY), 2)))  # fmt: skip
     return planned
 
 
 def run_trial(trial: Trial, kind: Kind) -> Outcome:
-    """Inject one fault, observe the run, and continue it."""
+    """Inject one fault, and observe the run until it has ended."""
     problems: list[str] = []
+    before = len(whole_checkpoints(trial.inputs.folder))
     kind.inject(trial)
     run = trial.run
     assert run is not None
-    if not trial.hit_at:
-        problems.append("the run ended before the fault")
-        trial.mark()
-    ended = run.wait(LIMIT) and run.wait_for_exit(EXIT_SECONDS)
-    seconds = time.time() - trial.hit_at
+    if not trial.hit[1]:
+        problems.append(f"the run ended before the fault: {run.output[-1500:]}")
+        trial.mark(*run.now())
+    went_on, seconds = False, 0.0
+    if kind.goes_on is not False and run.wait_for_step_after(trial.hit_at, LIMIT):
+        went_on, seconds = True, run.next_step_after(trial.hit_at) - trial.hit_at
+        run.rank(0).terminate()
+    ended = run.wait_for_exit(LIMIT)
+    seconds = seconds if went_on else time.time() - trial.hit_at
     left = run.kill()
     code = run.process.wait(60)
     if not ended:
         problems.append(f"{left} processes were left")
-    went_on = ended and code == 0
-    if went_on:
-        later = [event["at"] for event in run.events() if "trained" in event and event["at"] > trial.hit_at]
-        seconds = min(later, default=trial.hit_at) - trial.hit_at
     if kind.goes_on is not None and went_on != kind.goes_on:
-        problems.append(f"exit code {code}")
-    reason = reason_in(run, kind)
+        problems.append("the run ended" if kind.goes_on else "the run went on")
+    if not went_on and code == 0:
+        problems.append("exit code 0")
+    reason = reason_in(run.output + trial.other_output, kind)
     if not reason and not (went_on and kind.goes_on is None):
         problems.append("no reason in the log")
     restore(trial)
-    then, continued = continue_run(trial, run, went_on, problems)
-    counts = account([(run, 0), continued] if continued else [(run, 0)])
-    if counts.lost or counts.problem:
-        problems.append(counts.problem or f"{counts.lost} completions were lost")
-    return outcome_of(trial, "went on" if went_on else "ended" if ended else "hung", code, reason, seconds, then,
-                      counts, problems)  # fmt: skip
-
-
-def outcome_of(
-    trial: Trial, result: str, code: int, reason: str, seconds: float, then: str, counts: Completions,
-    problems: list[str],
-) -> Outcome:  # fmt: skip
+    checkpoints = whole_checkpoints(trial.inputs.folder)
+    continued_from = step_of(checkpoints[-1]) if checkpoints else 0
+    if before and not checkpoints:
+        problems.append("no checkpoint is left")
+    counts = account(run, continued_from, dumped(trial.inputs.dump))
+    if counts.lost:
+        problems.append(f"{counts.lost} completions were lost")
     planned, (step, phase) = trial.planned, trial.hit
-    return Outcome(planned.kind, planned.detail, step, phase, result, code, reason, round(seconds, 1), then,
-                   counts.again, counts.lost, problems)  # fmt: skip
+    result = "went on" if went_on else "ended" if ended else "hung"
+    return Outcome(planned.kind, planned.detail, step, phase, result, None if went_on else code, reason,
+                   round(seconds, 1), continued_from, counts.again, counts.lost, problems)  # fmt: skip
 
 
-def reason_in(run: Run, kind: Kind) -> str:
-    """Return the first line of the log that states the reason, without the names of folders of this machine."""
-    for line in run.output.splitlines():
-        if match := re.search(kind.reasons, line):
-            text = re.sub(r"/(?:[\w.+-]+/)+", "", match[0])
+def reason_in(output: str, kind: Kind) -> str:
+    """Return the line of the log that states the reason, without the names of this machine's folders."""
+    for line in output.splitlines():
+        if match := re.search(kind.reason, line):
+            text = re.sub(r"127\.0\.0\.1:\d+", "HOST", re.sub(r"/(?:[\w.+-]+/)+", "", match[0]))
             return text if len(text) <= 160 else text[:157] + "..."
     return ""
 
 
-def continue_run(trial: Trial, run: Run, went_on: bool, problems: list[str]) -> tuple[str, tuple[Run, int] | None]:
-    """Start the run that continues, unless all steps were trained; return what it did."""
-    if went_on:
-        return "all steps were trained", None
-    checkpoint = newest_checkpoint(run.folder)
-    flags = resume_flags(checkpoint)
-    step = int(checkpoint.name.split("-")[1]) if checkpoint else 0
-    if checkpoint is None:
-        shutil.rmtree(run.dump, ignore_errors=True)
-    resumed = Run.start(trial.inputs, run.folder, run.dump, f"{trial.name}-resumed", flags)
-    resumed.wait_for_exit(LIMIT)
-    resumed.kill()
-    if resumed.process.wait(60) != 0:
-        problems.append(f"the run from step {step} did not continue: {resumed.output[-1500:]}")
-    return f"continued from step {step}" if checkpoint else "started again", (resumed, step)
+def compare(inputs: Inputs, trained: dict[int, list[str]], runs: int) -> tuple[dict[str, Any], bool]:
+    """Train as many steps without a fault, and compare the completions of each step."""
+    steps = max(trained, default=0)
+    undisturbed = Inputs(inputs.work / "undisturbed", inputs.model, inputs.dataset)
+    undisturbed.work.mkdir()
+    flags = ["--save_steps", "1000", "--no_save_optim", "true", "--no_save_rng", "true"]
+    run = Run.start(undisturbed, "run", None, flags)
+    reached = run.wait_for(steps, "", 20 * LIMIT)
+    run.kill()
+    expected = {step: digests for step, digests in run.trained().items() if step <= steps}
+    same = sum(trained.get(step) == digests for step, digests in expected.items())
+    in_dump = dumped(inputs.dump)
+    matching = sum(in_dump.get(step - 1) == digests for step, digests in trained.items())
+    result = {"runs": runs, "steps": steps, "completions": sum(map(len, trained.values())),
+              "steps that trained the completions in the dump": matching,
+              "steps that trained the completions of the undisturbed run": same}  # fmt: skip
+    complete = sorted(trained) == list(range(1, steps + 1)) and reached
+    return result, complete and matching == steps and same == steps
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return the outcomes as a Markdown table."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
     for one in outcomes:
-        fault = f"{one.fault} ({one.detail})" if one.detail else one.fault
-        cells = [fault, f"step {one.step + 1}, {one.phase}", one.result, str(one.exit_code),
-                 one.reason.replace("|", "\\|").replace("<", "&lt;"), f"{one.seconds:.1f}", one.then,
-                 str(one.generated_again or ""), str(one.lost)]  # fmt: skip
+        fault = f"{one.fault}: {one.detail}" if one.detail else one.fault
+        cells = [fault, f"step {one.step + 1}, {one.phase}", one.result,
+                 "" if one.exit_code is None else str(one.exit_code),
+                 one.reason.replace("|", "\\|").replace("<", "&lt;"), f"{one.seconds:.1f}",
+                 f"from step {one.continued_from}", str(one.generated_again or ""), str(one.lost)]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -164,15 +174,8 @@ def enter_namespace(argv: Sequence[str]) -> None:
     raise SystemExit(code)
 
 
-def write_json(path: Path, seed: int, outcomes: Sequence[Outcome], seconds: float) -> None:
-    faults: list[dict[str, Any]] = [asdict(outcome) for outcome in outcomes]
-    report = {"seed": seed, "good": all(outcome.good for outcome in outcomes), "seconds": round(seconds),
-              "faults": faults}  # fmt: skip
-    path.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = script_parser(__doc__, "faults", steps=STEPS_OF_A_RUN_THAT_GOES_ON)
+    parser = script_parser(__doc__, "faults")
     parser.add_argument("--faults", type=int, default=50, help="number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
     names = [kind.name for kind in KINDS]
@@ -180,36 +183,37 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str]) -> int:
-    args = parse(argv)
-    enter_namespace(argv)
-    kinds = [kind for kind in KINDS if kind.name in args.only]
-    work, model, dataset = make_inputs(args.work, rows=64)
-    inputs, outcomes, servers = Inputs(work, model, dataset), list[Outcome](), list[RolloutServer]()
-    began = time.monotonic()
+def inject_all(planned: Sequence[Planned], inputs: Inputs, report: Path | None, seed: int) -> tuple[
+    list[Outcome], dict[int, list[str]]
+]:  # fmt: skip
+    """Inject one fault after the other; return what happened, and what the training has trained."""
+    outcomes, servers, trained = list[Outcome](), list[RolloutServer](), dict[int, list[str]]()
     try:
-        for number, planned in enumerate(plan(args.faults, kinds, random.Random(args.seed)), start=1):
-            kind = next(kind for kind in kinds if kind.name == planned.kind)
-            trial = Trial(inputs, planned, f"fault-{number}", servers)
+        for number, fault in enumerate(planned, start=1):
+            kind = next(kind for kind in KINDS if kind.name == fault.kind)
             if kind.needs_servers:
                 prepare_servers(servers, inputs)
+            if not whole_checkpoints(inputs.folder):
+                shutil.rmtree(inputs.dump, ignore_errors=True)
+            trial = Trial(inputs, fault, f"fault-{number}", servers)
             try:
-                outcomes.append(run_trial(trial, kind))
+                one = run_trial(trial, kind)
             finally:
                 if trial.run is not None:
                     trial.run.kill()
-                trial.unmount()
-            one = outcomes[-1]
+            outcomes.append(one)
+            assert trial.run is not None
+            trained |= trial.run.trained()
+            trained = {step: digests for step, digests in trained.items() if step <= one.continued_from}
             verdict = "good" if one.good else f"BAD: {'; '.join(one.problems)}"
             print(f"{number} {one.fault} {one.detail}, step {one.step + 1}, {one.phase}: {one.result} after "
-                  f"{one.seconds:.1f} s, {one.then}; {verdict}", flush=True)  # fmt: skip
-            if args.json is not None:
-                write_json(args.json, args.seed, outcomes, time.monotonic() - began)
+                  f"{one.seconds:.1f} s, next from step {one.continued_from}; {verdict}", flush=True)  # fmt: skip
+            if report is not None:
+                write_json(report, seed, outcomes, {}, good=False)
     finally:
         for server in servers:
             server.kill()
-    print(table(outcomes))
-    return 0 if all(outcome.good for outcome in outcomes) else 1
+    return outcomes, trained
 
 
 def prepare_servers(servers: list[RolloutServer], inputs: Inputs) -> None:
@@ -218,6 +222,29 @@ def prepare_servers(servers: list[RolloutServer], inputs: Inputs) -> None:
         servers += [RolloutServer(inputs.model, inputs.work / f"server-{number}.txt").start() for number in (1, 2)]
     for server in servers:
         server.wait()
+
+
+def write_json(path: Path, seed: int, outcomes: Sequence[Outcome], result: dict[str, Any], good: bool) -> None:
+    faults = [asdict(outcome) for outcome in outcomes]
+    path.write_text(json.dumps({"seed": seed, "good": good, "result": result, "faults": faults}, indent=1) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    args = parse(argv)
+    enter_namespace(argv)
+    kinds = [kind for kind in KINDS if kind.name in args.only]
+    inputs = Inputs(*make_inputs(args.work, rows=64))
+    for folder in (inputs.folder, inputs.dump):
+        mount_memory(folder.parent, DISK_BYTES)
+    outcomes, trained = inject_all(plan(args.faults, kinds, random.Random(args.seed)), inputs, args.json, args.seed)
+    print(table(outcomes), flush=True)
+    result, good = compare(inputs, trained, len(outcomes))
+    good = good and all(outcome.good for outcome in outcomes)
+    print("\n".join(f"{name}: {value}" for name, value in result.items()))
+    print("passed: nothing was lost" if good else "failed: see the lines that are BAD", flush=True)
+    if args.json is not None:
+        write_json(args.json, args.seed, outcomes, result, good)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

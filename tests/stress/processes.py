@@ -35,10 +35,12 @@ _PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.se
 OFFLINE = {"PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
-def script_parser(description: str | None, name: str, steps: int) -> argparse.ArgumentParser:
-    """Return a parser with the arguments that both stress scripts take."""
+def script_parser(description: str | None, name: str, steps: int | None = None) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that the stress scripts share, and --steps if it has a default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=steps, help="optimizer steps of each run (default: %(default)s)")
+    if steps is not None:
+        steps_help = "optimizer steps of each run (default: %(default)s)"
+        parser.add_argument("--steps", type=int, default=steps, help=steps_help)
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     work_help = f"folder for models, logs and outputs; it is emptied first (default: runs/{name})"
     parser.add_argument("--work", type=Path, default=REPOSITORY / "runs" / name, help=work_help)

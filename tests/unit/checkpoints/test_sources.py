@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from swift_megatron_grpo.checkpoints import sources
 from swift_megatron_grpo.checkpoints.identity import TokenizerIdentity, dataset_identity
-from swift_megatron_grpo.checkpoints.manifest import MANIFEST, read_manifest
+from swift_megatron_grpo.checkpoints.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
 from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source, alternatives, check_quickly
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets, deal, verify_files
+from swift_megatron_grpo.disk.checksums import file_checksum
 from tests.unit.checkpoints.saved import FILES, IDENTITY, ROWS, OneRank, save
 
 READ = [name for name in FILES if not name.endswith(".safetensors")]  # by --mcore_model
@@ -101,6 +103,17 @@ def test_every_flipped_bit_of_the_manifest_is_refused_or_changes_nothing(shared:
     else:
         assert read_manifest(path.parent) == manifest  # white space
     path.write_bytes(whole)
+
+
+def test_whoever_can_write_the_files_can_write_the_checksums(run: Path) -> None:
+    """docs/security.md: checksums detect accidents, not intent."""
+    folder = run / "checkpoint-3"
+    flip(folder / "iter_0000001/__0_0.distcp")
+    manifest = read_manifest(folder)
+    files = {name: FileEntry(entry.size, file_checksum(folder / name)) for name, entry in manifest.files.items()}
+    write_manifest(folder, replace(manifest, files=files))
+    check_quickly([source(folder)])
+    verify_files([source(folder)], OneRank(), 1)
 
 
 def test_large_files_are_left_to_the_parallel_check(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,4 +69,34 @@ def test_the_line_that_the_launcher_prints_has_no_key(tmp_path: Path, in_file: b
             assert KEY.encode() not in Path(f"/proc/{process.pid}/cmdline").read_bytes()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("in_environment", [False, True])
+def test_a_key_in_a_yaml_file_stays_in_command_lines_and_in_its_section_env_it_does_not(
+    tmp_path: Path, in_environment: bool
+) -> None:
+    """docs/security.md advises the section. The launcher replaces itself with torchrun."""
+    config = tmp_path / "run.yaml"
+    key = f"ENV:\n  SWIFT_ROLLOUT_API_KEY: {KEY}\n" if in_environment else f"vllm_server_api_key: {KEY}\n"
+    config.write_text(f"rlhf_type: grpo\nmodel: none\n{key}")
+    process = subprocess.Popen(
+        [sys.executable, str(Path(sys.executable).with_name("megatron")), "rlhf", str(config)],
+        env={**os.environ, "NPROC_PER_NODE": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True)  # fmt: skip
+    try:
+        commands = set[str]()
+        deadline = time.monotonic() + 300
+        while process.poll() is None and time.monotonic() < deadline:
+            parts = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+            commands.add(" ".join(part.decode() for part in parts))
+            if any("torch.distributed.run" in command for command in commands):
+                break
+            time.sleep(0.02)
+        [torchrun] = [command for command in commands if "torch.distributed.run" in command]
+        assert (KEY in torchrun) != in_environment
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()

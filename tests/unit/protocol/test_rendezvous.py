@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import secrets
 import socket
 import threading
@@ -160,6 +161,37 @@ def test_a_recorded_proof_is_worth_nothing_later() -> None:
             victim.close()
             with pytest.raises(ConnectionError):
                 joining.result(timeout=30)
+
+
+def relay(listener: socket.socket, port: int, sent: list[bytes]) -> None:
+    """Connect each client of a listener to the port, and keep every byte of both directions."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                sent.append(data)
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    with suppress(OSError):
+        while True:
+            client, _ = listener.accept()
+            hub = socket.create_connection((HOST, port))
+            for ends in ((client, hub), (hub, client)):
+                threading.Thread(target=copy, args=ends, daemon=True).start()
+
+
+def test_the_secret_is_never_sent() -> None:
+    secret, sent = new_secret(), list[bytes]()
+    with opened(2, secret) as rendezvous, socket.create_server((HOST, 0)) as listener:
+        threading.Thread(target=relay, args=(listener, rendezvous.port, sent), daemon=True).start()
+        for channel in form(replace(rendezvous, port=listener.getsockname()[1])):
+            channel.close()
+    wire = b"".join(sent)
+    assert len(wire) > 500  # proofs and the addresses of both ranks
+    for form_of_secret in (secret.encode(), bytes.fromhex(secret), base64.b64encode(bytes.fromhex(secret))):
+        assert form_of_secret not in wire
 
 
 def test_a_false_hub_is_recognised() -> None:

@@ -1,15 +1,20 @@
-"""Verdicts of tests/stress/kill_servers.py and tests/stress/soak.py, on made-up records instead of real processes."""
+"""Verdicts of the scripts in tests/stress, on made-up records instead of real processes."""
 
 from __future__ import annotations
 
 import json
 import random
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.paths import REPOSITORY
-from tests.stress import kill_servers, soak
+from tests.stress import faults, kill_servers, soak
+from tests.stress.fault_kinds import KINDS
+from tests.stress.fault_runs import Completions, Run, account, dumped
+from tests.stress.processes import digest
 
 GOOD = kill_servers.Outcome(
     ids=[("0-1", 0), ("0-1", 1), ("0-2", 0)], tokens=["a", "b", "c"], numbers=[[0.5, 1.0, 0.1]], seconds=1.0
@@ -59,3 +64,75 @@ def test_the_page_shows_the_numbers_in_the_result_files() -> None:
     for name in ("trainer", "server"):
         [row] = [line for line in page.splitlines() if line.startswith(f"| {name} |")]
         assert f"{100 * memory[name]['growth']:+.2f} %" in row
+
+
+def test_faults_are_drawn_from_every_kind_and_depend_only_on_the_seed() -> None:
+    planned, same, other = (faults.plan(50, KINDS, random.Random(seed)) for seed in (3, 3, 4))
+    assert planned == same != other and len(planned) == 50
+    for kind in KINDS:
+        drawn = [fault for fault in planned if fault.kind == kind.name]
+        assert len(drawn) >= 2 and {fault.detail for fault in drawn} <= set(kind.details)
+        assert all(fault.phase in kind.phases for fault in drawn)
+    needs_servers = [next(kind for kind in KINDS if kind.name == fault.kind).needs_servers for fault in planned]
+    assert planned[0].kind == "SIGTERM to a rank" and needs_servers == sorted(needs_servers)
+
+
+def recorded_run(folder: Path, first: int, completions: dict[int, list[int]], trained: int) -> Run:
+    """Return a run that recorded these rollouts, each of completions of one token, and trained some of them."""
+    events = [{"rollout": rollout, "complete": [digest([1, token]) for token in tokens]}
+              for rollout, tokens in completions.items()]  # fmt: skip
+    steps = [{"step": step + 1, "trained": event["complete"]} for step, event in enumerate(events[:trained])]
+    path = folder / "events.jsonl"
+    path.write_text("".join(json.dumps(event) + "\n" for event in [*events, *steps]))
+    process = subprocess.Popen(["true"], text=True)
+    process.wait()
+    return Run(folder, folder / "dump", first, process, folder / "log", path)
+
+
+def write_dump(folder: Path, completions: dict[int, list[int]]) -> None:
+    (folder / "dump").mkdir()
+    for rollout, tokens in completions.items():
+        rows = [json.dumps({"prompt_ids": [1], "completion_ids": [token]}) for token in tokens]
+        (folder / "dump" / f"rollout-{rollout:06}.jsonl").write_text("\n".join(rows))
+
+
+@pytest.mark.parametrize(
+    ("in_dump", "trained", "continued_from", "expected"),
+    [
+        ({4: [7, 8], 5: [9, 9]}, 2, 6, Completions(again=0, lost=0)),
+        ({4: [7, 8], 5: [9, 9]}, 1, 5, Completions(again=2, lost=0)),  # the step in flight
+        ({4: [7, 8]}, 2, 6, Completions(again=0, lost=2)),  # trained, but not in the dump
+        ({4: [7, 6], 5: [9, 9]}, 2, 6, Completions(again=0, lost=2)),  # others in the dump
+        ({4: [7, 8], 5: [9, 9]}, 1, 6, Completions(again=0, lost=2)),  # in the checkpoint, but not trained
+    ],
+)
+def test_a_completion_is_lost_unless_it_was_trained_and_dumped_or_is_generated_again(
+    tmp_path: Path, in_dump: dict[int, list[int]], trained: int, continued_from: int, expected: Completions
+) -> None:
+    write_dump(tmp_path, in_dump)
+    run = recorded_run(tmp_path, 4, {4: [7, 8], 5: [9, 9]}, trained)
+    assert account(run, continued_from, dumped(run.dump)) == expected
+
+
+def test_the_reason_is_the_line_of_the_log_that_states_it() -> None:
+    [kind] = [kind for kind in KINDS if kind.name == "full disk of checkpoints"]
+    log = "INFO no spaces\nNoSpace: no space: /a/b-1/checkpoint-2 needs 5 MB\nlast line\n"
+    assert faults.reason_in(log, kind) == "no space: checkpoint-2 needs 5 MB"
+    assert faults.reason_in("last line\n", kind) == ""
+
+
+def test_the_page_shows_the_faults_in_the_result_file() -> None:
+    docs = REPOSITORY / "docs"
+    page, report = (
+        (docs / "fault_tolerance.md").read_text(),
+        json.loads((docs / "fault_tolerance_faults.json").read_text()),
+    )
+    outcomes = [faults.Outcome(**fault) for fault in report["faults"]]
+    assert faults.table(outcomes) in page
+    result, bad = report["result"], [outcome for outcome in outcomes if not outcome.good]
+    assert report["good"] and not bad and sum(outcome.lost for outcome in outcomes) == 0
+    assert f"trained {result['completions']} completions in {result['steps']} steps" in page
+    again = sum(outcome.generated_again for outcome in outcomes)
+    assert f"{len(outcomes)} faults hit" in page and f"{again} completions were generated again" in page
+    assert result["steps that trained the completions in the dump"] == result["steps"]
+    assert result["steps that trained the completions of the undisturbed run"] == result["steps"]

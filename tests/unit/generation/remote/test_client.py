@@ -80,3 +80,32 @@ def test_requests_to_a_lost_server_fail_at_once() -> None:
         await runner.cleanup()
 
     asyncio.run(scenario())
+
+
+def test_proxy_variables_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proxy would answer each request; the server itself refuses."""
+
+    async def scenario() -> list[str]:
+        requested: list[str] = []
+
+        async def proxy(request: web.Request) -> web.Response:
+            requested.append(str(request.url))
+            return web.json_response({})
+
+        async def refuse(_: web.Request) -> web.Response:
+            return web.json_response({"detail": "the server itself"}, status=500)
+
+        proxy_runner, proxy_url = await _server(proxy)
+        runner, url = await _server(refuse)
+        for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, proxy_url)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        async with make_session(None, RUN) as session:
+            with pytest.raises(Refused, match="the server itself"):
+                await Client(url, session).status(timeout=5)
+        await runner.cleanup()
+        await proxy_runner.cleanup()
+        return requested
+
+    assert asyncio.run(scenario()) == []
