@@ -19,6 +19,13 @@ class GRPOFlags(MegatronRLHFArguments):
 
     vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
     lora_dropout: float = 0.0  # as in effect in ms-swift, whose default of 0.05 mcore-bridge ignores
+    truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = field(
+        default=None,
+        metadata={
+            "help": "What to do with prompts longer than --max_length. left: cut their beginning. delete: leave them "
+            "out of the dataset before training. raise: refuse the dataset, with the rows. Default: left."
+        },
+    )
     bad_reward: Literal["stop", "drop"] = field(
         default="stop",
         metadata={

@@ -28,6 +28,7 @@ from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.rope import check_rope_scaling
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
@@ -52,6 +53,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: check_ranges(args),
             lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
+            lambda: check_rope_scaling(args.rope_scaling),
             lambda: _check_model_path(args),
             lambda: _check_checkpoints(args),
             args.batch_plan,
@@ -117,6 +119,9 @@ def check_flags(args: DerivedArguments) -> None:
     problems = unsupported_flags({field.name: getattr(args, field.name) for field in fields(args)}, STOCK_TRAINER)
     if args.ref_model is not None and args.has_adapter:
         problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
+    if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
+        reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
+        problems.append(f"--mcore_ref_model {args.mcore_ref_model}: {reason}; leave it or the other flag out")
     if args.has_adapter and args.expert_tensor_parallel_size > 1:
         problems.append(
             f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge does not support LoRA on "

@@ -112,7 +112,9 @@ def _on_cpu(flags: Flags) -> Flags:
 
 def _server(given: Flags, trainer: Flags) -> Flags:
     kept = {name: given[name] for name in _SERVER_FLAGS if name in given}
-    shared = {name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer}
+    shared = {
+        name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer
+    }
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
     return kept | shared | sizes | _on_cpu({})

@@ -206,6 +206,8 @@ def _batch(flags: Flags, reduced: Flags, ranks: int) -> Flags:
     stages = _number(reduced, "pipeline_model_parallel_size", 1)
     generations = min(_number(flags, "num_generations", 8), 4)
     micro = min(_number(flags, "micro_batch_size", 1), 2)
+    if _number(flags, "micro_batch_size", 1) % _number(flags, "num_generations", 8) == 0:
+        micro = generations  # --loss_type real requires whole groups
     step = math.lcm(generations, micro * (ranks // model) * stages)
     several = _number(flags, "steps_per_generation", 1) > 1 or _number(flags, "generation_batch_size", 0) > _number(
         flags, "global_batch_size", 16

@@ -4,6 +4,7 @@
     expert_marks.py           gradients of experts without expert parallelism
     tensor_parallel_marks.py  the gradient norm with tensor parallelism
     router_bias.py            the expert bias, which moves without a learning rate
+    hybrid_optimizer.py       weights that are loaded after --optimizer_cpu_offload has copied them
     moe_aux_losses.py         values of the losses that MoE layers add
     result_queue.py           a helper process of checkpoint writing that outlives its rank
 
