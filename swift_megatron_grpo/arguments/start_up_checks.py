@@ -87,6 +87,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: check_layout(args),
             lambda: _check_modality(args),
             lambda: _check_precision(args),
+            lambda: _check_cpu_optimizer(args),
         ]
     )
 
@@ -250,6 +251,22 @@ def _check_precision(args: DerivedArguments) -> None:
         raise ValueError(
             f"--model {args.model} has torch_dtype {str(args.torch_dtype).removeprefix('torch.')}, which ms-swift "
             "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
+        )
+
+
+def _check_cpu_optimizer(args: DerivedArguments) -> None:
+    """Refuse what Megatron's optimizer with states on the CPU cannot do; it fails once the model is built."""
+    if not args.optimizer_cpu_offload:
+        return
+    if args.torch_dtype == torch.float32 and args.use_distributed_optimizer:
+        raise ValueError(
+            "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to the "
+            "CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
+        )
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
+        raise ValueError(
+            f"--optimizer_cpu_offload true with --optimizer {args.optimizer} needs --use_distributed_optimizer false; "
+            "set it, or use --optimizer adam"
         )
 
 

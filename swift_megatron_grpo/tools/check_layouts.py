@@ -49,7 +49,7 @@ SWITCHES = {
     "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
     "overlap": ["--overlap_grad_reduce", "true"],
     "elementwise": ["--recompute_elementwise", "true"],
-    "cpu_adam": ["--optimizer_cpu_offload", "true", "--optimizer_offload_fraction", "0.5"],
+    "cpu_adam": ["--optimizer_cpu_offload", "true", "--use_distributed_optimizer", "false"],
     "permute": ["--moe_permute_fusion", "true"],
     "uneven": ["--pipeline_model_parallel_layout", "Et|tttL"],  # of models with four layers
     "uneven_vpp": ["--pipeline_model_parallel_layout", "E|t|tt|tL"],
