@@ -51,9 +51,11 @@ NOT_YET: Mapping[str, Refusal] = {
     "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
     "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
     "loss_scale": Refusal(
-        ("last_round", "last_round+ignore_empty_think"), "exactly the tokens that the policy generated are trained"
+        ("last_round", "last_round+ignore_empty_think"),
+        "exactly the tokens that the policy generated are trained",
+        stock=False,
     ),
-    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained"),
+    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained", stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
@@ -75,8 +77,8 @@ NOT_YET: Mapping[str, Refusal] = {
     ),
     "streaming": Refusal((False,), "the dataset's length must be known"),
     "packing": Refusal((False,), "completions are packed after they are generated"),
-    "cached_dataset": Refusal(([],), "prompts are read from --dataset"),
-    "cached_val_dataset": Refusal(([],), "prompts are read from --val_dataset"),
+    "cached_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
+    "cached_val_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
@@ -87,7 +89,9 @@ NOT_YET: Mapping[str, Refusal] = {
     "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
     "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
     "language_model_only": Refusal((False,), _IMAGES),
-    "new_special_tokens": Refusal(([],), "vLLM uses the vocabulary of the checkpoint"),
+    "new_special_tokens": Refusal(
+        ([],), "vLLM uses the vocabulary of the checkpoint; save the model with them once (swift export), then train it"
+    ),
     "quant_method": Refusal((None,), _LOW_BITS, stock=False),
     "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
     "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
@@ -105,7 +109,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
     "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
     "tp_comm_overlap": Refusal((False,), _LENGTHS),
-    "overlap_param_gather": Refusal((False,), _OVERLAP),
     "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
     "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),
     # optimizer
@@ -189,8 +192,8 @@ USED_BY_SWIFT = _flags(
     pipeline_model_parallel_size pipeline_model_parallel_layout decoder_first_pipeline_num_layers
     decoder_last_pipeline_num_layers
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split overlap_p2p_comm batch_p2p_comm
-    align_param_gather sequence_parallel context_parallel_size cp_comm_type overlap_grad_reduce align_grad_reduce
-    nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
+    overlap_param_gather align_param_gather sequence_parallel context_parallel_size cp_comm_type overlap_grad_reduce
+    align_grad_reduce nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
     logging_steps tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name swanlab_project swanlab_exp_name
     eval_iters eval_steps callbacks
     moe_router_load_balancing_type moe_router_dtype moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm
