@@ -19,7 +19,7 @@ def parse_stages(layout: str) -> tuple[str, ...]:
 
 def virtual_stages(layout: str, pipeline_size: int) -> int:
     """Return the stages of every pipeline rank, which Megatron calls the virtual pipeline size."""
-    return max(1, len(parse_stages(layout)) // pipeline_size)
+    return max(1, len(parse_stages(layout)) // max(1, pipeline_size))
 
 
 def check_stages(layout: str, pipeline_size: int, layers: int | None, name: str) -> None:

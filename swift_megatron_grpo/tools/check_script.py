@@ -41,8 +41,8 @@ from swift_megatron_grpo.tools.script_stand_ins import (
 from swift_megatron_grpo.tools.shell_scripts import Launch, launches
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
-    "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "external_plugins", "enable_thinking", "template",
-    "system", "vllm_enable_lora", "vllm_max_lora_rank",
+    "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
+    "vllm_enable_lora", "vllm_max_lora_rank",
 )  # fmt: skip
 _CACHE = json.dumps({"kv_cache_memory_bytes": 2**26})
 _SECONDS_TO_START = 300
@@ -70,7 +70,9 @@ def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Ma
         raise NoStandIn("the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked")
     flags = read_flags(runs[0].arguments)
     architecture = architecture_of(flags)
-    published, replaced = replace_inputs(flags, folder)
+    rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
+    environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
+    published, replaced = replace_inputs(flags, folder, environments)
     names = {"model_type": [architecture.model_type]}
     if "template" not in flags and architecture.template is not None:
         names["template"] = [architecture.template]
@@ -84,8 +86,7 @@ def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Ma
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
     server = None
     if flags.get("vllm_mode") == ["server"]:
-        rollouts = [launch for launch in found if launch.kind == "rollout"]
-        server = _server(read_flags(rollouts[0].arguments) if rollouts else {}, reduced)
+        server = _server(rollouts[0] if rollouts else {}, reduced)
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
     return Plan(_world_size(runs[0]), published, ranks, reduced, server, replaced)
