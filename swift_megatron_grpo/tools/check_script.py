@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,7 +188,10 @@ def _run(plan: Plan, folder: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NNODES", "NODE_RANK"):
         environment.pop(name, None)  # check_flags has set some
-    with nullcontext({}) if plan.server is None else _running_server(plan.server, folder, environment) as address:
+    with ExitStack() as stack:
+        address: Flags = {}
+        if plan.server is not None:
+            address = stack.enter_context(_running_server(plan.server, folder, environment))
         command = [sys.executable, "-P", "-m", "swift.cli._megatron.main", "rlhf", *typed(plan.reduced | address)]
         code = subprocess.run(command, env=environment, cwd=folder).returncode
     log = folder / "output" / "logging.jsonl"

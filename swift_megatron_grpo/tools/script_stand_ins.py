@@ -89,8 +89,8 @@ def architecture_of(flags: Flags) -> Architecture:
 
     from swift_megatron_grpo.tools.tiny_models import MAKERS, model_type_of
 
-    [name] = flags.get("model") or [""]
-    [named_type] = flags.get("model_type") or [None]
+    name = "".join(flags.get("model", [])[:1])
+    named_type = "".join(flags.get("model_type", [])[:1]) or None
     config = Path(name).expanduser() / "config.json"
     if config.is_file():
         values: dict[str, Any] = json.loads(config.read_text())
