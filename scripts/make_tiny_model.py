@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from swift_megatron_grpo.tools.tiny_models import VOCABULARY, make_tokenizer
 
+
 def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
     shape = {
         "vocab_size": VOCABULARY,

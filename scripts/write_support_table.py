@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
+from swift_megatron_grpo.arguments.support_table import NOT_YET, NOTED, Note, Refusal
 from swift_megatron_grpo.vllm_shared.engine_kwargs import REFUSED
 
 README = Path(__file__).parents[1] / "README.md"
@@ -29,6 +29,12 @@ def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
     rows = [f"| {', '.join(flags)} | {why} | {'yes' if stock else 'no'} |" for (why, stock), flags in by_reason.items()]
     head = ["| refused, but for the values in brackets | why | ms-swift's own trainer has it |", "| --- | --- | --- |"]
     return "\n".join([*head, *rows]) + "\n"
+
+
+def notes_table(noted: Mapping[str, Note] = NOTED) -> str:
+    """Return a Markdown table of the flags that are accepted with a line in the log."""
+    rows = [f"| `--{flag}` | {note.why} |" for flag, note in noted.items()]
+    return "\n".join(["| without effect | why |", "| --- | --- |", *rows]) + "\n"
 
 
 def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
@@ -47,6 +53,8 @@ def with_table(readme: str, refused: Mapping[str, Refusal] = NOT_YET) -> str:
     summary = f"<summary>The {len(refused)} flags that are refused, with the values that work</summary>"
     of_engine = f"<summary>The {len(REFUSED)} settings of vLLM that --vllm_engine_kwargs refuses, also in swift rollout</summary>"
     folded = [f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"]
+    noted = f"<summary>The {len(NOTED)} flags that are accepted and change nothing, with a line in the log</summary>"
+    folded += [f"<details>\n{noted}\n\n{notes_table()}\n</details>\n"]
     folded += [f"<details>\n{of_engine}\n\n{engine_table()}\n</details>\n"]
     return before + BEGIN + "\n".join(folded) + END + rest.split(END)[1]
 

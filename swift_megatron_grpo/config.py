@@ -93,6 +93,8 @@ class SamplingConfig:
     max_completion_length: int
     stop_words: tuple[str, ...]
     seed: int | None = None  # every completion has its own seed, derived from this one; None: no seeds
+    regex: str | None = None  # that completions match; None: sampled freely
+    limits_conversations: bool = False  # max_completion_length is for all turns of a conversation together
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class VllmConfig:
     sleep_level: int
     seed: int
     lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
+    hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +260,7 @@ class ReferenceConfig:
 
     beta: float
     model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
+    in_megatron_format: bool  # model_dir is that of --mcore_ref_model
     layout: Layout | None  # of the frozen copy; None: as in training
 
 

@@ -22,6 +22,7 @@ class Layout:
     vllm_tensor_parallel_size: int = 1  # of a vLLM inside the training processes
     first_stage_layers: int | None = None  # None: the same number as the other stages
     last_stage_layers: int | None = None
+    stages: str | None = None  # --pipeline_model_parallel_layout; None: stages of equal size
     extra_layers: int = 0  # the embedding and the loss, if they count as layers of their stages
 
     @property

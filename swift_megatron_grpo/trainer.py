@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
+from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue, load_mcore_checkpoint
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 from swift.utils import JsonlWriter, get_dist_setting, get_logger, is_last_rank, is_master, safe_snapshot_download
@@ -58,6 +58,7 @@ from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     has_adapter_dropout,
     seed_adapter_dropout,
 )
+from swift_megatron_grpo.training.megatron_fixes.hybrid_optimizer import copy_loaded_weights
 from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
@@ -140,20 +141,25 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
+        if self.args.finetune or self.args.no_load_optim:
+            copy_loaded_weights(self.optimizer)
 
     def _load_reference(self) -> FrozenReference | None:
         """Load the frozen copy; None if the reference policy is not a copy."""
         settings, args = self.settings.reference, self.args
         if settings.beta == 0 or settings.model_dir is None:
             return None
-        folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
         layout = None if settings.layout is None else ReferenceLayout(settings.layout, args.ddp_timeout // 60)
         with nullcontext() if layout is None else layout.active():
             models = get_mcore_model(args.with_reference_sizes(), self.template.config)
             for model in models:
                 model.to(torch.cuda.current_device())
-            with every_tensor_read(models[0].config, args.unread_tensors):
-                models[0].config.bridge.load_weights(models, folder)
+            if settings.in_megatron_format:
+                load_mcore_checkpoint(args.for_reference_checkpoint(), models, load_arg="mcore_ref_model")
+            else:
+                folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
+                with every_tensor_read(models[0].config, args.unread_tensors):
+                    models[0].config.bridge.load_weights(models, folder)
             prepare_frozen(models, args.fast_kernels)
             return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
 
@@ -170,7 +176,6 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.setup_model_training()
         self.loop = self._build_loop(train_dataset)
         self.checkpoints = self._checkpoint_writer(train_dataset)
-        self.val_prompts = None
         if val_dataset is not None:
             self.val_prompts = prompt_source(self.settings, self.template, val_dataset, shuffle=False)
         return None, None
@@ -205,8 +210,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     @property
     def _rollouts_done(self) -> int:
         trained_per_rollout = self.settings.batch.generation_batch_size * self.settings.num_iterations
-        done: int = self.state.consumed_train_samples // trained_per_rollout
-        return done
+        return int(self.state.consumed_train_samples // trained_per_rollout)
 
     def _checkpoint_writer(self, train_rows: Any) -> CheckpointWriter:
         """Compare the data with that of the checkpoint, and check that another checkpoint fits on the disk."""
@@ -222,11 +226,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not self.settings.recording.only:
             period = args.save_steps or args.train_iters
             next_save = (self.state.iteration // period + 1) * period
-            writer.announce_size(min(next_save, args.train_iters), self._saved_bytes())
+            size = saved_bytes(self.unwrapped_models, self.settings.saved)
+            writer.announce_size(min(next_save, args.train_iters), size)
         return writer
-
-    def _saved_bytes(self) -> float:
-        return saved_bytes(self.unwrapped_models, self.settings.saved)
 
     def _loaded_models(self) -> LoadedModels:
         return LoadedModels(
@@ -250,7 +252,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             end_result_queue_with_rank()
         assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts
-        with self.checkpoints.writing(self.state.iteration, prompts, self._saved_bytes()):
+        size = saved_bytes(self.unwrapped_models, self.settings.saved)
+        with self.checkpoints.writing(self.state.iteration, prompts, size):
             super().save_checkpoint()
             if self.loop.kl_controller.adapts and is_master():
                 self.loop.kl_controller.save(self.state.last_model_checkpoint)
@@ -388,10 +391,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
 
 def _ranks_of_this_machine() -> int:
-    ranks: int = get_dist_setting()[3]
-    return max(ranks, 1)
+    return max(int(get_dist_setting()[3]), 1)
 
 
 def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:
-    """Convert metrics to tensors on the device where the parent class aggregates them."""
     return {name: torch.tensor(value, device=torch.cuda.current_device()) for name, value in metrics.items()}

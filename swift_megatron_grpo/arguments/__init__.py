@@ -7,8 +7,12 @@ to_config.py         convert the arguments into the frozen settings of config.py
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
+flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
+pipeline_stages.py   the stages of --pipeline_model_parallel_layout
+rope.py              positions that differ from the checkpoint's, for vLLM as for the trainer
+long_prompts.py      --truncation_strategy delete and raise
 batch_plan.py        resolve the batch sizes of a run
 batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
 rollout_checks.py    flags of recording, asynchronous generation and time limits

@@ -16,6 +16,7 @@ from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
 from swift_megatron_grpo.checkpoints.sources import Source
 from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.grading import gym_reward
@@ -49,6 +50,7 @@ class DerivedArguments(GRPOFlags):
         others = [("adapters", path) for path in as_list(self.adapters)]
         others += [("model", self.model), ("ref_model", self.ref_model)]
         typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]
+        typed.append(("mcore_ref_model", self.mcore_ref_model, True))
         return tuple(
             Source(flag, Path(path).expanduser(), is_megatron)
             for flag, path, is_megatron in typed
@@ -76,14 +78,21 @@ class DerivedArguments(GRPOFlags):
             context_parallel_size=self.context_parallel_size,
             expert_model_parallel_size=self.expert_model_parallel_size,
             expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size or 1,
+            virtual_pipeline_model_parallel_size=self._virtual_stages,
             microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
             sequence_parallel=self.sequence_parallel,
             vllm_tensor_parallel_size=1 if self.uses_servers else self.vllm_tensor_parallel_size,
             first_stage_layers=self.decoder_first_pipeline_num_layers,
             last_stage_layers=self.decoder_last_pipeline_num_layers,
+            stages=self.pipeline_model_parallel_layout,
             extra_layers=self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split,
         )
+
+    @property
+    def _virtual_stages(self) -> int:
+        if self.pipeline_model_parallel_layout is not None:
+            return virtual_stages(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size)
+        return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def reference_layout(self) -> Layout | None:
@@ -101,11 +110,17 @@ class DerivedArguments(GRPOFlags):
         for size, value in sizes.items():
             if value is not None:
                 setattr(other, size, value)
-        other.virtual_pipeline_model_parallel_size = None
+        other.virtual_pipeline_model_parallel_size = other.pipeline_model_parallel_layout = None
         other.microbatch_group_size_per_vp_stage = None
         other.sequence_parallel = other.tensor_model_parallel_size > 1
         if other.pipeline_model_parallel_size != self.pipeline_model_parallel_size:
             other.decoder_first_pipeline_num_layers = other.decoder_last_pipeline_num_layers = None
+        return other
+
+    def for_reference_checkpoint(self) -> Self:
+        """Copy these arguments to load weights alone, without optimizer, random numbers and counters of a run."""
+        other = self.with_reference_sizes()
+        other.finetune = other.no_load_optim = other.no_load_rng = True
         return other
 
     def batch_plan(self) -> BatchPlan:

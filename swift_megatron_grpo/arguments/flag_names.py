@@ -43,7 +43,13 @@ _CHANGED: Mapping[str, str] = {  # the name and the value
     "logging_level": "the environment variable LOG_LEVEL",
     "moe_router_bias_update_rate": """--megatron_extra_kwargs '{"moe_router_bias_update_rate": 0.001}'""",
 }
-_FROM_CONFIG = frozenset(
+
+
+def _names(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_FROM_CONFIG = _names(
     """
     activation_func_clamp_value add_qkv_bias architectures attention_dropout disable_bias_linear ffn_hidden_size
     glu_linear_offset group_query_attention hidden_dropout hidden_size kv_channels kv_lora_rank layer_types
@@ -56,15 +62,15 @@ _FROM_CONFIG = frozenset(
     position_embedding_type q_lora_rank qk_head_dim qk_l2_norm qk_layernorm qk_pos_emb_head_dim quick_geglu rotary_base
     rotary_interleaved rotary_percent softmax_type swiglu untie_embeddings_and_output_weights use_shared_expert_gate
     window_attn_skip_freq window_size
-    """.split()
+    """
 )
-_GONE = frozenset(
+_GONE = _names(
     """
     auto_detect_ckpt_format ckpt_assume_constant_structure ckpt_format ckpt_fully_parallel_load deterministic_mode
     exit_on_missing_checkpoint initialize_embedding load_safetensors log_memory_to_tensorboard log_params_norm
     log_throughput log_timers_to_tensorboard log_validation_ppl_to_tensorboard no_bias_dropout_fusion
     no_log_learning_rate_to_tensorboard transformer_impl
-    """.split()
+    """
 )
 
 
@@ -74,7 +80,9 @@ def check_flag_names(command_line: Sequence[str]) -> None:
     ms-swift itself looks at them last, and argparse ends at an ambiguous one: --save may be --save_steps.
     """
     known = known_flags()
-    typed = dict.fromkeys(_name(argument) for argument in command_line if argument.startswith("--") and argument != "--")
+    typed = dict.fromkeys(
+        _name(argument) for argument in command_line if argument.startswith("--") and argument != "--"
+    )
     unknown = [name for name in typed if not _is_accepted(name, known)]
     old = [name for name in unknown if _advice_for_old(name) is not None]
     problems = [f"--{name} is a flag of ms-swift 3; {_advice_for_old(name)}" for name in old]

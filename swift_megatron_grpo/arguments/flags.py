@@ -27,6 +27,13 @@ class GRPOFlags(MegatronRLHFArguments):
             "audio parts; other tensors are left out."
         },
     )
+    truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = field(
+        default=None,
+        metadata={
+            "help": "What to do with prompts longer than --max_length. left: cut their beginning. delete: leave them "
+            "out of the dataset before training. raise: refuse the dataset, with the rows. Default: left."
+        },
+    )
     bad_reward: Literal["stop", "drop"] = field(
         default="stop",
         metadata={

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swift.template import Template
+
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
@@ -71,11 +74,14 @@ class GRPOArguments(DerivedArguments):
     def _init_grpo(self) -> None:
         iterations: int = vars(self)["num_iterations"]
         asynchronous: bool = vars(self)["async_generate"]
+        strategy = self.truncation_strategy
         self.num_iterations, self.async_generate = 1, False  # the only values that ms-swift's own trainer accepts
+        self.truncation_strategy = "delete" if strategy == "raise" else strategy  # the same for its template
         try:
             super()._init_grpo()
         finally:
             self.num_iterations, self.async_generate = iterations, asynchronous
+            self.truncation_strategy = strategy or "left"
 
     def _init_generation_batch_params(self) -> None:
         """Replace ms-swift's own arithmetic, which also refuses sizes that only its own trainer cannot handle."""
@@ -90,11 +96,19 @@ class GRPOArguments(DerivedArguments):
             datasets: tuple[Any, Any] = super().load_dataset()
         return datasets
 
-    def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
-        """Check the datasets, which are loaded by now, and set the number of iterations. The model loads later."""
+    def without_long_prompts(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
+        """Apply --truncation_strategy delete and raise to the datasets."""
+
+        def keep(dataset: Any, name: str) -> Any:
+            return without_long_prompts(dataset, template, self.max_length, self.truncation_strategy or "left", name)
+
         for dataset in (train_dataset, val_dataset):
             if dataset is not None:
                 check_rows(dataset)
+        return keep(train_dataset, "dataset"), keep(val_dataset, "val_dataset")
+
+    def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
+        """Set the number of iterations; the datasets are loaded and checked by now. The model loads later."""
         if self.rollout_replay is not None and val_dataset is not None:
             raise ValueError(
                 "--rollout_replay does not start vLLM, which the prompts of --val_dataset or --split_dataset_ratio "

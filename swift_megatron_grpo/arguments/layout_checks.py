@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import use_flag
+from swift_megatron_grpo.arguments.pipeline_stages import check_stages
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.layout import Layout
 
@@ -112,6 +113,15 @@ def _tensor_parallel_problem(tp: int, model: ModelShape) -> str | None:
 
 
 def _check_pipeline(layout: Layout, model: ModelShape) -> None:
+    if layout.stages is not None:
+        if (layout.first_stage_layers, layout.last_stage_layers, layout.extra_layers) != (None, None, 0):
+            raise ValueError(
+                f"--pipeline_model_parallel_layout {layout.stages} assigns every layer, so the flags "
+                "--decoder_first_pipeline_num_layers, --decoder_last_pipeline_num_layers and --account_for_..."
+                " have nothing to assign; leave them out"
+            )
+        check_stages(layout.stages, layout.pipeline_model_parallel_size, model.layers, model.name)
+        return
     if model.layers is None:
         return
     layers, stages = model.layers, layout.pipeline_model_parallel_size

@@ -28,6 +28,7 @@ from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.rope import check_rope_scaling
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
@@ -54,6 +55,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: check_ranges(args),
             lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
+            lambda: check_rope_scaling(args.rope_scaling),
             lambda: _check_model_path(args),
             lambda: _check_checkpoints(args),
             args.batch_plan,
@@ -87,6 +89,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: check_layout(args),
             lambda: _check_model(args),
             lambda: _check_precision(args),
+            lambda: _check_cpu_optimizer(args),
         ]
     )
 
@@ -119,6 +122,9 @@ def check_flags(args: DerivedArguments) -> None:
     problems = unsupported_flags({field.name: getattr(args, field.name) for field in fields(args)}, STOCK_TRAINER)
     if args.ref_model is not None and args.has_adapter:
         problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
+    if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
+        reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
+        problems.append(f"--mcore_ref_model {args.mcore_ref_model}: {reason}; leave it or the other flag out")
     if args.has_adapter and args.expert_tensor_parallel_size > 1:
         problems.append(
             f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge does not support LoRA on "
@@ -249,6 +255,22 @@ def _check_precision(args: DerivedArguments) -> None:
         raise ValueError(
             f"--model {args.model} has torch_dtype {str(args.torch_dtype).removeprefix('torch.')}, which ms-swift "
             "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
+        )
+
+
+def _check_cpu_optimizer(args: DerivedArguments) -> None:
+    """Refuse what Megatron's optimizer with states on the CPU cannot do; it fails once the model is built."""
+    if not args.optimizer_cpu_offload:
+        return
+    if args.torch_dtype == torch.float32 and args.use_distributed_optimizer:
+        raise ValueError(
+            "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to the "
+            "CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
+        )
+    if args.optimizer != "adam" and args.use_distributed_optimizer:
+        raise ValueError(
+            f"--optimizer_cpu_offload true with --optimizer {args.optimizer} needs --use_distributed_optimizer false; "
+            "set it, or use --optimizer adam"
         )
 
 

@@ -51,16 +51,14 @@ NOT_YET: Mapping[str, Refusal] = {
     "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
     "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
     "loss_scale": Refusal(
-        ("last_round", "last_round+ignore_empty_think"), "exactly the tokens that the policy generated are trained"
+        ("last_round", "last_round+ignore_empty_think"),
+        "exactly the tokens that the policy generated are trained",
+        stock=False,
     ),
-    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained"),
+    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained", stock=False),
     "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
     # rollouts
     "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
-    "structured_outputs_regex": Refusal((None,), "completions are sampled without a grammar"),
-    "completion_length_limit_scope": Refusal(
-        ("per_round",), "--max_completion_length limits each turn, and --vllm_max_model_len the whole conversation"
-    ),
     "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
     # rewards, teacher, reference
     "reward_model": Refusal((None,), "reward models are not supported yet", stock=False),
@@ -71,15 +69,16 @@ NOT_YET: Mapping[str, Refusal] = {
     "teacher_model_server": Refusal((None,), _TEACHER),
     "offload_teacher_model": Refusal((False,), _TEACHER),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
-    "mcore_ref_model": Refusal((None,), _ORIGIN),
     "mcore_ref_adapter": Refusal((None,), _ORIGIN),
     "ref_adapters": Refusal(([],), _ORIGIN),
     # data
-    "truncation_strategy": Refusal((None, "left"), "prompts longer than --max_length are truncated on the left"),
+    "truncation_strategy": Refusal(
+        (None, "left", "delete", "raise"), "the end of a prompt is the question, and one prompt is one row", stock=False
+    ),
     "streaming": Refusal((False,), "the dataset's length must be known"),
     "packing": Refusal((False,), "completions are packed after they are generated"),
-    "cached_dataset": Refusal(([],), "prompts are read from --dataset"),
-    "cached_val_dataset": Refusal(([],), "prompts are read from --val_dataset"),
+    "cached_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
+    "cached_val_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
@@ -89,9 +88,9 @@ NOT_YET: Mapping[str, Refusal] = {
     ),
     "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
     "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
-    "new_special_tokens": Refusal(([],), "vLLM uses the vocabulary of the checkpoint"),
-    "rope_scaling": Refusal((None,), "vLLM uses the positions of the checkpoint; set rope_scaling in its config.json"),
-    "max_model_len": Refusal((None,), "vLLM uses the positions of the checkpoint; --vllm_max_model_len limits length"),
+    "new_special_tokens": Refusal(
+        ([],), "vLLM uses the vocabulary of the checkpoint; save the model with them once (swift export), then train it"
+    ),
     "quant_method": Refusal((None,), _LOW_BITS, stock=False),
     "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
     "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
@@ -104,18 +103,15 @@ NOT_YET: Mapping[str, Refusal] = {
     "fp4_format": Refusal((None,), _LOW_BITS),
     "fp4_param_gather": Refusal((False,), _LOW_BITS),
     # layout and communication
-    "pipeline_model_parallel_layout": Refusal((None,), "custom pipeline layouts are not supported yet"),
     "mlp_padding_free": Refusal((False,), _PACKED),
     "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "auto"), _PACKED),
     "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
     "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
     "tp_comm_overlap": Refusal((False,), _LENGTHS),
-    "overlap_param_gather": Refusal((False,), _OVERLAP),
     "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
     "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),
     # optimizer
     "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
-    "optimizer_cpu_offload": Refusal((False,), "--offload_optimizer offloads its state while vLLM generates"),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
     "use_ray": Refusal((False,), "ranks are started by torchrun"),
@@ -136,14 +132,16 @@ USED_HERE = _flags(
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
-    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model
+    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model mcore_ref_model
     loss_type importance_sampling_level delta dual_clip tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range
     fipo_clip_high_only fipo_safety_threshold entropy_coef log_entropy top_entropy_quantile
     advantage_estimator scale_rewards kl_in_reward kl_estimator kl_target kl_horizon
     dynamic_sample max_resample_times overlong_filter
     rollout_importance_sampling_mode rollout_importance_sampling_threshold log_rollout_offpolicy_metrics
     off_policy_sequence_mask_delta
-    temperature top_k top_p repetition_penalty stop_words max_completion_length
+    temperature top_k top_p repetition_penalty stop_words max_completion_length structured_outputs_regex
+    rope_scaling max_model_len
+    completion_length_limit_scope
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
     vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
     vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
@@ -178,8 +176,8 @@ USED_BY_SWIFT = _flags(
     train_iters num_train_epochs
     masked_softmax_fusion bias_dropout_fusion bias_activation_fusion apply_rope_fusion gradient_accumulation_fusion
     cross_entropy_loss_fusion cross_entropy_fusion_impl apply_query_key_layer_scaling attention_softmax_in_fp32
-    use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
-    exp_avg_sq_dtype bf16 accumulate_allreduce_grads_in_fp32
+    optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer main_grads_dtype main_params_dtype
+    exp_avg_dtype exp_avg_sq_dtype bf16 accumulate_allreduce_grads_in_fp32
     manual_gc manual_gc_steps manual_gc_eval te_rng_tracker data_parallel_random_init
     lr lr_warmup_init lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction min_lr lr_wsd_decay_style
     lr_wsd_decay_iters weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad
@@ -190,10 +188,11 @@ USED_BY_SWIFT = _flags(
     distrib_optim_fully_reshardable_mem_efficient save_safetensors save_missing_weights max_shard_size
     add_version create_checkpoint_symlink
     local_rank ddp_timeout ddp_backend use_distributed_optimizer tensor_model_parallel_size
-    pipeline_model_parallel_size decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    pipeline_model_parallel_size pipeline_model_parallel_layout decoder_first_pipeline_num_layers
+    decoder_last_pipeline_num_layers
     account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split overlap_p2p_comm batch_p2p_comm
-    align_param_gather sequence_parallel context_parallel_size cp_comm_type overlap_grad_reduce align_grad_reduce
-    nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
+    overlap_param_gather align_param_gather sequence_parallel context_parallel_size cp_comm_type overlap_grad_reduce
+    align_grad_reduce nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
     logging_steps tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name swanlab_project swanlab_exp_name
     eval_iters eval_steps callbacks
     freeze_llm freeze_vit freeze_aligner language_model_only vit_attn_impl
@@ -221,7 +220,7 @@ NO_EFFECT = _flags(
     _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha
     shuffle_buffer_size packing_length packing_num_proc packing_strategy
     hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage
-    optimizer_offload_fraction fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
+    fp8_recipe fp8_amax_history_len fp8_amax_compute_algo fp4_recipe strict_fsdp_dtensor_load
     data_parallel_sharding_strategy mtp_loss_scaling_factor mtp_decoder_input_detach mtp_shared_weights
     muon_momentum muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_coefficient_type
     muon_num_ns_steps muon_tp_mode muon_extra_scale_factor muon_scalar_optimizer muon_lr muon_min_lr

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.model_checks import read_config, text_only_limits
+from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
@@ -34,7 +36,7 @@ from swift_megatron_grpo.config import (
     VllmConfig,
 )
 from swift_megatron_grpo.protocol.api_key import read_api_key
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.protocol.model_identity import position_identity, read_model_config, read_model_identity
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
@@ -44,7 +46,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
     plan = args.batch_plan()
     weights = args.reward_weights or [1.0] * len(args.reward_names)
     turns = None if args.uses_servers else args.multi_turn_scheduler
-    frozen_copy = None if args.beta == 0 or args.has_adapter else args.ref_model or args.model
+    frozen_copy = None if args.beta == 0 or args.has_adapter else args.mcore_ref_model or args.ref_model or args.model
     return GRPOConfig(
         batch=plan,
         num_iterations=args.num_iterations,
@@ -57,6 +59,8 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_completion_length=args.max_completion_length,
             stop_words=tuple(args.stop_words),
             seed=args.seed if args.seed_completions else None,
+            regex=args.structured_outputs_regex,
+            limits_conversations=args.completion_length_limit_scope == "total",
         ),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
@@ -75,7 +79,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
         ),
         loss=_loss(args),
-        reference=ReferenceConfig(args.beta, frozen_copy, args.reference_layout),
+        reference=ReferenceConfig(args.beta, frozen_copy, args.mcore_ref_model is not None, args.reference_layout),
         residency=ResidencyConfig(args.offload_model, args.offload_optimizer, args.offload_grad),
         log=CompletionLogConfig(
             enabled=args.log_completions,
@@ -162,6 +166,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         sleep_level=args.sleep_level,
         seed=args.seed,
         lora_rank=_vllm_lora_rank(args),
+        hf_overrides=config_overrides(args.model_dir, args.rope_scaling, args.max_model_len),
     )
 
 
@@ -177,6 +182,11 @@ def _vllm_lora_rank(args: GRPOArguments) -> int | None:
     return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
 
 
+def _positions(args: GRPOArguments) -> dict[str, Any]:
+    overrides = config_overrides(args.model_dir, args.rope_scaling, args.max_model_len)
+    return position_identity(read_model_config(args.model_dir) | overrides)
+
+
 def configure_server(args: GRPOArguments) -> ServerConfig | None:
     """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
@@ -190,7 +200,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.max_completion_length,
-        model=read_model_identity(args.model_dir),
+        model=read_model_identity(args.model_dir) | _positions(args),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,
     )

@@ -50,6 +50,11 @@ def turn_seed(seed: int | None, number: int) -> int | None:
     return int.from_bytes(blake2b(f"{seed}, {number}".encode(), digest_size=6).digest(), "big")
 
 
+def tokens_left(limit: int | None, turns: Sequence[Turn]) -> int | None:
+    """Return the tokens that may still be sampled if all turns together may have `limit`; None: there is no limit."""
+    return None if limit is None else max(0, limit - sum(len(turn.completion_ids) for turn in turns))
+
+
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:
     """Join turns into one sequence. `messages`: loss masks, which may exclude tokens that the policy sampled."""
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids

@@ -25,6 +25,7 @@ def request_config(sampling: SamplingConfig, seed: int | None = None) -> Request
         repetition_penalty=sampling.repetition_penalty,
         stop=list(sampling.stop_words),
         seed=seed,
+        structured_outputs_regex=sampling.regex,
         return_details=True,
         logprobs=True,
     )

@@ -154,6 +154,8 @@ def _distorting_flags(sampling: SamplingConfig) -> list[tuple[str, str]]:
         flags.append((f"--top_k {sampling.top_k}", "--top_k -1"))
     if sampling.repetition_penalty != 1:
         flags.append((f"--repetition_penalty {sampling.repetition_penalty:g}", "--repetition_penalty 1"))
+    if sampling.regex is not None:
+        flags.append((f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"))
     return flags
 
 

@@ -5,6 +5,7 @@ command_line.py  classify a process by its command line
 api_key_flag.py  move the API key from the command line to the environment
 activation.py    hook later imports, or replace the process
 launcher.py      the `megatron` and `swift` scripts become the command that they start
+ray_script.py    scripts for Ray whose roles share one set of devices start under torchrun
 torchrun.py      torchrun passes signals on and lets its ranks stop
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 

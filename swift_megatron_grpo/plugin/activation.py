@@ -20,6 +20,7 @@ from swift_megatron_grpo.plugin.command_line import (
     arguments_of_ranks,
     classify,
     program_of,
+    uses_ray,
 )
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
@@ -37,7 +38,7 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     mode = environ.get(SWITCH, "on")
     if process in (LAUNCHER, TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
-            _pass_signals_on(process, argv)
+            _prepare_launch(process, argv, environ)
         return
     if mode not in MODES:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
@@ -58,11 +59,17 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         register()
 
 
-def _pass_signals_on(process: str, argv: Sequence[str]) -> None:
-    """Make a signal to the script or to torchrun reach the ranks, which stop."""
+def _prepare_launch(process: str, argv: list[str], environ: MutableMapping[str, str]) -> None:
+    """Make a signal to the script or to torchrun reach the ranks, which stop. A script for Ray may not need Ray."""
     if process == LAUNCHER:
         from swift_megatron_grpo.plugin.launcher import replace_on_run
 
+        if uses_ray(argv):
+            from swift_megatron_grpo.plugin.ray_script import start_without_ray
+
+            note = start_without_ray(argv, environ)
+            if note is not None:
+                print(note, flush=True)
         replace_on_run()
     else:
         from swift_megatron_grpo.plugin.torchrun import hook_torchrun

@@ -62,7 +62,7 @@ def arguments_of_ranks(args: Sequence[str]) -> list[str] | None:
 
 
 def _classify_rank(args: Sequence[str]) -> str | None:
-    if _uses_ray(args):
+    if uses_ray(args):
         return None
     rlhf_type = _parse_rlhf_type(args)
     if rlhf_type is None and ("--help" in args or "-h" in args):
@@ -93,7 +93,7 @@ def parse_flag(args: Sequence[str], wanted: str) -> str | None:
     return found
 
 
-def _uses_ray(args: Sequence[str]) -> bool:
+def uses_ray(args: Sequence[str]) -> bool:
     """Return True for ms-swift's Ray pipeline, which has its own trainers and runs them in other processes."""
     return "--use_ray" in args and "".join(args[args.index("--use_ray") + 1 :][:1]).lower() != "false"
 

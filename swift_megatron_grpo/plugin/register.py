@@ -46,7 +46,7 @@ def _replace_trainer(trainers: ModuleType) -> None:
 def _replace_arguments(rlhf: ModuleType) -> None:
     pipeline = rlhf.MegatronRLHF
     stock_parse_args, stock_run = pipeline._parse_args, pipeline.run
-    stock_prepare_vllm_client = pipeline._prepare_vllm_client
+    stock_prepare_vllm_client, stock_prepare_dataset = pipeline._prepare_vllm_client, pipeline._prepare_dataset
 
     def parse_args(self: Any, args: Any = None) -> Any:
         command_line = sys.argv[1:] if args is None else args
@@ -72,7 +72,11 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         """Skip ms-swift's client for GRPO: this package's trainer connects to its servers itself."""
         return None if self.args.rlhf_type == "grpo" else stock_prepare_vllm_client(self)
 
-    pipeline._parse_args, pipeline.run = parse_args, run
+    def prepare_dataset(self: Any) -> Any:
+        datasets = stock_prepare_dataset(self)
+        return datasets if self.args.rlhf_type != "grpo" else self.args.without_long_prompts(*datasets, self.template)
+
+    pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset
     pipeline._prepare_vllm_client = prepare_vllm_client
 
 

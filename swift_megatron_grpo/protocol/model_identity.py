@@ -31,6 +31,18 @@ def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: text[key] for key in MODEL_KEYS if text.get(key) is not None}
 
 
+def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how positions are scaled, which a run may change (--rope_scaling)."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    return {"rope_type": kind, "rope_factor": None if kind == "default" else rope.get("factor")}
+
+
+def read_model_config(folder: str | Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    return config
+
+
 def read_model_identity(folder: str | Path) -> dict[str, Any]:
     """Return the values of the config.json in this folder."""
-    return model_identity(json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8")))
+    return model_identity(read_model_config(folder))

@@ -32,7 +32,7 @@ from swift_megatron_grpo.conversations.scheduling import (
     has_room,
     to_turn,
 )
-from swift_megatron_grpo.conversations.turns import Turn, turn_seed
+from swift_megatron_grpo.conversations.turns import Turn, tokens_left, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.server.pipe import InvalidRequest
 
@@ -63,8 +63,9 @@ class _NoRoom(Exception):
 class _TurnRecorder:
     """The turns of one conversation."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, tokens_of_all_turns: int | None) -> None:
         self.recorded: list[Turn] = []
+        self._tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
         self._seed = seed
         self._requested = 0
@@ -81,6 +82,12 @@ class _TurnRecorder:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
         self._requested += 1
         config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=True)
+        left = tokens_left(self._tokens_of_all_turns, self.recorded)
+        if left == 0:
+            self._ended = True
+            return empty_response(request)
+        if left is not None:
+            config = replace(config, max_tokens=left)
         try:
             response = await infer(config)
         except _NoRoom:
@@ -108,14 +115,18 @@ class Conversations:
         self._running: dict[str, asyncio.Task[Any]] = {}  # by uuid
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def complete(self, request: dict[str, Any], sampling: dict[str, Any]) -> Completion:
+    async def complete(
+        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None
+    ) -> Completion:
         """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
-        finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling))
+        finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns)
         if finished.finish_reason != "length":  # a scheduler may report others, which mean the same to the trainer
             finished = replace(finished, finish_reason="stop")
         return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
 
-    async def run(self, request: RolloutInferRequest, sampling: RequestConfig) -> FinishedConversation:
+    async def run(
+        self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None = None
+    ) -> FinishedConversation:
         """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
         uuid = request.uuid
         while uuid in self._running:
@@ -124,7 +135,7 @@ class Conversations:
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = _TurnRecorder(sampling.seed)
+        turns = _TurnRecorder(sampling.seed, tokens_of_all_turns)
         _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
             output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)

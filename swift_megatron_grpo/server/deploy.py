@@ -226,7 +226,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         """Generate a completion with the weights that the trainer expects."""
         body: GenerateRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        arguments = body.model_dump(include={"request", "sampling"}, exclude_unset=True)
+        arguments = body.model_dump(include={"request", "sampling", "tokens_of_all_turns"}, exclude_unset=True)
         completion = await while_connected(client, self._call_engine("generate", **arguments))
         self.engine_health.record_token()
         return {**completion, "weights_version": body.weights_version}

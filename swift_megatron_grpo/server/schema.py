@@ -78,7 +78,7 @@ class Sampling(Strict):
     stream: Off = False
     top_logprobs: None = None
     prompt_logprobs: None = None
-    structured_outputs_regex: None = None
+    structured_outputs_regex: Annotated[str, Field(max_length=4096)] | None = None
 
 
 class StockSampling(Sampling):
@@ -86,7 +86,6 @@ class StockSampling(Sampling):
 
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # type: ignore[assignment]
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # type: ignore[assignment]
-    structured_outputs_regex: Annotated[str, Field(max_length=4096)] | None = None  # type: ignore[assignment]
 
 
 class Message(BaseModel):
@@ -167,6 +166,7 @@ class GenerateRequest(Strict):
     request: Prompt
     sampling: Sampling
     weights_version: Version  # that the trainer expects
+    tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
 
 class ScoreRequest(Strict):

@@ -14,7 +14,7 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 
 from swift_megatron_grpo.protocol.messages import packed_logprobs
-from swift_megatron_grpo.protocol.model_identity import model_identity
+from swift_megatron_grpo.protocol.model_identity import model_identity, position_identity
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
@@ -96,7 +96,7 @@ class EngineCommands:
     def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
         self._engine = engine
         single = Completer(engine)
-        self._completer = conversations or single
+        self._single, self._conversations = single, conversations
         self._prober = Prober(single, engine.engine)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (
@@ -121,6 +121,7 @@ class EngineCommands:
 
     async def describe(self) -> dict[str, Any]:
         config = self._engine.engine.vllm_config
+        hf_config = config.model_config.hf_config.to_dict()
         return {
             "max_model_len": config.model_config.max_model_len,
             "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -128,7 +129,7 @@ class EngineCommands:
             "vocab_size": config.model_config.get_vocab_size(),
             "accepts_media": config.model_config.is_multimodal_model,
             "has_towers": has_towers(config.model_config),
-            "model": model_identity(config.model_config.hf_config.to_dict()),
+            "model": model_identity(hf_config) | position_identity(hf_config),
         }
 
     async def probe(self) -> dict[str, Any]:
@@ -136,9 +137,15 @@ class EngineCommands:
         await self._cancelled_by_new_weights(self._prober.wait_for_token())
         return {}
 
-    async def generate(self, request: dict[str, Any], sampling: dict[str, Any]) -> dict[str, Any]:
+    async def generate(
+        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None = None
+    ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler."""
-        completion = await self._cancelled_by_new_weights(self._completer.complete(request, sampling))
+        if self._conversations is None:
+            work = self._single.complete(request, sampling)
+        else:
+            work = self._conversations.complete(request, sampling, tokens_of_all_turns)
+        completion = await self._cancelled_by_new_weights(work)
         return completion.to_json()
 
     async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:

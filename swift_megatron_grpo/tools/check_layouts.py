@@ -49,6 +49,10 @@ SWITCHES = {
     "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
     "overlap": ["--overlap_grad_reduce", "true"],
     "elementwise": ["--recompute_elementwise", "true"],
+    "cpu_adam": ["--optimizer_cpu_offload", "true", "--use_distributed_optimizer", "false"],
+    "permute": ["--moe_permute_fusion", "true"],
+    "uneven": ["--pipeline_model_parallel_layout", "Et|tttL"],  # of models with four layers
+    "uneven_vpp": ["--pipeline_model_parallel_layout", "E|t|tt|tL"],
     "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
 }
 
@@ -199,6 +203,7 @@ def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], d
 
     from swift_megatron_grpo.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
+    from swift_megatron_grpo.training.parameter_gather import gather_parameters
     from swift_megatron_grpo.weights.export import export_weights
 
     trainer = MegatronRLHF(flags).prepare_trainer()
@@ -207,6 +212,7 @@ def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], d
     loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
     batches = make_batches(kinds, engine, trainer.config.padded_vocab_size)
     metrics = [engine.train_step(samples, loss) for samples in batches]
+    gather_parameters(trainer.wrapped_models)
     exported = export_weights(trainer.bridge, trainer.unwrapped_models)
     return metrics, {name: tensor.clone().float().cpu() for name, tensor in exported}
 
@@ -226,8 +232,7 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[lis
 class megatron_torn_down:
     """Destroys Megatron's groups on exit, because every layout creates them again; torch's process group stays."""
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None:
         import gc
@@ -328,7 +333,6 @@ def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
 
 
 def print_row(cells: Sequence[str]) -> None:
-    """Print one row of the table."""
     print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
 
 

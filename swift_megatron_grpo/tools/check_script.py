@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from swift_megatron_grpo.tools.script_stand_ins import (
 from swift_megatron_grpo.tools.shell_scripts import Launch, launches
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
-    "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "external_plugins", "enable_thinking", "template",
-    "system", "vllm_enable_lora", "vllm_max_lora_rank",
+    "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
+    "vllm_enable_lora", "vllm_max_lora_rank",
 )  # fmt: skip
 _CACHE = json.dumps({"kv_cache_memory_bytes": 2**26})
 _SECONDS_TO_START = 300
@@ -70,7 +70,9 @@ def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Ma
         raise NoStandIn("the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked")
     flags = read_flags(runs[0].arguments)
     architecture = architecture_of(flags)
-    published, replaced = replace_inputs(flags, folder)
+    rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
+    environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
+    published, replaced = replace_inputs(flags, folder, environments)
     names = {"model_type": [architecture.model_type]}
     if "template" not in flags and architecture.template is not None:
         names["template"] = [architecture.template]
@@ -84,8 +86,7 @@ def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Ma
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
     server = None
     if flags.get("vllm_mode") == ["server"]:
-        rollouts = [launch for launch in found if launch.kind == "rollout"]
-        server = _server(read_flags(rollouts[0].arguments) if rollouts else {}, reduced)
+        server = _server(rollouts[0] if rollouts else {}, reduced)
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
     return Plan(_world_size(runs[0]), published, ranks, reduced, server, replaced)
@@ -112,7 +113,9 @@ def _on_cpu(flags: Flags) -> Flags:
 
 def _server(given: Flags, trainer: Flags) -> Flags:
     kept = {name: given[name] for name in _SERVER_FLAGS if name in given}
-    shared = {name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer}
+    shared = {
+        name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer
+    }
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
     return kept | shared | sizes | _on_cpu({})
@@ -185,7 +188,10 @@ def _run(plan: Plan, folder: Path) -> None:
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NNODES", "NODE_RANK"):
         environment.pop(name, None)  # check_flags has set some
-    with nullcontext({}) if plan.server is None else _running_server(plan.server, folder, environment) as address:
+    with ExitStack() as stack:
+        address: Flags = {}
+        if plan.server is not None:
+            address = stack.enter_context(_running_server(plan.server, folder, environment))
         command = [sys.executable, "-P", "-m", "swift.cli._megatron.main", "rlhf", *typed(plan.reduced | address)]
         code = subprocess.run(command, env=environment, cwd=folder).returncode
     log = folder / "output" / "logging.jsonl"

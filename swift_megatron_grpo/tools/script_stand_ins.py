@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,9 +21,10 @@ ROWS = 32
 _LONGEST_PROMPT, _LONGEST_COMPLETION = 256, 12
 _TRACKERS = {"wandb", "swanlab", "tensorboard"}
 _NEEDED_PACKAGES = {"accuracy": "math_verify", "cosine": "math_verify"}  # rewards of ms-swift
-_PLUGIN = '''"""Rewards in place of those that cannot run on this machine."""
+_PLUGIN = '''"""Rewards and environments in place of those that cannot run on this machine."""
 
 from swift.rewards import ORM, orms
+from swift.rollout.gym_env import Env, envs
 
 
 class StandIn(ORM):
@@ -30,8 +32,21 @@ class StandIn(ORM):
         return [sum(map(ord, text)) % 11 / 10 for text in completions]
 
 
-for name in {names}:
+class Echo(Env):
+    async def reset(self, config):
+        return config.messages[-1]["content"], {{}}, ""
+
+    async def step(self, action):
+        text = action[-1]["content"]
+        return "Go on.", sum(map(ord, text)) % 11 / 10, False, {{}}
+
+    async def close(self): ...
+
+
+for name in {rewards}:
     orms[name] = type(name, (StandIn,), {{}})
+for name in {environments}:
+    envs[name] = Echo
 '''
 
 
@@ -74,8 +89,8 @@ def architecture_of(flags: Flags) -> Architecture:
 
     from swift_megatron_grpo.tools.tiny_models import MAKERS, model_type_of
 
-    [name] = flags.get("model") or [""]
-    [named_type] = flags.get("model_type") or [None]
+    name = "".join(flags.get("model", [])[:1])
+    named_type = "".join(flags.get("model_type", [])[:1]) or None
     config = Path(name).expanduser() / "config.json"
     if config.is_file():
         values: dict[str, Any] = json.loads(config.read_text())
@@ -96,23 +111,32 @@ def architecture_of(flags: Flags) -> Architecture:
     return Architecture(model_type, hf_type, class_name, None if meta is None else meta.template)
 
 
-def replace_inputs(flags: Flags, folder: Path) -> tuple[Flags, list[str]]:
-    """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines."""
+def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines.
+
+    `environments`: the values of --gym_env, of the trainer and of servers.
+    """
     flags, notes = dict(flags), []
     missing = [path for path in flags.get("dataset", []) if not Path(path.split("#")[0]).expanduser().is_file()]
-    if missing or "dataset" not in flags:
+    if not missing and "dataset" in flags:
+        flags["dataset"] = [os.path.abspath(os.path.expanduser(path)) for path in flags["dataset"]]
+    else:
         flags["dataset"] = [str(_write_rows(folder / "rows.jsonl"))]
         notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows")
     for name in ("val_dataset", "split_dataset_ratio", "cached_dataset"):
         if name in flags:
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out")
-    plugins = [path for path in flags.pop("external_plugins", []) if Path(path).expanduser().is_file()]
-    absent = [name for name in flags.get("reward_funcs", []) if not _can_run(name, plugins)]
-    if absent:
-        stand_in = folder / "stand_in_rewards.py"
-        stand_in.write_text(_PLUGIN.format(names=absent))
+    if "system" in flags and Path(flags["system"][0]).is_file():
+        flags["system"] = [os.path.abspath(flags["system"][0])]
+    plugins = [os.path.abspath(path) for path in flags.pop("external_plugins", []) if Path(path).is_file()]
+    rewards = [name for name in flags.get("reward_funcs", []) if not _can_run(name, plugins)]
+    unknown = [name for name in environments if not _is_environment(name)]
+    if rewards or unknown:
+        stand_in = folder / "stand_ins.py"
+        stand_in.write_text(_PLUGIN.format(rewards=rewards, environments=unknown))
         plugins.append(str(stand_in))
-        notes.append(f"--reward_funcs {' '.join(absent)}: made-up rewards, because theirs cannot run here")
+        notes += [f"--reward_funcs {name}: made-up rewards, because it cannot run here" for name in rewards]
+        notes += [f"--gym_env {name}: an environment that echoes, because it is not here" for name in unknown]
     if plugins:
         flags["external_plugins"] = plugins
     if _TRACKERS & set(flags.get("report_to", [])):
@@ -133,6 +157,12 @@ def _can_run(name: str, plugins: Sequence[str]) -> bool:
         import_external_file(plugin)
     package = _NEEDED_PACKAGES.get(name)
     return name in orms and (package is None or find_spec(package) is not None)
+
+
+def _is_environment(name: str) -> bool:
+    from swift.rollout.gym_env import envs
+
+    return name in envs
 
 
 def _write_rows(path: Path) -> Path:
@@ -206,6 +236,8 @@ def _batch(flags: Flags, reduced: Flags, ranks: int) -> Flags:
     stages = _number(reduced, "pipeline_model_parallel_size", 1)
     generations = min(_number(flags, "num_generations", 8), 4)
     micro = min(_number(flags, "micro_batch_size", 1), 2)
+    if _number(flags, "micro_batch_size", 1) % _number(flags, "num_generations", 8) == 0:
+        micro = generations  # --loss_type real requires whole groups
     step = math.lcm(generations, micro * (ranks // model) * stages)
     several = _number(flags, "steps_per_generation", 1) > 1 or _number(flags, "generation_batch_size", 0) > _number(
         flags, "global_batch_size", 16

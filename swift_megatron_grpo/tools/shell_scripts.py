@@ -80,7 +80,7 @@ def _launch(words: list[_Word], state: _State) -> Launch | None:
 
 
 class _Reader:
-    """Splits a script into simple commands. Keywords of loops and conditions stay words, which no launch begins with."""
+    """Splits a script into simple commands; keywords of loops and conditions are dropped."""
 
     def __init__(self, script: str, state: _State) -> None:
         self.state = state

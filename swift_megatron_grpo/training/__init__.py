@@ -7,6 +7,7 @@
     towers.py            the language model and the frozen towers of a composite model
     reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
     reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
+    parameter_gather.py  weights that are updated but not gathered yet (--overlap_param_gather)
     trained_weights.py   refuses a model of which nothing is trained, and finds weights that are not finite
     checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
     fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)

@@ -73,13 +73,13 @@ class Finished:
         return max(self.folder.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
-def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = ()) -> list[str]:
+def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = (), rewards: bool = True) -> list[str]:
     """Return the flags of a small run; `flags` come last and override them."""
+    graded = ["--external_plugins", str(REWARDS), "--reward_funcs", "letters"] if rewards else []
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
             "--dataset", str(dataset), "--output_dir", str(folder),
-            "--add_version", "false", "--check_model", "false", "--external_plugins", str(REWARDS),
-            "--reward_funcs", "letters",
+            "--add_version", "false", "--check_model", "false", *graded,
             "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
             "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
             "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
@@ -100,6 +100,7 @@ def megatron_rlhf(
     timeout: int = 600,
     on_line: Callable[[str], object] | None = None,
     plugin: bool = True,
+    rewards: bool = True,
 ) -> Finished:
     """Run `megatron rlhf --rlhf_type grpo` on forked ranks; on a GPU, the real command.
 
@@ -111,7 +112,7 @@ def megatron_rlhf(
         environment = {**(environment or {}), SWITCH: "platform"}
     if not ON_CPU:
         return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
-    arguments, variables = grpo_flags(model, dataset, folder, flags), dict(environment or {})
+    arguments, variables = grpo_flags(model, dataset, folder, flags, rewards), dict(environment or {})
 
     def start(output: IO[str]) -> ForkedProcess:
         return fork_server("trainer" if plugin else "upstream").start(

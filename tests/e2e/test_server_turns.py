@@ -58,12 +58,13 @@ def riddles(folder: Path, dense: Path) -> Iterator[RolloutServer]:
     server.stop()
 
 
-def train(model: Path, dataset: Path, folder: Path, flags: Sequence[str]) -> tuple[Finished, list[dict[str, Any]]]:
+def train(
+    model: Path, dataset: Path, folder: Path, flags: Sequence[str], rewards: bool = True
+) -> tuple[Finished, list[dict[str, Any]]]:
     """Return the run and the rollouts of its first step."""
     dump = folder.with_suffix(".rollouts")
-    run = megatron_rlhf(
-        model, dataset, folder, 2, [*FLAGS, "--rollout_dump", str(dump), *flags], {API_KEY_VARIABLE: KEY}
-    )
+    flags = [*FLAGS, "--rollout_dump", str(dump), *flags]
+    run = megatron_rlhf(model, dataset, folder, 2, flags, {API_KEY_VARIABLE: KEY}, rewards=rewards)
     assert run.code == 0, run.output[-4000:]
     return run, [json.loads(line) for line in (dump / "rollout-000000.jsonl").read_text().splitlines()]
 
@@ -101,6 +102,27 @@ def test_an_environment_on_a_server_matches_colocate(
         assert row["rewards"] == [row["infos"]["num_turns"], row["infos"]["total_reward"]]
     # including those ended by --max_turns, exactly once per conversation
     assert sorted(closed(folder)) == sorted({*closed(folder)}) and len(closed(folder)) == 16
+
+
+def test_a_limit_of_all_turns_and_a_grammar_hold_on_a_server_and_in_the_ranks(
+    folder: Path, dense: Path, dataset: Path, riddles: RolloutServer
+) -> None:
+    """Eight letters a turn: the third has what two have left of 20. On the server only its environment grades."""
+    limits = ["--completion_length_limit_scope", "total", "--max_completion_length", "20", "--train_iters", "1",
+              "--structured_outputs_regex", "[a-d]{8}"]  # fmt: skip
+    _, local = train(dense, dataset, folder / "limited", [
+        "--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3", *limits,
+        "--external_plugins", str(REWARDS), str(HERE / "riddles.py")])  # fmt: skip
+    riddles.wait()
+    run, remote = train(dense, dataset, folder / "limited-remote", [
+        "--vllm_mode", "server", "--vllm_server_base_url", riddles.url, *limits], rewards=False)  # fmt: skip
+    for row, expected in zip(remote, local, strict=True):
+        same = [name for name in TRAINED if name != "rewards"]
+        assert {name: row[name] for name in same} == {name: expected[name] for name in same}
+        assert row["rewards"] == [row["infos"]["total_reward"]]
+    assert max(sum(row["sampled"]) for row in remote) == 20
+    assert any(row["infos"]["num_turns"] == 3 and row["finish_reason"] == "length" for row in remote)
+    assert "rewards/gym_reward/mean" in run.log[0]
 
 
 @pytest.mark.slow

@@ -50,7 +50,8 @@ class MultiTurnVllm(LocalVllm):
 
         conversations = [conversation_request(request) for request in requests]
         seeds = [request.seed for request in requests]
-        finished = converse(conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room)
+        limit = sampling.max_completion_length if sampling.limits_conversations else None
+        finished = converse(conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room, limit)
         self._broadcast(None)
         return [
             to_rollout(request.prompt, conversation.to_completion(self._weights_version))
@@ -63,6 +64,8 @@ class MultiTurnVllm(LocalVllm):
         engine.template.set_mode("vllm")
         encoded, _ = engine._batch_encode([turn.request for turn in turns], strict=True)
         configs = [request_config(sampling, turn.seed) for turn in turns]
+        for config, turn in zip(configs, turns, strict=True):
+            config.max_tokens = turn.max_tokens or config.max_tokens
 
         def prepared() -> Iterator[tuple[dict[str, Any], SamplingParams]]:
             for inputs, config in zip(encoded, configs, strict=True):

@@ -214,7 +214,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.padding_free = False
     template.sequence_parallel_size = 1
     set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
-    engine_kwargs = dict(config.engine_kwargs)
+    engine_kwargs = {**config.engine_kwargs, "hf_overrides": dict(config.hf_overrides)}
     engine = GRPOVllmEngine(
         config.model_dir,
         torch_dtype=config.dtype,

@@ -68,6 +68,7 @@ def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArg
         dtype=str(config.dtype).removeprefix("torch."),
         seed=config.seed,
         trust_remote_code=True,
+        hf_overrides=dict(config.hf_overrides),
         **{name: value for name, value in shared_settings(config).items() if value is not None},
         **engine_kwargs,
     )

@@ -27,9 +27,7 @@ def sample(
     """Generate one completion for each request, in order."""
     encoded = _encode(engine, [request.prompt for request in requests])
     inputs = [encoded[request.prompt.prompt_id] for request in requests]
-    params = (
-        _params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True)
-    )
+    params = (_params(engine, prompt, request, sampling) for prompt, request in zip(inputs, requests, strict=True))
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     rollouts = []
     for request, prompt, output in zip(requests, inputs, outputs, strict=True):

@@ -25,7 +25,7 @@ from swift_megatron_grpo.conversations.scheduling import (
     first_prompt_too_long,
     to_turn,
 )
-from swift_megatron_grpo.conversations.turns import Turn, turn_seed
+from swift_megatron_grpo.conversations.turns import Turn, tokens_left, turn_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class NextTurn:
 
     request: RolloutInferRequest
     seed: int | None
+    max_tokens: int | None = None  # what earlier turns have left; None: every turn has the same limit
 
 
 Infer = Callable[[list[NextTurn]], list[ChatCompletionResponse]]
@@ -56,21 +57,27 @@ def converse(
     max_turns: int | None,
     infer: Infer,
     has_room: HasRoom,
+    tokens_of_all_turns: int | None = None,
 ) -> list[FinishedConversation]:
     """Run conversations to their ends, in lockstep.
 
-    `infer` generates one turn of each unfinished conversation; `has_room` returns True if another turn fits.
+    `infer` generates one turn of each unfinished conversation; `has_room` returns True if another turn fits. A
+    conversation whose turns have used up `tokens_of_all_turns` ends like one without room.
     """
     turns: dict[str, list[Turn]] = defaultdict(list)
     uuids = [request.uuid for request in requests]
     seed_of = dict(zip(uuids, seeds, strict=True))
 
     def next_turn(pending: list[RolloutInferRequest], _: object = None) -> list[RolloutOutput]:
-        fitting = {request.uuid: request for request in pending if has_room(request)}
-        too_long = [request for request in pending if request.uuid not in fitting and request.uuid not in turns]
+        left = {request.uuid: tokens_left(tokens_of_all_turns, turns[request.uuid]) for request in pending}
+        fitting = {request.uuid: request for request in pending if left[request.uuid] != 0 and has_room(request)}
+        too_long = [request for request in pending if request.uuid not in fitting and not turns[request.uuid]]
         if too_long:
             raise first_prompt_too_long(too_long)
-        batch = [NextTurn(request, turn_seed(seed_of[uuid], len(turns[uuid]) + 1)) for uuid, request in fitting.items()]
+        batch = [
+            NextTurn(request, turn_seed(seed_of[uuid], len(turns[uuid]) + 1), left[uuid])
+            for uuid, request in fitting.items()
+        ]
         responses = dict(zip(fitting, infer(batch) if batch else [], strict=True))
         for uuid, response in responses.items():
             turns[uuid].append(to_turn(response))

@@ -256,10 +256,12 @@ class RemoteGeneration:
         return "its prompt has other tokens than that of another completion of the same prompt"
 
     def _payload(self, request: Request) -> dict[str, Any]:
-        one_turn = self._servers.config.turns is None
+        one_turn, sampling = self._servers.config.turns is None, self._sampling
+        limit = sampling.max_completion_length if sampling.limits_conversations and not one_turn else None
         return {
             "request": asdict(infer_request(request.prompt)) if one_turn else conversation_payload(request),
-            "sampling": asdict(request_config(self._sampling, request.seed)),
+            "sampling": asdict(request_config(sampling, request.seed)),
+            "tokens_of_all_turns": limit,
             "weights_version": self._version,
         }
 

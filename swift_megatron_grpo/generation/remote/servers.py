@@ -294,7 +294,11 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
         if key in config.model and config.model[key] != value
     ]
     if different:
-        problems.append(f"it runs another model: {', '.join(different)}; start it with the --model of this run")
+        advice = "start it with the --model of this run"
+        if any(key.startswith("rope_") for key in config.model if status.model.get(key) != config.model[key]):
+            advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
+            advice += "--rope_scaling"
+        problems.append(f"it runs another model: {', '.join(different)}; {advice}")
     if status.max_model_len < config.least_length:
         problems.append(
             f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "

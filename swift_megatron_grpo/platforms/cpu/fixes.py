@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
 
@@ -253,11 +254,44 @@ def prefer_the_given_cache_size(cpu: Any) -> None:
     cpu.CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
+def select_optimizer_states_for_the_cpu(hybrid_optimizer: Any) -> None:
+    """Let Megatron's optimizer with states on the CPU copy its share of the parameters, though all are on the CPU."""
+    optimizer = hybrid_optimizer.HybridDeviceOptimizer
+    select = optimizer._get_sub_optimizer_param_groups
+
+    @functools.wraps(select)
+    def select_on_one_device(self: Any, offload_fraction: float) -> Any:
+        with _TensorsOnDevice():
+            return select(self, offload_fraction)
+
+    optimizer._get_sub_optimizer_param_groups = select_on_one_device
+
+
+class _TensorsOnDevice(TorchFunctionMode):
+    """A mode in which every tensor is on a GPU, except results of Tensor.cpu() and what is computed from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on_cpu: dict[int, torch.Tensor] = {}  # kept alive, because ids are used again
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from_cpu = bool(args) and id(args[0]) in self._on_cpu
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return not from_cpu
+        result = func(*args, **(kwargs or {}))
+        if torch.is_tensor(result) and (from_cpu or func is torch.Tensor.cpu):
+            self._on_cpu[id(result)] = result
+        return result
+
+
 AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "accelerate.state": force_accelerate_cpu_state,
     "mcore_bridge.config.model_config": use_sdpa_in_vision_towers,
     "megatron.core.jit": disable_jit_fuser,
     "megatron.core.optimizer.clip_grads": accept_cpu_tensor_types,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": select_optimizer_states_for_the_cpu,
     "megatron.core.optimizer.distrib_optimizer": accept_cpu_tensor_types,
     "megatron.core.optimizer.optimizer": accept_cpu_tensor_types,
     "megatron.core.pipeline_parallel.p2p_communication": copy_sent_tensors,

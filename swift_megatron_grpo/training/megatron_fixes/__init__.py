@@ -7,6 +7,7 @@
     linear_attention.py       two gradients of gated delta nets with tensor parallelism
     linear_attention_context.py  context parallelism of gated delta nets
     router_bias.py            the expert bias, which moves without a learning rate
+    hybrid_optimizer.py       weights that are loaded after --optimizer_cpu_offload has copied them
     moe_aux_losses.py         values of the losses that MoE layers add
     result_queue.py           a helper process of checkpoint writing that outlives its rank
 

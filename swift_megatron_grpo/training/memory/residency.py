@@ -11,7 +11,8 @@ everything fits, nothing is offloaded. A group is reloaded in the phase that rea
     for_training        reloads the policy, gradients and the optimizer's state; the reference stays only if it fits
     restore             between steps: reloads everything that other code may read
 
-Every rank decides for its own GPU; no move waits for another rank.
+Every rank decides for its own GPU, and no move waits for another rank. With --overlap_param_gather, weights that are
+not gathered yet are gathered before anything moves.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformer_engine.pytorch.module.base import _dummy_wgrads
 from swift_megatron_grpo.config import ResidencyConfig
 from swift_megatron_grpo.training.memory import storages
 from swift_megatron_grpo.training.memory.offload import HostCopy, StorageGroup
+from swift_megatron_grpo.training.parameter_gather import gather_parameters
 
 GIB = 2**30
 # Must stay free in training next to the reference: fragmentation, and lengths that vary from step to step.
@@ -51,6 +53,7 @@ class Residency:
         free_memory: Callable[[], int] = free_device_memory,
     ) -> None:
         stream = torch.cuda.Stream()
+        self._models = models
         self._log = log
         self._free_memory = free_memory
         self._drop_gradients = optimizer.zero_grad
@@ -96,6 +99,7 @@ class Residency:
 
         `needed`: bytes of this GPU that the engine is about to take; 0 if it is awake or on another GPU.
         """
+        gather_parameters(self._models)
         self._decide_about_training()
         self._decide_what_to_offload(needed)
         self._offload([group for group in self._movable if group not in self._policy])
@@ -103,6 +107,7 @@ class Residency:
     def for_weight_sync(self) -> None:
         """Reload the policy."""
         self._reload(*self._policy)
+        gather_parameters(self._models)
 
     def for_generation(self) -> None:
         """Offload all groups that the last decision names, the policy included."""
@@ -126,6 +131,7 @@ class Residency:
     def restore(self) -> None:
         """Reload everything that code between steps may read."""
         self._reload(*self._policy, self._gradients, self._optimizer)
+        gather_parameters(self._models)
 
     def _offload(self, groups: Sequence[StorageGroup]) -> None:
         chosen = [group for group in groups if group.name in (self._chosen or ()) and not group.is_offloaded]

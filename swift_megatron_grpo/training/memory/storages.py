@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
 Storages = list[torch.UntypedStorage]
 
@@ -47,6 +48,8 @@ def optimizer_storages(optimizer: MegatronOptimizer, models: Sequence[torch.nn.M
     tensors: list[torch.Tensor] = []
     for inner in torch_optimizers(optimizer):
         tensors += [parameter for group in inner.param_groups for parameter in group["params"]]
+        if isinstance(inner, HybridDeviceOptimizer):  # --optimizer_cpu_offload: the share that stays on the GPU
+            tensors += inner.param_to_fp32_param.values()
         tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
     # In fp32, and with the precision-aware optimizer, the optimizer updates the model's own weights.
     return without(distinct(tensors), trained_storages(models))

@@ -41,7 +41,9 @@ def test_misspelt_flags_get_the_nearest_names() -> None:
 
 def test_what_the_parser_accepts_is_accepted() -> None:
     """Abbreviations, dashes, negations, and values that look like flags but have a space."""
-    check_flag_names(["--temperat", "1", "--max-turns=3", "--no_use_vllm", "--system", "-- be brief", "x", "--top_k", "-1"])
+    check_flag_names(
+        ["--temperat", "1", "--max-turns=3", "--no_use_vllm", "--system", "-- be brief", "x", "--top_k", "-1"]
+    )
 
 
 def test_known_flags_are_those_of_the_parser() -> None:

@@ -234,6 +234,19 @@ def test_a_model_that_ms_swift_would_train_in_fp16_is_refused(dtype: str, typed:
     assert "use --torch_dtype bfloat16, or --fp16 false for fp32" in refuse(typed)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"torch_dtype": "float32", "fp16": False}, "use --torch_dtype bfloat16, or --use_distributed_optimizer false"),
+        ({"optimizer": "sgd"}, "with --optimizer sgd needs --use_distributed_optimizer false"),
+    ],
+)
+def test_what_an_optimizer_on_the_cpu_cannot_do_is_refused(
+    flags: dict[str, Any], message: str, typed: dict[str, Any]
+) -> None:
+    assert message in refuse(typed, optimizer_cpu_offload=True, **flags)
+
+
 # ---- a valid command line
 
 
@@ -288,7 +301,7 @@ def init(rows, **values):
     for name, value in values.items():
         setattr(full, name, value)
     try:
-        full.init_iters(Dataset.from_list(rows), None)
+        full.init_iters(*full.without_long_prompts(Dataset.from_list(rows), None, None))
         return full.train_iters
     except ValueError as error:
         return str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from swift_megatron_grpo.arguments.layout_checks import (
     expert_size_notes,
     read_model_shape,
 )
+from swift_megatron_grpo.arguments.pipeline_stages import parse_stages
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_lengths,
@@ -68,6 +70,43 @@ def test_layers_must_divide_over_the_pipeline_stages(flags: dict[str, int], fits
     else:
         with pytest.raises(ValueError, match="pipeline_model_parallel_size"):
             check_layout(layout(**flags), shape())
+
+
+@pytest.mark.parametrize(
+    ("stages", "problem"),
+    [
+        ("Et*4|t*6L", None),
+        ("Et|(tt|)*2tttt|tL", None),  # five stages: refused below with two ranks
+        ("Et*4|t*5L", "has 9 layers (t), and m has 10; use --pipeline_model_parallel_layout 'Et*5|t*5L' with"),
+        ("t*4|Et*6L", "must begin with E, the embedding, and end with L"),
+        ("Et*4|t*6mL", "has parts other than E, t and L: m"),
+        ("Et*4|t*5|tL", "has 3 stages, which must be a multiple of pipeline_model_parallel_size (2)"),
+    ],
+)
+def test_stages_of_a_pipeline_hold_the_whole_model(stages: str, problem: str | None) -> None:
+    ranks = 5 if "(" in stages else 2
+    sizes = layout(10 * ranks, pipeline_model_parallel_size=ranks, stages=stages)
+    if problem is None:
+        check_layout(sizes, shape(experts=None))
+    else:
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            check_layout(sizes, shape(experts=None))
+
+
+def test_stages_are_assigned_by_one_flag_only() -> None:
+    sizes = layout(pipeline_model_parallel_size=2, stages="Et*5|t*5L", first_stage_layers=5)
+    with pytest.raises(ValueError, match=r"--decoder_first_pipeline_num_layers, .* leave them out"):
+        check_layout(sizes, shape())
+
+
+def test_stages_are_parsed_as_megatron_parses_them() -> None:
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout as Megatrons
+
+    for stages in ("Et*3|(tt|)*4,t|L", "E|t|tt|tL", "E,t*2|(t|t)*2|L"):
+        assert len(parse_stages(stages)) == Megatrons.get_num_stages_from_str(stages)
+        assert "".join(parse_stages(stages)).count("t") == sum(
+            str(part) == "LayerType.decoder" for stage in Megatrons.parse_str_to_list(stages) for part in stage
+        )
 
 
 def test_experts_are_divided_evenly_and_need_sequence_parallelism() -> None:

@@ -15,6 +15,7 @@ attention_layout.py  positions of packed sequences and context-parallel chunks
 collectives.py       collectives with gradients
 distributed.py       activation recompute and the tracker of random states
 optimizers.py        FusedAdam, FusedSGD, multi-tensor functions
+permutation.py       tokens sorted by expert and back (--moe_permute_fusion)
 recipe.py            fp8 state, always off
 
 Tests: tests/unit/platforms/cpu.

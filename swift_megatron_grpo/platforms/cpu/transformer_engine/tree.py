@@ -20,6 +20,7 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine import (
     linear,
     norm,
     optimizers,
+    permutation,
     recipe,
 )
 from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import unsupported_class, unsupported_function
@@ -95,7 +96,7 @@ def _contents() -> dict[str, dict[str, Any]]:
         },
         "pytorch.ops": _classes("pytorch.ops", *_OPS, *_ACTIVATIONS),
         "pytorch.optimizers": {name: getattr(optimizers, name) for name in optimizer_names},
-        "pytorch.permutation": _functions("pytorch.permutation", *_PERMUTATIONS),
+        "pytorch.permutation": {name: getattr(permutation, name) for name in _PERMUTATIONS},
         "pytorch.quantization": fp8,
         "pytorch.router": _functions("pytorch.router", *_ROUTER),
         "pytorch.tensor": _classes("pytorch.tensor", "QuantizedTensor"),

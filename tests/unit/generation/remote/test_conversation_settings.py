@@ -27,7 +27,7 @@ def test_settings_that_the_run_leaves_out_are_taken_from_the_server() -> None:
          "without --multi_turn_scheduler, .* --multi_turn_scheduler NAME --max_turns 3, and --external_plugins"),
         (None, RemoteTurnsConfig("--multi_turn_scheduler a --gym_env e", "a", gym_env="e"),
          "start it with --multi_turn_scheduler a --gym_env e, .* leave --multi_turn_scheduler a --gym_env e out here"),
-        (None, RemoteTurnsConfig(None), "no reward function, .* use --reward_funcs here, or start it with --multi_turn"),
+        (None, RemoteTurnsConfig(None), "no reward function, .* use --reward_funcs here, or start it with --multi"),
         (SERVER, None, "add --multi_turn_scheduler gym_scheduler here"),
         (SERVER, replace(RUN, scheduler="a"), "its --multi_turn_scheduler is gym_scheduler, and this run's is a"),
         (SERVER, replace(RUN, gym_env="e"), "its --gym_env is riddles, and this run's is e"),

@@ -49,7 +49,6 @@ UNSUPPORTED_SYMBOLS = [
     "pytorch.cross_entropy.parallel_cross_entropy",
     "pytorch.module.base.get_dummy_wgrad",
     "pytorch.ops.Sequential",
-    "pytorch.permutation.moe_permute",
     "pytorch.router.fused_topk_with_score_function",
 ]
 

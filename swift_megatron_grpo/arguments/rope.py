@@ -1,0 +1,50 @@
+"""Rotary positions that differ from the checkpoint's (--rope_scaling, --max_model_len), for trainer and vLLM alike.
+
+ms-swift changes the config from which the trainer's model is built. vLLM reads config.json, so it gets the same values
+as overrides.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
+
+
+def check_rope_scaling(value: str | Mapping[str, Any] | None) -> None:
+    """Raise ValueError unless trainer and vLLM compute the same positions for this --rope_scaling."""
+    if not value:
+        return
+    try:
+        parsed = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--rope_scaling {value}: it is not JSON: {error}; use --rope_scaling yarn") from error
+    kind = parsed if isinstance(parsed, str) else _type_of(parsed)
+    if kind not in TYPES:
+        raise ValueError(
+            f"--rope_scaling {value}: {kind} depends on the length of a sequence, which trainer and vLLM measure "
+            "differently, or is unknown; use --rope_scaling yarn or linear, with --max_model_len"
+        )
+
+
+def config_overrides(
+    folder: str | Path, rope_scaling: Mapping[str, Any] | None, max_model_len: int | None
+) -> dict[str, Any]:
+    """Return the values of the model's config that these flags change, as ms-swift has resolved them."""
+    config = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    overrides: dict[str, Any] = {}
+    if rope_scaling:
+        of_model = {**config, **(config.get("rope_parameters") or {})}
+        kept = {key: of_model[key] for key in ("rope_theta", "partial_rotary_factor") if of_model.get(key) is not None}
+        given = {key: value for key, value in rope_scaling.items() if key != "type" and value is not None}
+        overrides["rope_parameters"] = {**kept, **given, "rope_type": _type_of(rope_scaling)}
+    if max_model_len is not None:
+        overrides["max_position_embeddings"] = max_model_len
+    return overrides
+
+
+def _type_of(rope_scaling: Mapping[str, Any]) -> str:
+    return str(rope_scaling.get("rope_type", rope_scaling.get("type", "default")))
