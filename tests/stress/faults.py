@@ -65,7 +65,7 @@ class Outcome:
 def plan(faults: int, kinds: Sequence[Kind], rng: random.Random) -> list[Planned]:
     """Draw faults: every kind twice if there are enough, the others at random; each at a random moment.
 
-    The first one leaves a checkpoint behind. Faults of servers come last, so that the servers start late.
+    The first one leaves a checkpoint behind. Those of servers come next, so that the servers can end after them.
     """
     weights = [kind.weight for kind in kinds]
     twice = [*kinds, *kinds][:faults]
@@ -74,7 +74,7 @@ def plan(faults: int, kinds: Sequence[Kind], rng: random.Random) -> list[Planned
     rng.shuffle(rest)
     seen: dict[str, int] = {}
     planned = []
-    for kind in [first, *sorted(rest, key=lambda kind: kind.needs_servers)]:
+    for kind in [first, *sorted(rest, key=lambda kind: not kind.needs_servers)]:
         number = seen[kind.name] = seen.get(kind.name, -1) + 1
         step = 1 if not planned else rng.randint(0, 1)
         planned.append(Planned(kind.name, kind.details[number % len(kind.details)], step, rng.choice(kind.phases),
@@ -198,6 +198,8 @@ def inject_all(
             kind = next(kind for kind in KINDS if kind.name == fault.kind)
             if kind.needs_servers:
                 prepare_servers(servers, inputs)
+            elif number > 1:
+                end_servers(servers)
             if not whole_checkpoints(inputs.folder):
                 shutil.rmtree(inputs.dump, ignore_errors=True)
             trial = Trial(inputs, fault, f"fault-{number}", servers)
@@ -216,8 +218,7 @@ def inject_all(
             if report is not None:
                 write_json(report, seed, outcomes, {}, good=False)
     finally:
-        for server in servers:
-            server.kill()
+        end_servers(servers)
     return outcomes, trained
 
 
@@ -227,6 +228,11 @@ def prepare_servers(servers: list[RolloutServer], inputs: Inputs) -> None:
         servers += [RolloutServer(inputs.model, inputs.work / f"server-{number}.txt").start() for number in (1, 2)]
     for server in servers:
         server.wait()
+
+
+def end_servers(servers: list[RolloutServer]) -> None:
+    while servers:
+        servers.pop().kill()
 
 
 def write_json(path: Path, seed: int, outcomes: Sequence[Outcome], result: dict[str, Any], good: bool) -> None:
