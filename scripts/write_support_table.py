@@ -51,11 +51,11 @@ def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
 def with_table(readme: str, refused: Mapping[str, Refusal] = NOT_YET) -> str:
     before, rest = readme.split(BEGIN)
     summary = f"<summary>The {len(refused)} flags that are refused, with the values that work</summary>"
-    of_engine = f"<summary>The {len(REFUSED)} settings of vLLM that --vllm_engine_kwargs refuses, also in swift rollout</summary>"
+    of_engine = f"The {len(REFUSED)} settings of vLLM that --vllm_engine_kwargs refuses, also in swift rollout"
     folded = [f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"]
     noted = f"<summary>The {len(NOTED)} flags that are accepted and change nothing, with a line in the log</summary>"
     folded += [f"<details>\n{noted}\n\n{notes_table()}\n</details>\n"]
-    folded += [f"<details>\n{of_engine}\n\n{engine_table()}\n</details>\n"]
+    folded += [f"<details>\n<summary>{of_engine}</summary>\n\n{engine_table()}\n</details>\n"]
     return before + BEGIN + "\n".join(folded) + END + rest.split(END)[1]
 
 

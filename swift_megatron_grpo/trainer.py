@@ -59,7 +59,7 @@ from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     seed_adapter_dropout,
 )
 from swift_megatron_grpo.training.megatron_fixes.hybrid_optimizer import copy_loaded_weights
-from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
+from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_megatron, prepare_trained
@@ -249,7 +249,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def save_checkpoint(self) -> None:
         if not (self.args.no_save_optim and self.args.save_safetensors):  # Megatron writes nothing otherwise
-            end_result_queue_with_rank()
+            end_writers_with_rank()
         assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts
         size = saved_bytes(self.unwrapped_models, self.settings.saved)

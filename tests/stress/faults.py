@@ -1,6 +1,6 @@
 """Hit one training with faults, drawn at random from a list, and check that only time and the step in flight are lost.
 
-    python -m tests.stress.faults [--faults 50] [--seed 0] [--only KIND ...] [--json FILE] [--work DIR]
+    python -m tests.stress.faults [--faults 50] [--seed 0] [--minutes M] [--only KIND ...] [--json FILE]
 
 Two ranks train with vLLM in them, or with two rollout servers, with a checkpoint in every step and a dump of all
 rollouts. Each fault hits the run in a random phase; the next run continues from the newest complete checkpoint, in the
@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -64,7 +65,7 @@ class Outcome:
 def plan(faults: int, kinds: Sequence[Kind], rng: random.Random) -> list[Planned]:
     """Draw faults: every kind twice if there are enough, the others at random; each at a random moment.
 
-    The first one leaves a checkpoint behind. Faults of servers come last, so that the servers start late.
+    The first one leaves a checkpoint behind. Those of servers come next, so that the servers can end after them.
     """
     weights = [kind.weight for kind in kinds]
     twice = [*kinds, *kinds][:faults]
@@ -73,7 +74,7 @@ def plan(faults: int, kinds: Sequence[Kind], rng: random.Random) -> list[Planned
     rng.shuffle(rest)
     seen: dict[str, int] = {}
     planned = []
-    for kind in [first, *sorted(rest, key=lambda kind: kind.needs_servers)]:
+    for kind in [first, *sorted(rest, key=lambda kind: not kind.needs_servers)]:
         number = seen[kind.name] = seen.get(kind.name, -1) + 1
         step = 1 if not planned else rng.randint(0, 1)
         planned.append(Planned(kind.name, kind.details[number % len(kind.details)], step, rng.choice(kind.phases),
@@ -178,21 +179,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = script_parser(__doc__, "faults")
     parser.add_argument("--faults", type=int, default=50, help="number of faults (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: %(default)s)")
+    minutes_help = "start no further fault after this time (default: no limit)"
+    parser.add_argument("--minutes", type=float, default=float("inf"), help=minutes_help)
     names = [kind.name for kind in KINDS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="kinds of faults (default: all)")
     return parser.parse_args(argv)
 
 
-def inject_all(planned: Sequence[Planned], inputs: Inputs, report: Path | None, seed: int) -> tuple[
-    list[Outcome], dict[int, list[str]]
-]:  # fmt: skip
+def inject_all(
+    planned: Sequence[Planned], inputs: Inputs, end: float, report: Path | None, seed: int
+) -> tuple[list[Outcome], dict[int, list[str]]]:
     """Inject one fault after the other; return what happened, and what the training has trained."""
     outcomes, servers, trained = list[Outcome](), list[RolloutServer](), dict[int, list[str]]()
     try:
         for number, fault in enumerate(planned, start=1):
+            if time.monotonic() > end:
+                break
             kind = next(kind for kind in KINDS if kind.name == fault.kind)
             if kind.needs_servers:
                 prepare_servers(servers, inputs)
+            elif number > 1:
+                end_servers(servers)
             if not whole_checkpoints(inputs.folder):
                 shutil.rmtree(inputs.dump, ignore_errors=True)
             trial = Trial(inputs, fault, f"fault-{number}", servers)
@@ -211,8 +218,7 @@ def inject_all(planned: Sequence[Planned], inputs: Inputs, report: Path | None, 
             if report is not None:
                 write_json(report, seed, outcomes, {}, good=False)
     finally:
-        for server in servers:
-            server.kill()
+        end_servers(servers)
     return outcomes, trained
 
 
@@ -224,6 +230,11 @@ def prepare_servers(servers: list[RolloutServer], inputs: Inputs) -> None:
         server.wait()
 
 
+def end_servers(servers: list[RolloutServer]) -> None:
+    while servers:
+        servers.pop().kill()
+
+
 def write_json(path: Path, seed: int, outcomes: Sequence[Outcome], result: dict[str, Any], good: bool) -> None:
     faults = [asdict(outcome) for outcome in outcomes]
     path.write_text(json.dumps({"seed": seed, "good": good, "result": result, "faults": faults}, indent=1) + "\n")
@@ -232,11 +243,14 @@ def write_json(path: Path, seed: int, outcomes: Sequence[Outcome], result: dict[
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     enter_namespace(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the runs as well
     kinds = [kind for kind in KINDS if kind.name in args.only]
     inputs = Inputs(*make_inputs(args.work, rows=64))
     for folder in (inputs.folder, inputs.dump):
         mount_memory(folder.parent, DISK_BYTES)
-    outcomes, trained = inject_all(plan(args.faults, kinds, random.Random(args.seed)), inputs, args.json, args.seed)
+    end = time.monotonic() + 60 * args.minutes
+    planned = plan(args.faults, kinds, random.Random(args.seed))
+    outcomes, trained = inject_all(planned, inputs, end, args.json, args.seed)
     print(table(outcomes), flush=True)
     result, good = compare(inputs, trained, len(outcomes))
     good = good and all(outcome.good for outcome in outcomes)

@@ -1,28 +1,52 @@
-"""Ends the helper process of checkpoint writing with its rank.
+"""Ends the helper processes of checkpoint writing with their rank.
 
 Upstream: megatron-core 0.16.1 starts a multiprocessing manager at the first checkpoint with distributed state, for the
-queue of its writers' results. The manager does not notice when its rank is killed: it and multiprocessing's resource
-tracker stay for ever, with the log file of the run open.
+queue of its writers' results, and forks its writers for every checkpoint. Neither notices when its rank is killed. The
+manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a lock of a queue which
+its killed rank held. A writer is a copy of its rank, with all of its sockets.
 
-Fix: start the same manager with a thread that ends it with its rank.
+Fix: start the same manager with a thread that ends it with its rank, and such a thread in each writer.
 
-Tests: tests/unit/training/megatron_fixes/test_result_queue.py fails once upstream ends it; then delete this file.
+Tests: tests/unit/training/megatron_fixes/test_result_queue.py fails once upstream ends them; then delete this file.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
+from functools import wraps
 from multiprocessing.managers import SyncManager
+from typing import Any
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 from swift_megatron_grpo.stopping.with_parent import exit_with_parent
 
+# With --async_save the first one runs in a forked process too, and forks the others.
+_IN_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data")
 
-def end_result_queue_with_rank() -> None:
-    """Start the manager of the result queue, unless it is running, such that it ends with this process."""
+
+def end_writers_with_rank() -> None:
+    """Start the manager of the result queue, unless it is running, and let it and all writers end with this process."""
+    for name in _IN_WRITERS:
+        function = getattr(FileSystemWriterAsync, name)
+        if not hasattr(function, "__wrapped__") or function.__module__ != __name__:
+            setattr(FileSystemWriterAsync, name, staticmethod(_ending_with_parent(function)))
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
         manager.start(exit_with_parent, (os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
+
+
+def _ending_with_parent(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.pid is not None:  # None: this is the rank itself
+            exit_with_parent(parent.pid)
+        return function(*args, **kwargs)
+
+    call.__module__ = __name__
+    return call

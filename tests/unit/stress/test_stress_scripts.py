@@ -74,7 +74,7 @@ def test_faults_are_drawn_from_every_kind_and_depend_only_on_the_seed() -> None:
         assert len(drawn) >= 2 and {fault.detail for fault in drawn} <= set(kind.details)
         assert all(fault.phase in kind.phases for fault in drawn)
     needs_servers = [next(kind for kind in KINDS if kind.name == fault.kind).needs_servers for fault in planned]
-    assert planned[0].kind == "SIGTERM to a rank" and needs_servers == sorted(needs_servers)
+    assert planned[0].kind == "SIGTERM to a rank" and needs_servers[1:] == sorted(needs_servers[1:], reverse=True)
 
 
 def recorded_run(folder: Path, first: int, completions: dict[int, list[int]], trained: int) -> Run:

@@ -1,4 +1,4 @@
-"""The helper process of checkpoint writing ends with its rank; upstream's does not."""
+"""The helper processes of checkpoint writing end with their rank; upstream's do not."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ RANK = """
 import os, signal
 import psutil
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from swift_megatron_grpo.training.megatron_fixes.result_queue import end_result_queue_with_rank
+from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
 if {fixed}:
-    end_result_queue_with_rank()
+    end_writers_with_rank()
 filesystem_async._get_write_results_queue().put("written")
 assert filesystem_async._get_write_results_queue().get() == "written"
 print(*(child.pid for child in psutil.Process().children()), flush=True)
@@ -24,11 +24,36 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+# The file is a pipe without a reader, so the writer waits when the rank is killed, in the middle of a checkpoint.
+RANK_WITH_WRITER = """
+import os, queue, signal, threading, time
+import psutil
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
+if {fixed}:
+    end_writers_with_rank()
+os.mkfifo("pipe")
+
+def end():
+    before = {{child.pid for child in psutil.Process().children()}}
+    while not (writers := {{child.pid for child in psutil.Process().children()}} - before):
+        time.sleep(0.05)
+    time.sleep(2)
+    print(*writers, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=end).start()
+time.sleep(1)
+FileSystemWriterAsync.write_preloaded_data_multiproc([], False, 0, [("pipe", "key", ([], []))], queue.Queue())
+"""
+
+
 @pytest.mark.parametrize("fixed", [True, False])
-def test_the_helper_ends_within_two_seconds_after_its_rank_was_killed(tmp_path: Path, fixed: bool) -> None:
+@pytest.mark.parametrize("code", [RANK, RANK_WITH_WRITER], ids=["manager", "writer"])
+def test_the_helper_ends_within_two_seconds_after_its_rank_was_killed(tmp_path: Path, code: str, fixed: bool) -> None:
     with (tmp_path / "output").open("w") as output:
-        rank = fork_server("trainer").start("code", [RANK.format(fixed=fixed)], 0, tmp_path, output, {})
-    rank.wait(timeout=60)
+        rank = fork_server("trainer").start("code", [code.format(fixed=fixed)], 0, tmp_path, output, {})
+    rank.wait(timeout=120)
     pids = [int(pid) for pid in (tmp_path / "output").read_text().split()]
     helpers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     end = time.monotonic() + 2
