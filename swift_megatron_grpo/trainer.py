@@ -53,12 +53,12 @@ from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
+from swift_megatron_grpo.training.megatron_fixes import hybrid_optimizer
 from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     adapter_settings_applied,
     has_adapter_dropout,
     seed_adapter_dropout,
 )
-from swift_megatron_grpo.training.megatron_fixes.hybrid_optimizer import copy_loaded_weights
 from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
@@ -140,9 +140,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
-        super()._load_checkpoint()
-        if self.args.finetune or self.args.no_load_optim:
-            copy_loaded_weights(self.optimizer)
+        with hybrid_optimizer.loading(self.optimizer, with_states=not (self.args.finetune or self.args.no_load_optim)):
+            super()._load_checkpoint()
 
     def _load_reference(self) -> FrozenReference | None:
         """Load the frozen copy; None if the reference policy is not a copy."""

@@ -200,6 +200,7 @@ def make_adapter(flags: list[str], adapter: str) -> None:
 def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Train one step on each batch. Returns the metrics of the steps, and the weights after them."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+    from swift.megatron.utils import enable_forward_pre_hook
 
     from swift_megatron_grpo.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
@@ -208,6 +209,8 @@ def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], d
 
     trainer = MegatronRLHF(flags).prepare_trainer()
     trainer.setup_model_training()
+    if trainer.args.overlap_param_gather:  # ms-swift enables it after the first step of a run
+        enable_forward_pre_hook(trainer.wrapped_models)
     engine = trainer.build_engine()
     loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
     batches = make_batches(kinds, engine, trainer.config.padded_vocab_size)
@@ -256,9 +259,6 @@ class megatron_torn_down:
             if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
                 dist.destroy_process_group(group)
         gc.collect()
-
-
-# ------------------------------------------------------------------------------------- runs in the process of the user
 
 
 Task = dict[str, Any]

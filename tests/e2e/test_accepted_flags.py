@@ -59,14 +59,6 @@ def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Fini
         assert note in noted.output and note not in plain.output
 
 
-def test_a_run_with_optimizer_states_on_the_cpu_resumes_as_if_uninterrupted(
-    noted: Finished, folder: Path, dense: Path, dataset: Path
-) -> None:
-    checkpoint = str(noted.folder / "checkpoint-1")
-    resumed = train(folder, dense, dataset, "resumed", "--finetune", "false", "--mcore_model", checkpoint, *CPU_ADAM)
-    assert [line["iteration"] for line in resumed.log] == ["2/2"] and same_steps(resumed, noted)
-
-
 def test_optimizer_states_on_the_cpu_start_from_weights_of_a_megatron_checkpoint(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
@@ -76,15 +68,30 @@ def test_optimizer_states_on_the_cpu_start_from_weights_of_a_megatron_checkpoint
     assert same_steps(on_cpu, train(folder, dense, dataset, "on-gpu", *start, *ALL_WEIGHTS))
 
 
+BF16 = ["--torch_dtype", "bfloat16", "--use_precision_aware_optimizer", "true"]  # as scripts use it
+
+
+@pytest.fixture(scope="module")
+def low(folder: Path, dense: Path, dataset: Path) -> Finished:
+    """A run in bf16 with all states of the distributed optimizer on the CPU, saved after every step."""
+    return train(folder, dense, dataset, "bf16-cpu", *BF16, "--optimizer_cpu_offload", "true", *STATES)
+
+
 def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
-    folder: Path, dense: Path, dataset: Path
+    low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
-    """In bf16, as scripts use it; the two optimizers round differently in the last place."""
-    low = ["--torch_dtype", "bfloat16", "--use_precision_aware_optimizer", "true"]
-    on_gpu = train(folder, dense, dataset, "bf16", *low)
-    on_cpu = train(folder, dense, dataset, "bf16-cpu", *low, "--optimizer_cpu_offload", "true")
-    for line, expected in zip(on_cpu.log, on_gpu.log, strict=True):
+    """The two optimizers round differently in the last place."""
+    on_gpu = train(folder, dense, dataset, "bf16", *BF16)
+    for line, expected in zip(low.log, on_gpu.log, strict=True):
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+
+
+def test_a_run_with_optimizer_states_on_the_cpu_resumes_as_if_uninterrupted(
+    low: Finished, folder: Path, dense: Path, dataset: Path
+) -> None:
+    start = ["--finetune", "false", "--mcore_model", str(low.folder / "checkpoint-1")]
+    resumed = train(folder, dense, dataset, "resumed", *start, *BF16, "--optimizer_cpu_offload", "true", *STATES)
+    assert [line["iteration"] for line in resumed.log] == ["2/2"] and same_steps(resumed, low)
 
 
 def test_a_reference_in_megatrons_format_equals_that_in_safetensors(
