@@ -1,8 +1,8 @@
 """Ends the helper process of checkpoint writing with its rank.
 
-Upstream: megatron-core 0.16.1 starts a multiprocessing manager at the first checkpoint with distributed state, for the
-queue of its writers' results. The manager does not notice when its rank is killed: it and multiprocessing's resource
-tracker stay for ever, with the log file of the run open.
+Upstream: megatron-core (0.16.1 to 0.19.2) starts a multiprocessing manager at the first checkpoint with distributed
+state, for the queue of its writers' results. The manager does not notice when its rank is killed: it and
+multiprocessing's resource tracker stay for ever, with the log file of the run open.
 
 Fix: start the same manager with a thread that ends it with its rank.
 
