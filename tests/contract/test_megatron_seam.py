@@ -57,7 +57,7 @@ def upstream() -> dict[str, Any]:
             "packed": parameters(PackedSeqParams),
             "ddp": source(DistributedDataParallel.__init__),
             "tracker": sorted(vars(tracker)),
-            "results_queue": source(filesystem_async._get_write_results_queue),
+            "filesystem_async": source(filesystem_async),
         }
         """
     )
@@ -121,4 +121,11 @@ def test_the_engine_calls_these_names() -> None:
     assert {"qkv_format", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"} <= set(upstream()["packed"])
     assert "self.buffers" in upstream()["ddp"] and "self.expert_parallel_buffers" in upstream()["ddp"]
     assert {"states_", "seeds_"} <= set(upstream()["tracker"])
-    assert "_results_queue" in upstream()["results_queue"]
+
+
+def test_the_queue_of_checkpoint_results_is_created_unless_it_exists(core: Version) -> None:
+    """training/megatron_fixes/result_queue.py creates it first; the function was renamed in 0.17."""
+    name = "get_write_results_queue" if core >= Version("0.17") else "_get_write_results_queue"
+    body = upstream()["filesystem_async"].split(f"\ndef {name}(")[1].split("\n\n\n")[0]
+    assert "if _results_queue is None:" in body and body.endswith("return _results_queue")
+    assert f"self.results_queue = {name}()" in upstream()["filesystem_async"]

@@ -17,8 +17,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
 if {fixed}:
     end_writers_with_rank()
-filesystem_async._get_write_results_queue().put("written")
-assert filesystem_async._get_write_results_queue().get() == "written"
+if hasattr(filesystem_async, "get_write_results_queue"):  # its name from megatron-core 0.17 on
+    queue = filesystem_async.get_write_results_queue()
+else:
+    queue = filesystem_async._get_write_results_queue()
+queue.put("written")
+assert queue.get() == "written"
 print(*(child.pid for child in psutil.Process().children()), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
