@@ -28,7 +28,6 @@ _HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output la
 _UNTESTED = "no test has compared it with plain transformers yet"
 # Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
 REFUSED_COMPOSITE: Mapping[str, str] = {
-    "deepseek_v41": _HYBRID,
     "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "glm4v": _UNTESTED,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ _MODELS = {
     "tied": ("dense", ["--tie"]),
     "dense-for-gpus": ("dense", SIZE_FOR_GPUS),
     "moe-for-gpus": ("moe", SIZE_FOR_GPUS),
+    "qwen3_5-tied": ("qwen3_5", ["--tie"]),
 }
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
@@ -90,7 +91,7 @@ class Ranks:
     def model(self, kind: str) -> Path:
         path = self.folder / f"{kind}-model"
         if not path.exists():
-            make_model(path, *_MODELS[kind])
+            make_model(path, *_MODELS.get(kind, (kind, ())))
         return path
 
     def adapter(self, kind: str) -> str:
@@ -117,6 +118,17 @@ class Ranks:
         for name in ("one", *names):
             self.run(f"{kind}-{tuner}-{name}", Variant.parse(name).ranks, [self.layout_task(kind, tuner, name)])
         return str(folder)
+
+    def all_layouts(self, name: str, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
+        """Run the layouts of several kinds and tuners, and one rank for each, in one process per rank."""
+        tasks: dict[int, list[Task]] = {}
+        for (kind, tuner), names in layouts.items():
+            (self.folder / f"{kind}-{tuner}").mkdir(exist_ok=True)
+            for layout in ("one", *names):
+                tasks.setdefault(Variant.parse(layout).ranks, []).append(self.layout_task(kind, tuner, layout))
+                self._done.add(f"{kind}-{tuner}-{layout}")
+        for ranks, of_ranks in tasks.items():
+            self.run(f"{name}-{ranks}", ranks, of_ranks)
 
     def layout_task(self, kind: str, tuner: str, name: str) -> Task:
         folder = str(self.folder / f"{kind}-{tuner}")

@@ -36,6 +36,9 @@ def preload_trainer() -> None:
         "vllm.v1.worker.cpu_worker",
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
+        "vllm.model_executor.models.qwen3_5",
+        "transformers.models.qwen3_5.modeling_qwen3_5",
+        "qwen_vl_utils",
         "datasets",
         "pandas",
     )
