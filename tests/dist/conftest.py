@@ -149,6 +149,17 @@ class Ranks:
         self.run(f"{kind}-descent", 1, [descent])
         return folder
 
+    def descents(self, name: str, kinds: Sequence[str]) -> None:
+        """Run `descent` for several kinds in one process."""
+        tasks = []
+        for kind in kinds:
+            folder = self.folder / f"{kind}-descent"
+            folder.mkdir()
+            flags = self.flags(kind, "full", "float32", DESCENT)
+            tasks.append(task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
+            self._done.add(f"{kind}-descent")
+        self.run(name, 1, tasks)
+
     def losses(self, layout: str) -> dict[str, Any]:
         """Run one step of every loss on a layout and return its metrics."""
         no_update = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]

@@ -63,14 +63,17 @@ def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, 
     assert run.code == 0, run.output[-4000:]
     errors = json.loads((run.folder / "faults.0.json").read_text())
     for fault in ("delta_net_tensor_not_sent, step 0", "delta_net_tensor_lost_in_transfer, step 1"):
-        assert errors[fault].startswith("EngineHasOtherWeights, generated 0 times") and "layers.0.linear_attn.A_log" in errors[fault]
+        assert (
+            errors[fault].startswith("EngineHasOtherWeights, generated 0 times")
+            and "layers.0.linear_attn.A_log" in errors[fault]
+        )
 
 
 def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path, dataset: Path) -> None:
     """With LoRA, on two tensor-parallel ranks; only adapters are sent to vLLM."""
-    flags = [*FP32, "--sync_check", "canary", "--tuner_type", "lora", "--vllm_enable_lora", "true", "--tensor_model_parallel_size", "2",
-             "--sequence_parallel", "true", "--train_iters", "2", "--save_steps", "1", "--no_save_optim", "false",
-             "--no_save_rng", "false"]  # fmt: skip
+    flags = [*FP32, "--sync_check", "canary", "--tuner_type", "lora", "--vllm_enable_lora", "true",
+             "--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "2",
+             "--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false"]  # fmt: skip
     whole = megatron_rlhf(qwen3_5, dataset, folder / "whole", 2, flags)
     assert whole.code == 0, whole.output[-4000:]
     resume = ["--finetune", "false", "--mcore_adapter", str(whole.folder / "checkpoint-1")]

@@ -5,6 +5,8 @@ Every sequence is convolved by itself, so its result has the same bits alone and
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 
@@ -42,8 +44,7 @@ def causal_conv1d(
     offset = None if bias is None else widened(bias)
     # One by one: the activation of a number depends, in its last bit, on the size of the tensor that holds it.
     convolved = [
-        _sequence(exact[:, begin:end], taps, offset, activation is not None)
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        _sequence(exact[:, begin:end], taps, offset, activation is not None) for begin, end in pairwise(bounds)
     ]
     return torch.cat(convolved, dim=1).to(x.dtype), None
 

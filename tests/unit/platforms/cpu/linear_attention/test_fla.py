@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def rule_inputs(dtype: torch.dtype) -> list[torch.Tensor]:
 
 def of_sequences(*tensors: torch.Tensor) -> list[list[torch.Tensor]]:
     """Split [1, t, ...] into the tensors of each sequence, [t, ...]."""
-    return [[x[0, begin:end] for x in tensors] for begin, end in zip(BOUNDS[:-1], BOUNDS[1:], strict=True)]
+    return [[x[0, begin:end] for x in tensors] for begin, end in pairwise(BOUNDS)]
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:

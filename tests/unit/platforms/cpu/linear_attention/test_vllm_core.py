@@ -31,7 +31,11 @@ class Layer:
 
     def rearrange_mixed_qkv(self, x: torch.Tensor) -> list[torch.Tensor]:
         q, k, v = x.split([KEYS, KEYS, VALUES], dim=-1)
-        return [q.reshape(1, -1, KEY_HEADS, SIZE), k.reshape(1, -1, KEY_HEADS, SIZE), v.reshape(1, -1, HEADS, VALUE_SIZE)]
+        return [
+            q.reshape(1, -1, KEY_HEADS, SIZE),
+            k.reshape(1, -1, KEY_HEADS, SIZE),
+            v.reshape(1, -1, HEADS, VALUE_SIZE),
+        ]
 
 
 def core_of(layer: Layer, metadata: Any, channels_first: bool) -> Any:
