@@ -9,7 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
@@ -83,3 +85,24 @@ def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path,
     assert {name: step[name] for name in ("loss", "grad_norm", "reward")} == {
         name: expected[name] for name in ("loss", "grad_norm", "reward")
     }
+
+
+@pytest.mark.parametrize("towers", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, towers: bool) -> None:
+    """With a mixture of experts, whose checkpoint has all experts of a layer in one tensor."""
+    model = make_model(folder / f"moe-{towers}", "qwen3_5_moe")
+    tensors = load_file(model / "model.safetensors")
+    sent = [name for name in tensors if not name.startswith("mtp.") and (towers or ".visual." not in name)]
+    stacked = [name for name in sent if ".mlp.experts." in name]
+    flags = [] if towers else ["--vllm_limit_mm_per_prompt", '{"image": 0, "video": 0}']
+    server = RolloutServer(model, folder / f"server-{towers}.txt", flags).start()
+    try:
+        remote = ["--vllm_mode", "server", "--vllm_server_base_url", server.wait().url]
+        run = megatron_rlhf(model, dataset, folder / f"served-{towers}", 1, [*FP32, *remote], {API_KEY_VARIABLE: KEY})
+    finally:
+        server.stop()
+    assert run.code == 0, run.output[-4000:]
+    number = len(sent) + len(stacked) // 2 * (4 * 3 - 2)  # 4 experts are sent as three tensors each
+    assert f"vLLM holds all {number} tensors bit for bit" in run.output
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    assert set(load_file(run.last_checkpoint / "model.safetensors")) == set(tensors)

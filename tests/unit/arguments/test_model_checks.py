@@ -12,6 +12,7 @@ from swift_megatron_grpo.arguments.model_checks import (
     TEXT_OF_COMPOSITE,
     check_attention_layers,
     check_composite,
+    check_kernels,
     text_only_limits,
 )
 
@@ -82,3 +83,11 @@ def test_other_attention_layers_are_refused_by_number(
 
 def test_a_model_without_linear_attention_is_not_checked() -> None:
     check_attention_layers("m", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", FULL]})
+
+
+def test_linear_attention_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernels("m", described(None, 4, True))  # the CPU platform has them
+    monkeypatch.setattr("swift_megatron_grpo.arguments.model_checks.find_spec", lambda name: None)
+    check_kernels("m", {"num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="--model m has linear attention, which needs flash-linear-attention"):
+        check_kernels("m", described(None, 4, True))
