@@ -2,8 +2,8 @@
 
     python scripts/make_tiny_composite.py --out DIR [--kind qwen3_5|qwen3_5_moe|qwen3_next|qwen2_vl|...]
 
-The model has the tokenizer of make_tiny_model.py with Qwen's tokens for images, and a processor. Weights are in bf16 and
-have the names of a released checkpoint; Qwen3.5 and Qwen3-Next have a multi-token prediction layer. The same seed
+The model has the tokenizer of make_tiny_model.py with Qwen's tokens for images, and a processor. Weights are in bf16
+and have the names of a released checkpoint; Qwen3.5 and Qwen3-Next have a multi-token prediction layer. The same seed
 writes the same files.
 """
 
@@ -146,7 +146,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
 
 def draw_weights(model: torch.nn.Module, args: argparse.Namespace) -> None:
     """Draw every weight by its name, away from the values at which an error would not show: no norm is 1, no bias 0."""
-    std = 0.8 / math.sqrt(args.hidden)
+    std = 0.5 / math.sqrt(args.hidden)
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(args.seed * 2**32 + crc32(name.encode()))
         value = torch.empty(parameter.shape).normal_(0, 1, generator=generator)
@@ -163,7 +163,7 @@ def draw_weights(model: torch.nn.Module, args: argparse.Namespace) -> None:
 
 
 def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
-    """Add a multi-token prediction layer, whose tensors transformers leaves out: copies of the last layer's, permuted."""
+    """Add a multi-token prediction layer, which transformers leaves out: copies of the last layer's rows, reversed."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     last = f"layers.{layers - 1}."

@@ -83,6 +83,7 @@ def check_layout(layout: Layout, model: ModelShape) -> None:
             lambda: _check_tensor_parallel(layout, model),
             lambda: _check_pipeline(layout, model),
             lambda: _check_experts(layout, model),
+            lambda: _check_context_parallel(layout, model),
             lambda: _check_vllm_tensor_parallel(layout, model),
         ]
     )
@@ -158,6 +159,21 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> None:
         )
 
 
+def _check_context_parallel(layout: Layout, model: ModelShape) -> None:
+    """Check that the heads of linear attention can be divided by TP * CP: context-parallel ranks exchange heads."""
+    tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+
+    def fits(size: int) -> bool:
+        return all(heads % (tp * size) == 0 for heads in model.linear_heads)
+
+    if cp > 1 and not fits(cp):
+        raise ValueError(
+            f"context_parallel_size ({cp}) * tensor_model_parallel_size ({tp}) must divide the linear attention heads "
+            f"({' and '.join(map(str, model.linear_heads))}) of {model.name}"
+            f"{_advice('context_parallel_size', _valid_sizes(layout, 'context_parallel_size', fits))}"
+        )
+
+
 def _check_experts(layout: Layout, model: ModelShape) -> None:
     ep, etp, pp = (
         layout.expert_model_parallel_size,
@@ -206,6 +222,8 @@ def expert_size_notes(layout: Layout, model: ModelShape) -> list[str]:
 def _check_vllm_tensor_parallel(layout: Layout, model: ModelShape) -> None:
     def divides_heads(size: int) -> bool:
         heads, kv_heads = model.attention_heads or size, model.kv_heads or size
+        if any(linear_heads % size for linear_heads in model.linear_heads):
+            return False
         return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     sizes = range(1, layout.world_size + 1)
@@ -214,9 +232,14 @@ def _check_vllm_tensor_parallel(layout: Layout, model: ModelShape) -> None:
         raise ValueError(
             f"vllm_tensor_parallel_size ({layout.vllm_tensor_parallel_size}) must divide world size "
             f"({layout.world_size}), num_attention_heads ({model.attention_heads}) and num_key_value_heads "
-            f"({model.kv_heads}, or be a multiple of it) of {model.name}"
+            f"({model.kv_heads}, or be a multiple of it){_linear_heads(model)} of {model.name}"
             f"{_advice('vllm_tensor_parallel_size', valid)}"
         )
+
+
+def _linear_heads(model: ModelShape) -> str:
+    """Return what a message about heads adds for linear attention."""
+    return f" and the linear attention heads ({', '.join(map(str, model.linear_heads))})" if model.linear_heads else ""
 
 
 def _valid_sizes(layout: Layout, flag: str, fits_model: Callable[[int], bool]) -> list[int]:

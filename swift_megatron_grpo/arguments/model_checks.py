@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ _HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output la
 _UNTESTED = "no test has compared it with plain transformers yet"
 # Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
 REFUSED_COMPOSITE: Mapping[str, str] = {
-    "deepseek_v41": _HYBRID,
     "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "glm4v": _UNTESTED,
@@ -88,6 +88,16 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     """Return config.json of a checkpoint."""
     config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     return config
+
+
+def check_kernels(model: str, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if a model with linear attention would find no kernels for it; the CPU platform has its own."""
+    text = config.get("text_config") or config
+    if "linear_num_key_heads" in text and find_spec("fla") is None:
+        raise ValueError(
+            f"--model {model} has linear attention, which needs flash-linear-attention; install it with "
+            'pip install "swift-megatron-grpo[gpu]", or pip install flash-linear-attention'
+        )
 
 
 def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:

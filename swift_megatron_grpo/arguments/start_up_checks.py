@@ -242,6 +242,7 @@ def _check_reference(args: DerivedArguments) -> None:
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
     config = models.read_config(args.model_dir)
+    models.check_kernels(args.model, config)
     models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:
         models.check_composite(

@@ -6,6 +6,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNets:
+    """The layers of a decoder with a gated delta net in place of softmax attention. Names are Megatron's."""
+
+    layers: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+
+    def products_per_token(self, hidden_size: int) -> int:
+        """Return the multiplications of one layer for one token."""
+        keys = self.linear_num_key_heads * self.linear_key_head_dim
+        values = self.linear_num_value_heads * self.linear_value_head_dim
+        projections = hidden_size * (2 * keys + 2 * values + 2 * self.linear_num_value_heads)  # q, k, v, gate, a, b
+        rule = 4 * self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        return projections + values * hidden_size + rule  # the output projection
+
+
+@dataclass(frozen=True, slots=True)
 class FlopsModel:
     """FLOPs of one forward pass over one packed sequence of t tokens, c of them completion tokens:
 
@@ -31,8 +50,9 @@ class FlopsModel:
         num_query_groups: int | None = None,
         kv_channels: int | None = None,
         gated_linear_unit: bool = True,
+        delta_nets: DeltaNets | None = None,
     ) -> FlopsModel:
-        """Return the model of a decoder with softmax attention in every layer.
+        """Return the model of a decoder with softmax attention in every layer, but for those with a delta net.
 
         A multiplication and an addition count as two FLOPs. Names are Megatron's. For a mixture of experts,
         ffn_hidden_size is the width that one token passes through: the sum over its routed and shared experts. A causal
@@ -44,9 +64,12 @@ class FlopsModel:
         projections = hidden_size * (2 * queries + keys_and_values)  # q, k, v and the output
         feed_forward = hidden_size * ffn_hidden_size * (3 if gated_linear_unit else 2)
         scores_and_mix = 2 * queries / 2
+        linear_layers = 0 if delta_nets is None else delta_nets.layers
+        in_delta_nets = 0 if delta_nets is None else delta_nets.products_per_token(hidden_size)
+        full_layers = num_layers - linear_layers
         return cls(
-            per_token=2.0 * num_layers * (projections + feed_forward),
-            per_token_squared=2.0 * num_layers * scores_and_mix,
+            per_token=2.0 * (full_layers * projections + linear_layers * in_delta_nets + num_layers * feed_forward),
+            per_token_squared=2.0 * full_layers * scores_and_mix,
             per_completion_token=2.0 * hidden_size * vocab_size,
         )
 

@@ -11,7 +11,7 @@ from mcore_bridge import ModelConfig, unwrap_model
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
-from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
@@ -153,6 +153,20 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
         num_query_groups=config.num_query_groups,
         kv_channels=config.kv_channels,
         gated_linear_unit=config.gated_linear_unit,
+        delta_nets=_delta_nets(config),
+    )
+
+
+def _delta_nets(config: ModelConfig) -> DeltaNets | None:
+    """Return the sizes of the layers with linear attention; None: every layer has softmax attention."""
+    if config.experimental_attention_variant != "gated_delta_net":
+        return None
+    return DeltaNets(
+        sum(map(bool, config.linear_attention_freq)),
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
     )
 
 

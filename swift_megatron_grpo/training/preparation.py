@@ -1,4 +1,4 @@
-"""What is changed in Megatron, and in models that ms-swift has built and loaded, before they are wrapped for training."""
+"""Changes to Megatron, and to models that ms-swift has built and loaded, before they are wrapped for training."""
 
 from __future__ import annotations
 

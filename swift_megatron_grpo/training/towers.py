@@ -7,6 +7,7 @@ trains the language model on text. The towers are loaded, kept as they are, and 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from mcore_bridge.model import GPTModel, MultimodalGPTModel
@@ -28,5 +29,6 @@ def skip_towers(models: Iterable[torch.nn.Module]) -> None:
     weights have a gradient. Frozen towers need none. What a model does to the embeddings themselves stays.
     """
     for model in models:
-        if is_composite(model) and model.visual is not None:
-            model.visual.get_inputs_embeds = model.visual.get_inputs_embeds_language_model
+        towers: Any = model.visual if is_composite(model) else None
+        if towers is not None:
+            towers.get_inputs_embeds = towers.get_inputs_embeds_language_model

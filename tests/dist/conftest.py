@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ _MODELS = {
     "tied": ("dense", ["--tie"]),
     "dense-for-gpus": ("dense", SIZE_FOR_GPUS),
     "moe-for-gpus": ("moe", SIZE_FOR_GPUS),
+    "qwen3_5-tied": ("qwen3_5", ["--tie"]),
 }
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
@@ -90,7 +91,7 @@ class Ranks:
     def model(self, kind: str) -> Path:
         path = self.folder / f"{kind}-model"
         if not path.exists():
-            make_model(path, *_MODELS[kind])
+            make_model(path, *_MODELS.get(kind, (kind, ())))
         return path
 
     def adapter(self, kind: str) -> str:
@@ -118,6 +119,17 @@ class Ranks:
             self.run(f"{kind}-{tuner}-{name}", Variant.parse(name).ranks, [self.layout_task(kind, tuner, name)])
         return str(folder)
 
+    def all_layouts(self, name: str, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
+        """Run the layouts of several kinds and tuners, and one rank for each, in one process per rank."""
+        tasks: dict[int, list[Task]] = {}
+        for (kind, tuner), names in layouts.items():
+            (self.folder / f"{kind}-{tuner}").mkdir(exist_ok=True)
+            for layout in ("one", *names):
+                tasks.setdefault(Variant.parse(layout).ranks, []).append(self.layout_task(kind, tuner, layout))
+                self._done.add(f"{kind}-{tuner}-{layout}")
+        for ranks, of_ranks in tasks.items():
+            self.run(f"{name}-{ranks}", ranks, of_ranks)
+
     def layout_task(self, kind: str, tuner: str, name: str) -> Task:
         folder = str(self.folder / f"{kind}-{tuner}")
         return task(_RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
@@ -136,6 +148,17 @@ class Ranks:
         descent = task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder))
         self.run(f"{kind}-descent", 1, [descent])
         return folder
+
+    def descents(self, name: str, kinds: Sequence[str]) -> None:
+        """Run `descent` for several kinds in one process."""
+        tasks = []
+        for kind in kinds:
+            folder = self.folder / f"{kind}-descent"
+            folder.mkdir()
+            flags = self.flags(kind, "full", "float32", DESCENT)
+            tasks.append(task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
+            self._done.add(f"{kind}-descent")
+        self.run(name, 1, tasks)
 
     def losses(self, layout: str) -> dict[str, Any]:
         """Run one step of every loss on a layout and return its metrics."""

@@ -5,10 +5,13 @@ python hf_gradients.py MODEL OUT.pt
 
 from __future__ import annotations
 
+import importlib
+import json
 import sys
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from swift_megatron_grpo.tools.check_layouts import fixed_samples
 
@@ -16,10 +19,14 @@ EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
 
 
 def main(folder: str, out: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(
+    config = json.loads(Path(folder, "config.json").read_text())
+    if "linear_num_key_heads" in config.get("text_config", config):
+        use_exact_delta_rule(config["model_type"])
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
-    samples = fixed_samples(model.config.vocab_size, 8, seed=1, policies_given=True)
+    samples = fixed_samples(model.config.get_text_config().vocab_size, 8, seed=1, policies_given=True)
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         tokens = torch.tensor([sample.tokens])
@@ -33,7 +40,30 @@ def main(folder: str, out: str) -> None:
         surrogate = torch.min(ratio * sample.advantage, clipped * sample.advantage)
         total = total - (surrogate - BETA * kl).mean() / len(samples)
     total.backward()
-    torch.save({"loss": total.item(), "grads": {n: p.grad for n, p in model.named_parameters()}}, out)
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    torch.save({"loss": total.item(), "grads": grads}, out)
+
+
+def use_exact_delta_rule(model_type: str) -> None:
+    """Replace transformers' delta rule, which computes in fp32 whatever its inputs are, by a recurrence."""
+    module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    assert "fla" not in sys.modules
+    module.torch_chunk_gated_delta_rule = delta_rule
+
+
+def delta_rule(query, key, value, g, beta, use_qk_l2norm_in_kernel=False, **ignored):  # type: ignore[no-untyped-def]
+    """Compute [b, t, h, k], [b, t, h, k], [b, t, h, v], [b, t, h], [b, t, h] -> [b, t, h, v], token by token."""
+    if use_qk_l2norm_in_kernel:
+        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    state = value.new_zeros(len(value), value.shape[2], key.shape[-1], value.shape[-1])
+    outputs = []
+    for t in range(value.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        error = value[:, t] - torch.einsum("bhkv,bhk->bhv", state, key[:, t])
+        state = state + torch.einsum("bhk,bhv,bh->bhkv", key[:, t], error, beta[:, t])
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, query[:, t]))
+    return torch.stack(outputs, 1), None
 
 
 if __name__ == "__main__":

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 
 def main(checkpoint: str, base: str | None) -> None:
     probe = json.loads(Path(checkpoint, "probe.json").read_text())
-    model = AutoModelForCausalLM.from_pretrained(base or checkpoint, dtype=torch.float32)
+    config = json.loads(Path(base or checkpoint, "config.json").read_text())
+    auto = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    model = auto.from_pretrained(base or checkpoint, dtype=torch.float32)
+    assert "fla" not in sys.modules  # the CPU platform's stand-in would be compared with itself
     if base:
         from peft import PeftModel
 

@@ -39,8 +39,16 @@ def environment_of_processes() -> dict[str, str]:
 
 
 def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:
-    run_script(REPOSITORY / "scripts" / "make_tiny_model.py", "--out", folder, "--kind", kind, *extra)
+    """Make a tiny Qwen3 (dense, moe), or a model of another type, named as in config.json."""
+    script = "make_tiny_model.py" if kind in ("dense", "moe") else "make_tiny_composite.py"
+    run_script(REPOSITORY / "scripts" / script, "--out", folder, "--kind", kind, *extra)
     return folder
+
+
+def template_of(model: Path) -> str:
+    """Return ms-swift's template: that of the dense Qwen3, or of the dense model of a type with an image part."""
+    config = json.loads((model / "config.json").read_text())
+    return config["model_type"].removesuffix("_moe") if "vision_config" in config else "qwen3"
 
 
 def first_weights(model: Path) -> list[float]:
@@ -77,7 +85,7 @@ def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = 
     """Return the flags of a small run; `flags` come last and override them."""
     graded = ["--external_plugins", str(REWARDS), "--reward_funcs", "letters"] if rewards else []
     model_type = json.loads((model / "config.json").read_text())["model_type"]
-    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", "qwen3",
+    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", template_of(model),
             "--dataset", str(dataset), "--output_dir", str(folder),
             "--add_version", "false", "--check_model", "false", *graded,
             "--vllm_mode", "colocate", "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from swift_megatron_grpo.protocol.messages import RunIdentity
-from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes
+from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes, template_of
 from tests.forking.client import ForkedProcess, fork_server, free_port
 
 HOST = "127.0.0.1"
@@ -49,7 +49,8 @@ class RolloutServer:
     def start(self) -> RolloutServer:
         """Start the server and return at once; `wait` returns when it responds."""
         key = [] if self.key is None else ["--api_key", self.key]
-        arguments = ["--model", str(self.model), "--model_type", "qwen3", "--template", "qwen3",
+        model_type = json.loads((self.model / "config.json").read_text())["model_type"]
+        arguments = ["--model", str(self.model), "--model_type", model_type, "--template", template_of(self.model),
                      "--port", str(self.port), *key, "--torch_dtype", "float32",
                      "--vllm_max_model_len", "256", "--vllm_enforce_eager", "true",
                      "--vllm_gpu_memory_utilization", "0.3", *SMALL_CACHE, *self.flags]  # fmt: skip

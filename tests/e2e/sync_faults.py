@@ -28,6 +28,7 @@ from swift_megatron_grpo.types import Rollout
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]
 Change = Callable[[NamedWeights], NamedWeights]
 TENSOR = "model.layers.1.mlp.experts.2.up_proj.weight"
+DELTA_NET = "model.language_model.layers.0.linear_attn.A_log"
 EXPERTS = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.1.")
 
 
@@ -94,6 +95,14 @@ def experts_swapped_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 def experts_swapped_in_export(loop: GRPOLoop) -> AbstractContextManager[None]:
     return in_export(swapped)
+
+
+def delta_net_tensor_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_export(lambda weights: ((name, tensor) for name, tensor in weights if name != DELTA_NET))
+
+
+def delta_net_tensor_lost_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_transfer(loop, lambda weights: ((name, tensor) for name, tensor in weights if name != DELTA_NET))
 
 
 @contextmanager
@@ -181,9 +190,10 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
         3: [tensor_lost_once],
         5: [temperature_not_applied],
     },
+    "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
-LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine]), "adapter": (-1, [])}
+LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine])}
 scenario = os.environ["FAULTS"]
 reports: dict[str, Any] = {}
 base: dict[str, torch.Tensor] = {}
@@ -203,7 +213,8 @@ def step_after_faults(self: GRPOLoop) -> dict[str, float]:
     folder = Path(self.config.log.output_dir)
     (folder / f"faults.{torch.distributed.get_rank()}.json").write_text(json.dumps(reports))
     with ExitStack() as last:
-        for fault in LAST[scenario][1] if done == LAST[scenario][0] else []:
+        last_step, faults = LAST.get(scenario, (-1, []))
+        for fault in faults if done == last_step else []:
             last.enter_context(fault(self))
         return step(self)
 

@@ -9,6 +9,7 @@ lost_requests.py          requests lost with a server, until all are completed a
 client.py                 HTTP to one server
 weight_sender.py          weights to the servers, in buckets
 conversation_settings.py  conflicts between the multi-turn flags of the run and of the servers
+tower_conflicts.py        conflicts between servers about the image part of a model
 event_loop.py             an asyncio event loop in its own thread
 
 Tests: tests/unit/generation/remote, tests/unit/protocol/test_channel.py, tests/e2e/test_server.py.

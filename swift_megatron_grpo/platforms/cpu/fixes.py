@@ -157,7 +157,7 @@ def skip_destroyed_groups(parallel_state: Any) -> None:
 
 
 def keep_unpacked_weights(utils: Any) -> None:
-    """Keep the weights of linear layers and convolutions: vLLM packs them for its CPU kernels, so that none can be loaded.
+    """Keep the weights of linear layers and convolutions: vLLM packs them for its CPU kernels, and none can be loaded.
 
     A weight with three dimensions is that of a convolution, which it packs in place, or of experts, which
     `pack_reloaded_experts` handles.

@@ -54,13 +54,15 @@ def supply_context_parallelism() -> None:
 def _tokens_to_heads(x: torch.Tensor, seq_dim: int, head_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange one sequence: [s / CP, b, h], zigzag slices -> [s, b, h / CP], all tokens in order."""
     _check_dimensions(x, seq_dim, head_dim)
-    return _undo_attention_load_balancing(_all_to_all_cp2hp(x, cp_group), cp_group.size())
+    exchanged: torch.Tensor = _undo_attention_load_balancing(_all_to_all_cp2hp(x, cp_group), cp_group.size())
+    return exchanged
 
 
 def _heads_to_tokens(x: torch.Tensor, seq_dim: int, head_dim: int, cp_group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange back: [s, b, h / CP] -> [s / CP, b, h]."""
     _check_dimensions(x, seq_dim, head_dim)
-    return _all_to_all_hp2cp(_redo_attention_load_balancing(x, cp_group.size()), cp_group)
+    exchanged: torch.Tensor = _all_to_all_hp2cp(_redo_attention_load_balancing(x, cp_group.size()), cp_group)
+    return exchanged
 
 
 def _check_dimensions(x: torch.Tensor, seq_dim: int, head_dim: int) -> None:

@@ -221,11 +221,11 @@ def test_at_least_one_iteration_is_required(typed: dict[str, Any]) -> None:
 
 
 def test_models_with_images_are_refused_before_anything_is_written(typed: dict[str, Any], model: Path) -> None:
-    from transformers import Qwen2_5_VLConfig
+    from transformers import Glm4vConfig
 
-    Qwen2_5_VLConfig(architectures=["Qwen2_5_VLForConditionalGeneration"]).save_pretrained(model)
-    message = refuse(typed, model_type="qwen2_5_vl", template="qwen2_5_vl", torch_dtype="bfloat16")
-    assert "models with an image, video or audio part are not supported yet" in message
+    Glm4vConfig(architectures=["Glm4vForConditionalGeneration"]).save_pretrained(model)
+    message = refuse(typed, model_type="glm4v", template="glm4v", torch_dtype="bfloat16")
+    assert "glm4v is a model with an image, video or audio part that is not supported" in message
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

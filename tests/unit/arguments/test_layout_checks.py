@@ -51,6 +51,19 @@ def test_tensor_parallel_sizes_that_megatron_core_accepts() -> None:
         check_layout(layout(tensor_model_parallel_size=4), shape(linear_heads=(2, 8)))
 
 
+def test_context_parallel_ranks_and_vllm_divide_the_heads_of_linear_attention() -> None:
+    check_layout(layout(tensor_model_parallel_size=2, context_parallel_size=2), shape(linear_heads=(4, 8)))
+    with pytest.raises(
+        ValueError, match=r"context_parallel_size \(4\) \* tensor_model_parallel_size \(2\) must divide the linear "
+        r"attention heads \(4 and 8\) of m; use --context_parallel_size 1 or 2",
+    ):  # fmt: skip
+        check_layout(layout(tensor_model_parallel_size=2, context_parallel_size=4), shape(linear_heads=(4, 8)))
+    with pytest.raises(
+        ValueError, match=r"vllm_tensor_parallel_size \(4\) must .* and the linear attention heads \(2, 8\)"
+    ):
+        check_layout(layout(vllm_tensor_parallel_size=4), shape(linear_heads=(2, 8)))
+
+
 @pytest.mark.parametrize(
     ("flags", "fits"),
     [

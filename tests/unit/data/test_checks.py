@@ -30,3 +30,17 @@ def test_a_dataset_without_any_user_turn_is_refused_with_the_flag_that_maps_a_co
         ValueError, match=r"2 of 2 rows .* only assistant.* or map the column with the prompt: --columns"
     ):
         check_rows(dataset)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("images", ["a.png", "b.png"]), ("videos", ["a.mp4"]), ("audios", ["a.wav"])]
+)
+def test_rows_with_media_are_named_with_their_column(tmp_path: Path, column: str, value: list[str]) -> None:
+    dataset = load(write(tmp_path / "a.jsonl", QUESTION | {column: []}, QUESTION | {column: value}))
+    with pytest.raises(ValueError, match=f"1 of 2 rows .* row 1 has {len(value)} in the column {column}"):
+        check_rows(dataset)
+
+
+def test_text_that_mentions_an_image_is_text(tmp_path: Path) -> None:
+    tag = {"messages": [{"role": "user", "content": "what does <image> mean in HTML?"}], "images": []}
+    check_rows(load(write(tmp_path / "a.jsonl", tag, tag)))

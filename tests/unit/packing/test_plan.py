@@ -17,7 +17,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, padded_lengths, plan_by_tokens, refill, regroup
 from tests.paths import REPOSITORY
 
@@ -342,3 +342,15 @@ def test_flops_of_one_layer_by_hand() -> None:
     grouped = layers(num_layers=3, num_query_groups=1, kv_channels=6)
     assert grouped == FlopsModel(3 * 2 * (8 * (12 + 6 + 6 + 12) + 3 * 128), 3 * 2 * 12, 160)
     assert plain.of_sequence(3, 2) == 3 * 1024 + 9 * 16 + 2 * 160
+
+
+def test_flops_of_delta_nets_by_hand() -> None:
+    """Layers with a delta net have no term that grows with the square of the length."""
+    layers = partial(FlopsModel.of_transformer, hidden_size=8, ffn_hidden_size=16, num_attention_heads=2, vocab_size=10)
+    nets = DeltaNets(
+        layers=3, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=5, linear_value_head_dim=7
+    )
+    one_net = 8 * (2 * 10 + 2 * 28 + 2 * 4) + 28 * 8 + 4 * 4 * 5 * 7  # projections, output, rule
+    mixed = layers(num_layers=4, delta_nets=nets)
+    assert mixed == FlopsModel(2 * (4 * 64 + 3 * one_net + 4 * 3 * 128), 2 * 8, 160)
+    assert layers(num_layers=4).per_token_squared == 4 * mixed.per_token_squared

@@ -191,6 +191,8 @@ def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> N
         ".ci/run",
         "templates/dense_server.sh",
         "templates/async_server.sh",
+        "templates/qwen3_5_lora.sh",
+        "templates/qwen3_5_moe_server.sh",
     ],
 )
 def test_shell_scripts_are_executable_strict_and_parse(path: str) -> None:
@@ -215,6 +217,23 @@ def test_the_async_template_adds_flags_to_the_server_template(tmp_path: Path) ->
     assert async_server[: len(server) - 2] == server[:-2]
     flags = [argument for argument in async_server[:-2] if argument.startswith("--")]
     assert "--async_generate" in flags and len(flags) == len(set(flags))
+
+
+def test_the_template_of_qwen3_5_leaves_the_image_part_out_of_the_server(tmp_path: Path) -> None:
+    """Fakes of `swift` and `megatron`, first on the path, print their arguments."""
+    for name in ("swift", "megatron"):
+        (tmp_path / name).write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATASET": "d"}
+    template = REPOSITORY / "templates" / "qwen3_5_moe_server.sh"
+    server, trainer = (
+        subprocess.check_output([template, command], env=environ, text=True).splitlines()
+        for command in ("serve", "train")
+    )
+    assert json.loads(server[server.index("--vllm_limit_mm_per_prompt") + 1]) == {"image": 0, "video": 0}
+    assert server[server.index("--model") + 1] == trainer[trainer.index("--model") + 1] == "Qwen/Qwen3.5-35B-A3B"
+    last = len(trainer) - 1 - trainer[::-1].index("--tuner_type")
+    assert trainer[last + 1] == "lora"
 
 
 def test_the_template_passes_every_flag_once_and_further_flags_last(tmp_path: Path) -> None:

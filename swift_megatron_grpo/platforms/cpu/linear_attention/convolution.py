@@ -1,6 +1,11 @@
-"""The causal convolution over packed sequences, with the arguments of flash-linear-attention."""
+"""The causal convolution over packed sequences, with the arguments of flash-linear-attention.
+
+Every sequence is convolved by itself, so its result has the same bits alone and in any pack.
+"""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -31,24 +36,26 @@ def causal_conv1d(
         activation=None if activation in _SILU else activation,
         **others,
     )
-    tokens, width = x.shape[1], weight.shape[1]
-    exact, taps = widened(x), widened(weight)
-    places = _places(tokens, cu_seqlens, x.device)
-    total = exact * taps[:, -1]
-    for back in range(1, min(width, tokens)):
-        earlier = F.pad(exact[:, :-back], (0, 0, back, 0))  # [b, t, d] the token `back` places before
-        total = total + torch.where((places >= back)[:, None], earlier, 0.0) * taps[:, -1 - back]
-    if bias is not None:
-        total = total + widened(bias)
-    return (F.silu(total) if activation is not None else total).to(x.dtype), None
-
-
-def _places(tokens: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Return the place of each token in its sequence: [t]."""
-    places = torch.arange(tokens, device=device)
-    if cu_seqlens is None:
-        return places
-    bounds = cu_seqlens.long()
+    tokens = x.shape[1]
+    bounds = [0, tokens] if cu_seqlens is None else cu_seqlens.tolist()
     if bounds[-1] != tokens:
-        raise ValueError(f"causal_conv1d: cu_seqlens {bounds.tolist()} do not fit {tokens} tokens")
-    return places - bounds[:-1].repeat_interleave(bounds.diff())
+        raise ValueError(f"causal_conv1d: cu_seqlens {bounds} do not fit {tokens} tokens")
+    exact, taps = widened(x), widened(weight)
+    offset = None if bias is None else widened(bias)
+    # One by one: the activation of a number depends, in its last bit, on the size of the tensor that holds it.
+    convolved = [
+        _sequence(exact[:, begin:end], taps, offset, activation is not None) for begin, end in pairwise(bounds)
+    ]
+    return torch.cat(convolved, dim=1).to(x.dtype), None
+
+
+def _sequence(x: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None, activated: bool) -> torch.Tensor:
+    """Convolve [b, t, d] with [d, w]; the tokens before the first are zeros."""
+    tokens, width = x.shape[1], taps.shape[1]
+    padded = F.pad(x, (0, 0, width - 1, 0))
+    total = padded[:, :tokens] * taps[:, 0]
+    for place in range(1, width):
+        total = total + padded[:, place : place + tokens] * taps[:, place]
+    if bias is not None:
+        total = total + bias
+    return F.silu(total) if activated else total

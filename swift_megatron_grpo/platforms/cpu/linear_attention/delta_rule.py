@@ -3,13 +3,14 @@
 Every sequence of a pack is computed by itself, so its result has the same bits alone and in any pack. Arithmetic is in
 fp32, or in fp64 for inputs in fp64.
 
-b: batch; t: tokens; n: chunks; c: tokens of a chunk; hk, h: heads of queries and keys, and of values; k, v: their sizes.
+b: batch; t: tokens; c: tokens of a chunk; hk, h: heads of queries and keys, and of values; k, v: their sizes.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
-import torch.nn.functional as F
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.refusal import reject_unsupported
 
@@ -61,9 +62,7 @@ def chunk_gated_delta_rule(
     if bounds[-1] != v.shape[1] or (cu_seqlens is not None and len(v) != 1):
         raise ValueError(f"chunk_gated_delta_rule: cu_seqlens {bounds} do not fit inputs of shape {list(v.shape)}")
     outputs = [
-        delta_rule(*(x[:, :, begin:end] for x in heads_first))[0]
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
-        if end > begin
+        delta_rule(*(x[:, :, begin:end] for x in heads_first))[0] for begin, end in pairwise(bounds) if end > begin
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).to(dtype), None
 
@@ -85,15 +84,15 @@ def delta_rule(
     if state is None:
         state = v.new_zeros(*v.shape[:2], k.shape[-1], v.shape[-1])
     outputs = []
-    for part in zip(*(x.split(_CHUNK, dim=2) for x in (q, k, v, g, beta)), strict=True):
-        output, state = _chunk(*part, state)
+    for chunk in zip(*(x.split(_CHUNK, dim=2) for x in (q, k, v, g, beta)), strict=True):
+        output, state = _chunk((*chunk, state))
         outputs.append(output)
     return torch.cat(outputs, dim=2), state
 
 
-def _chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the tokens of one chunk: q, k, v, g and beta as in `delta_rule`, and the state before them."""
+    q, k, v, g, beta, state = inputs
     since_start = g.cumsum(-1)  # [b, h, c]
     future = torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
     between = since_start[..., :, None] - since_start[..., None, :]

@@ -9,7 +9,6 @@ d: channels of queries, keys and values; w: width of the convolution; h: heads o
 from __future__ import annotations
 
 import inspect
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from swift_megatron_grpo.platforms.cpu.linear_attention.delta_rule import delta_rule, l2norm
 
 
-def compute_in_torch(gdn_attention: ModuleType) -> None:
+def compute_in_torch(gdn_attention: Any) -> None:
     """Replace the core in vllm...ops.cpu.gdn_attention, before vLLM registers it as an operator of torch."""
     upstream = gdn_attention.cpu_gdn_attention_core
 

@@ -1,0 +1,93 @@
+"""Composite models: which are accepted for text rows, with which flags, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from mcore_bridge.model.register import MODEL_MAPPING
+
+from swift_megatron_grpo.arguments.model_checks import (
+    REFUSED_COMPOSITE,
+    TEXT_OF_COMPOSITE,
+    check_attention_layers,
+    check_composite,
+    check_kernels,
+    text_only_limits,
+)
+
+FROZEN = {"freeze_llm": False, "freeze_vit": True, "freeze_aligner": True, "stock_trainer": "ms-swift's own trainer"}
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+def test_every_type_that_mcore_bridge_converts_is_supported_or_refused_with_a_reason() -> None:
+    converted = {name for meta in MODEL_MAPPING.values() if meta.is_multimodal for name in meta.model_types}
+    assert converted == {*TEXT_OF_COMPOSITE, *REFUSED_COMPOSITE}
+    assert not {*TEXT_OF_COMPOSITE} & {*REFUSED_COMPOSITE}
+
+
+@pytest.mark.parametrize("model_type", TEXT_OF_COMPOSITE)
+def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str) -> None:
+    check_composite("m", model_type, **FROZEN)
+    assert text_only_limits(model_type) == {"image": 0, "video": 0}
+
+
+@pytest.mark.parametrize("model_type", [*REFUSED_COMPOSITE, "mystery_vl"])
+def test_another_type_is_refused_by_name(model_type: str) -> None:
+    with pytest.raises(ValueError, match=f"{model_type} is a model with an image.*: .*use a text model.*qwen3_5"):
+        check_composite("m", model_type, **FROZEN)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("freeze_llm", True), ("freeze_vit", False), ("freeze_aligner", False)])
+def test_parts_that_text_cannot_train_stay_frozen(flag: str, value: bool) -> None:
+    works = str(not value).lower()
+    with pytest.raises(ValueError, match=f"--{flag} {str(value).lower()}: .*; use --{flag} {works}"):
+        check_composite("m", "qwen3_5", **{**FROZEN, flag: value})
+
+
+def described(layers: list[str] | None, interval: int | None, composed: bool) -> dict[str, Any]:
+    text: dict[str, Any] = {"num_hidden_layers": 4, "linear_num_key_heads": 2}
+    text |= {} if layers is None else {"layer_types": layers}
+    text |= {} if interval is None else {"full_attention_interval": interval}
+    return {"model_type": "qwen3_5", "text_config": text} if composed else text
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "interval"),
+    [([LINEAR, FULL] * 2, 2), ([LINEAR] * 3 + [FULL], 4), ([LINEAR] * 3 + [FULL], None), (None, 4), (None, None)],
+)
+def test_attention_layers_that_megatron_builds_are_accepted(
+    layers: list[str] | None, interval: int | None, composed: bool
+) -> None:
+    check_attention_layers("m", described(layers, interval, composed))
+
+
+@pytest.mark.parametrize("composed", [False, True])
+@pytest.mark.parametrize(
+    ("layers", "interval", "layer", "advice"),
+    [
+        ([LINEAR, FULL] * 2, None, 1, '"full_attention_interval": 2'),
+        ([LINEAR, FULL] * 2, 4, 1, '"full_attention_interval": 2'),
+        (None, 2, 1, '"full_attention_interval": 2'),
+        ([FULL, LINEAR, LINEAR, FULL], 4, 0, "use another model"),
+        ([LINEAR] * 4, 4, 3, '"full_attention_interval": 5|use another model'),
+    ],
+)
+def test_other_attention_layers_are_refused_by_number(
+    layers: list[str] | None, interval: int | None, layer: int, advice: str, composed: bool
+) -> None:
+    with pytest.raises(ValueError, match=rf"--model m: by its config.json layer {layer} has .*({advice})"):
+        check_attention_layers("m", described(layers, interval, composed))
+
+
+def test_a_model_without_linear_attention_is_not_checked() -> None:
+    check_attention_layers("m", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", FULL]})
+
+
+def test_linear_attention_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_kernels("m", described(None, 4, True))  # the CPU platform has them
+    monkeypatch.setattr("swift_megatron_grpo.arguments.model_checks.find_spec", lambda name: None)
+    check_kernels("m", {"num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="--model m has linear attention, which needs flash-linear-attention"):
+        check_kernels("m", described(None, 4, True))
