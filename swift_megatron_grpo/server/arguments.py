@@ -112,7 +112,7 @@ class GRPORolloutArguments(RolloutArguments):
 
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
-        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        settings: dict[str, Any] = parse_json_object(FLAG, self.vllm_engine_kwargs)
         check_engine_kwargs(settings, adapter_only=self.vllm_enable_lora, refused=REFUSED_BY_SERVERS)
         self.vllm_engine_kwargs = settings
         for flag, value in (

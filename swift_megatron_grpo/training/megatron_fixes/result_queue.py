@@ -1,9 +1,9 @@
 """Ends the helper processes of checkpoint writing with their rank.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 starts a multiprocessing manager at the first checkpoint with distributed state, for the
-queue of its writers' results, and forks its writers for every checkpoint. Neither notices when its rank is killed. The
-manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a lock of a queue which
-its killed rank held. A writer is a copy of its rank, with all of its sockets.
+Upstream: megatron-core 0.16.1 to 0.19.2 starts a multiprocessing manager at the first checkpoint with distributed
+state, for the queue of its writers' results, and forks its writers for every checkpoint. Neither notices when its rank
+is killed. The manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a lock of a
+queue which its killed rank held. A writer is a copy of its rank, with all of its sockets.
 
 Fix: start the same manager with a thread that ends it with its rank, and such a thread in each writer.
 
