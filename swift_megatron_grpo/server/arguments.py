@@ -28,6 +28,7 @@ _POSITIVE = {  # flags with an example of a value
 @dataclass
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
+    vllm_engine_kwargs: dict | str | None = None  # type: ignore[type-arg]  # as in ms-swift, for the type checker
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
     # not in the repr, which ms-swift logs
@@ -112,7 +113,7 @@ class GRPORolloutArguments(RolloutArguments):
 
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
-        settings: dict[str, Any] = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         check_engine_kwargs(settings, adapter_only=self.vllm_enable_lora, refused=REFUSED_BY_SERVERS)
         self.vllm_engine_kwargs = settings
         for flag, value in (

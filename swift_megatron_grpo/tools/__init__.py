@@ -1,11 +1,13 @@
 """Command-line tools for users: python -m swift_megatron_grpo.tools.NAME.
 
-    check_layouts.py  trains a fixed batch in several parallel layouts and compares the results with one rank
-    check_script.py   checks the flags of a shell script for a cluster, and trains a step of it on this machine
-    shell_scripts.py  reads the launches of `megatron rlhf` and `swift rollout` from a shell script
-    script_stand_ins.py  what such a script gets on this machine: data, rewards, smaller sizes
-    tiny_models.py    tiny random models by architecture
-    templates.py      lists the template scripts, or copies them into a folder
+    check_layouts.py    trains a fixed batch in several parallel layouts and compares the results with one rank
+    check_script.py     checks the flags of a shell script for a cluster, and trains a step of it on this machine
+    shell_scripts.py    reads the launches of `megatron rlhf` and `swift rollout` from a shell script
+    script_stand_ins.py what such a script gets on this machine: data, rewards, smaller sizes
+    stand_in_models.py  tiny random models by architecture
+    tiny_models.py      text models and their tokenizer
+    tiny_composites.py  models with an image part or linear attention
+    templates.py        lists the template scripts, or copies them into a folder
 
 Tests: tests/dist/test_layouts.py, tests/e2e/test_scripts.py and tests/unit/tools.
 """

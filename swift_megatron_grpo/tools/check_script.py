@@ -62,7 +62,7 @@ class Plan:
 
 def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Mapping[str, str]) -> Plan:
     """Read the script and write its stand-ins to the folder. Raises NoStandIn if something has none."""
-    from swift_megatron_grpo.tools.tiny_models import save_large_config, save_tiny_model
+    from swift_megatron_grpo.tools.stand_in_models import save_large_config, save_tiny_model
 
     found = launches(script, environment)
     runs = [launch for launch in found if launch.kind == "rlhf" and _is_grpo(launch)]

@@ -87,7 +87,7 @@ def architecture_of(flags: Flags) -> Architecture:
     """Find the architecture of --model: from its config.json, or from ms-swift's list of models."""
     from swift.model import MODEL_MAPPING, get_matched_model_meta
 
-    from swift_megatron_grpo.tools.tiny_models import MAKERS, model_type_of
+    from swift_megatron_grpo.tools.stand_in_models import TYPES, model_type_of
 
     name = "".join(flags.get("model", [])[:1])
     named_type = "".join(flags.get("model_type", [])[:1]) or None
@@ -102,10 +102,10 @@ def architecture_of(flags: Flags) -> Architecture:
             raise NoStandIn(f"--model {name}: ms-swift does not list it; add --model_type to the script")
         class_name = meta.architectures[0]
         hf_type = model_type_of(class_name) or meta.model_type
-    if hf_type not in MAKERS:
+    if hf_type not in TYPES:
         raise NoStandIn(
             f"--model {name}: there is no tiny model of type {hf_type} ({class_name}); there are "
-            f"{', '.join(sorted(MAKERS))}"
+            f"{', '.join(sorted(TYPES))}"
         )
     model_type = named_type or (hf_type if meta is None else meta.model_type)
     return Architecture(model_type, hf_type, class_name, None if meta is None else meta.template)

@@ -1,21 +1,17 @@
-"""Tiny random models of the architectures that scripts train, and a byte-level tokenizer for all of them.
+"""Sizes and configs of tiny random text models, and a byte-level tokenizer for all of them.
 
-`MAKERS` has one entry per `model_type` of transformers. An architecture with parts of its own (images, linear
-attention) gets its own function there.
+`TEXT_CONFIGS` has one entry per `model_type` of transformers. tiny_composites.py has models with images or with linear
+attention.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-from transformers.models.auto import modeling_auto as auto
+from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END]
@@ -96,35 +92,9 @@ def _qwen3_moe(sizes: Sizes) -> Values:
     }
 
 
-MAKERS: Mapping[str, Callable[[Sizes], Values]] = {
+TEXT_CONFIGS: Mapping[str, Callable[[Sizes], Values]] = {
     "llama": _text,
     "qwen2": _text,
     "qwen3": _text,
     "qwen3_moe": _qwen3_moe,
 }
-
-
-def model_type_of(architecture: str) -> str | None:
-    """Return the model_type of a class of transformers such as Qwen3ForCausalLM; None if it is unknown."""
-    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        for model_type, name in mapping.items():
-            if name == architecture:
-                return str(model_type)
-    return None
-
-
-def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
-    """Write a random model of this type, with its tokenizer. Raises KeyError if MAKERS has no such type."""
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **MAKERS[model_type](TINY))
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def save_large_config(folder: Path, model_type: str, architecture: str) -> Path:
-    """Write only the config.json and the tokenizer of a large model, for checks that load no weights."""
-    config = AutoConfig.for_model(model_type, **MAKERS[model_type](LARGE)).to_dict()
-    make_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "dtype": "bfloat16"}))
-    return folder
