@@ -16,24 +16,12 @@ from tests.forking.client import fork_server, run_code
 from tests.scripts import Published, published_scripts
 
 SCRIPTS = published_scripts()
-COMPOSITE = "composite model"
 NOT_RUN = {
-    "dense_colocate": COMPOSITE,  # Qwen2.5-VL, images
-    "dense_server": COMPOSITE,
-    "sapo": COMPOSITE,
-    "test_grpo": COMPOSITE,  # Qwen3.5, images
-    "frozen_lake": COMPOSITE,  # Qwen3.5 on text, and all below
-    "frozen_lake_server": COMPOSITE,
-    "opd_rl": COMPOSITE,  # and a teacher
-    "qwen3_5_4b_lora": COMPOSITE,
-    "qwen3_5_full_grpo_megatron": COMPOSITE,
-    "qwen3_5_lora_grpo_megatron": COMPOSITE,
-    "mcore_grpo_moe": COMPOSITE,
-    "AMD-support": COMPOSITE,
-    "deepseek_v41_colocate_full": COMPOSITE,
-    "deepseek_v41_colocate_lora": COMPOSITE,
-    "deepseek_v41_megatron_grpo": COMPOSITE,
-    "qwen4_exp_megatron_grpo": COMPOSITE,
+    "opd_rl": "a teacher, without rewards",
+    "deepseek_v41_colocate_full": "deepseek_v41, which is refused by name",
+    "deepseek_v41_colocate_lora": "deepseek_v41, which is refused by name",
+    "deepseek_v41_megatron_grpo": "deepseek_v41, which is refused by name",
+    "qwen4_exp_megatron_grpo": "qwen4_exp, which is refused by name",
 }
 MAKE_PLAN = """
 import dataclasses, json
