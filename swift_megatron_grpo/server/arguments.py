@@ -7,6 +7,7 @@ import math
 import os
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from swift.arguments import RolloutArguments
@@ -28,7 +29,7 @@ _POSITIVE = {  # flags with an example of a value
 @dataclass
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
-    vllm_engine_kwargs: dict | str | None = None  # type: ignore[type-arg]  # as in ms-swift, for the type checker
+    vllm_engine_kwargs: dict[str, Any] | str | None = None
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
     # not in the repr, which ms-swift logs

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class Inputs:
-    """What all runs of a script share."""
+    """Model, data and folders that all runs of a script share."""
 
     work: Path
     model: Path
@@ -186,7 +186,7 @@ def resume_flags(checkpoint: Path | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Completions:
-    """What became of the completions that a run had generated and graded before a fault."""
+    """Numbers of completions that a run had generated and graded before a fault, by their fate."""
 
     again: int  # of steps after the checkpoint that the next run continued from: they are generated again
     lost: int  # of earlier steps, and neither trained nor in the dump

@@ -42,7 +42,7 @@ COLUMNS = ("fault", "hit in", "what happened", "exit code", "reason in the log",
 
 @dataclass(frozen=True)
 class Outcome:
-    """What happened after one fault."""
+    """The course of a run after one fault."""
 
     fault: str
     detail: str

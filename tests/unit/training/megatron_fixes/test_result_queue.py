@@ -57,12 +57,11 @@ FileSystemWriterAsync.write_preloaded_data_multiproc([], False, 0, [("pipe", "ke
 def test_the_helper_ends_within_two_seconds_after_its_rank_was_killed(tmp_path: Path, code: str, fixed: bool) -> None:
     with (tmp_path / "output").open("w") as output:
         rank = fork_server("trainer").start("code", [code.format(fixed=fixed)], 0, tmp_path, output, {})
-    rank.wait(timeout=120)
+    wait_for_end(psutil.Process(rank.pid), 240)  # not its status: a writer that is left holds that pipe open
     pids = [int(pid) for pid in (tmp_path / "output").read_text().split()]
     helpers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    end = time.monotonic() + 2
-    while any(map(is_alive, helpers)) and time.monotonic() < end:
-        time.sleep(0.05)
+    for helper in helpers:
+        wait_for_end(helper, 2)
     alive = [helper for helper in helpers if is_alive(helper)]
     for helper in alive:
         helper.kill()
@@ -71,3 +70,9 @@ def test_the_helper_ends_within_two_seconds_after_its_rank_was_killed(tmp_path: 
 
 def is_alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def wait_for_end(process: psutil.Process, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while is_alive(process) and time.monotonic() < end:
+        time.sleep(0.05)
