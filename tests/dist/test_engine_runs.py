@@ -35,7 +35,7 @@ def test_ten_steps_match_the_golden_file(ranks: Ranks) -> None:
     assert len(steps) == len(golden) == 10
     for step, expected in zip(steps, golden, strict=True):
         for name, value in expected.items():
-            assert step[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert step[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

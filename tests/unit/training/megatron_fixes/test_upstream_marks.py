@@ -69,7 +69,7 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
     )  # fmt: skip
     return TEGroupedLinear(
         2, 8, 4, parallel_mode="column", config=layout, init_method=torch.nn.init.normal_, bias=False,
-        skip_bias_add=False, is_expert=True, pg_collection=SimpleNamespace(expt_tp=None),
+        skip_bias_add=False, is_expert=True, pg_collection=SimpleNamespace(expt_tp=None, expt_gtp_remat=None),
     )  # fmt: skip
 
 
