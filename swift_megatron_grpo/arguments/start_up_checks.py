@@ -261,18 +261,8 @@ def _check_precision(args: DerivedArguments) -> None:
 
 def _check_cpu_optimizer(args: DerivedArguments) -> None:
     """Refuse what Megatron's optimizer with states on the CPU cannot do; it fails once the model is built."""
-    if not args.optimizer_cpu_offload:
-        return
-    if args.torch_dtype == torch.float32 and args.use_distributed_optimizer:
-        raise ValueError(
-            "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to the "
-            "CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
-        )
-    if args.optimizer != "adam" and args.use_distributed_optimizer:
-        raise ValueError(
-            f"--optimizer_cpu_offload true with --optimizer {args.optimizer} needs --use_distributed_optimizer false; "
-            "set it, or use --optimizer adam"
-        )
+    if args.optimizer_cpu_offload and args.use_distributed_optimizer:
+        values.check_distributed_cpu_optimizer(args.torch_dtype == torch.float32, args.optimizer)
 
 
 def _check_lengths(args: DerivedArguments) -> None:

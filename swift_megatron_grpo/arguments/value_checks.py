@@ -170,6 +170,20 @@ def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, in
         )
 
 
+def check_distributed_cpu_optimizer(in_fp32: bool, optimizer: str) -> None:
+    """Check --optimizer_cpu_offload with --use_distributed_optimizer."""
+    if in_fp32:
+        raise ValueError(
+            "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to the "
+            "CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
+        )
+    if optimizer != "adam":
+        raise ValueError(
+            f"--optimizer_cpu_offload true with --optimizer {optimizer} needs --use_distributed_optimizer false; set "
+            "it, or use --optimizer adam"
+        )
+
+
 def check_iterations(num_iterations: int) -> None:
     if num_iterations < 1:
         raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")

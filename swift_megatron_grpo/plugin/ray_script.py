@@ -53,12 +53,12 @@ def _config(argv: Sequence[str]) -> dict[str, Any] | None:
 def _ranks_on_one_set(config: dict[str, Any]) -> int | None:
     """Return the devices that train and rollout share; None if they do not, or if there are other roles or machines."""
     groups = [set(group) for group in config.get("colocate_groups") or []]
-    devices: set[Any] = {(config.get(role) or {}).get("gpus") for role in _ROLES}
-    if not any(set(_ROLES) <= group for group in groups) or len(devices) != 1 or None in devices:
+    devices = {int((config.get(role) or {}).get("gpus", 0)) for role in _ROLES}
+    if not any(set(_ROLES) <= group for group in groups) or len(devices) != 1 or 0 in devices:
         return None
     if config.get("teacher") or int(config.get("nnodes", 1)) > 1:
         return None
-    return int(devices.pop())
+    return devices.pop()
 
 
 def _typed(value: Any) -> list[str]:

@@ -50,7 +50,7 @@ _SECONDS_TO_START = 300
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run in place of one command of a script."""
+    """The runs in place of one command of a script."""
 
     world_size: int  # of the script
     published: Flags  # at the script's own sizes

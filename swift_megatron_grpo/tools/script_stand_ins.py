@@ -1,4 +1,4 @@
-"""What a script for a cluster gets on a small machine: a tiny model, made-up rows, rewards, and smaller sizes.
+"""Stand-ins for what a script for a cluster needs: made-up rows, rewards and environments, and smaller sizes.
 
 `reduce` changes sizes alone, and keeps how they relate: parallelism above 1 stays above 1 while there are ranks for it,
 and a context that is too short for prompt and completion stays too short.

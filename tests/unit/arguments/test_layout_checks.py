@@ -19,6 +19,7 @@ from swift_megatron_grpo.arguments.layout_checks import (
 from swift_megatron_grpo.arguments.pipeline_stages import parse_stages
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
+    check_distributed_cpu_optimizer,
     check_lengths,
     check_micro_batches,
     check_model_path,
@@ -176,6 +177,14 @@ def test_a_context_without_room_for_a_prompt_is_refused() -> None:
         check_lengths(50, 1)
     with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
         check_lengths(0, 150)
+
+
+def test_what_a_distributed_optimizer_on_the_cpu_cannot_do_is_refused() -> None:
+    check_distributed_cpu_optimizer(in_fp32=False, optimizer="adam")
+    with pytest.raises(ValueError, match="use --torch_dtype bfloat16, or --use_distributed_optimizer false"):
+        check_distributed_cpu_optimizer(in_fp32=True, optimizer="adam")
+    with pytest.raises(ValueError, match="with --optimizer sgd needs --use_distributed_optimizer false"):
+        check_distributed_cpu_optimizer(in_fp32=False, optimizer="sgd")
 
 
 def test_expert_parallelism_of_a_dense_model_is_noted() -> None:

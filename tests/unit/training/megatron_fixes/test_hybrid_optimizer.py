@@ -43,7 +43,7 @@ def step(parameter: torch.nn.Parameter, hybrid: HybridDeviceOptimizer) -> float:
 
 
 def test_upstream_steps_from_the_weights_before_the_load() -> None:
-    """If this fails, megatron-core is mended, and megatron_fixes/hybrid_optimizer.py can go."""
+    """This fails once megatron-core is mended; copying the weights again can then go."""
     parameter, hybrid = loaded()
     hybrid.update_fp32_param_by_new_param()  # what Megatron's reload_model_params calls
     assert step(parameter, hybrid) < 1
@@ -58,7 +58,7 @@ def test_the_first_step_is_from_the_loaded_weights() -> None:
 
 
 def test_upstream_saves_classes_that_torch_does_not_load(tmp_path: Path) -> None:
-    """If this fails, megatron-core is mended, and removing them is not necessary any more."""
+    """This fails once megatron-core is mended; removing the classes can then go."""
     parameter, hybrid = loaded()
     torch.save(hybrid.state_dict(), tmp_path / "states.pt")
     with pytest.raises(pickle.UnpicklingError, match="AdamW"):
