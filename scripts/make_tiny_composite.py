@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-VOCABULARY = 288  # 256 bytes, the added tokens and, as in real models, a few unused rows
+VOCABULARY = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
@@ -70,7 +70,7 @@ def text_config(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) ->
         config |= {
             "num_experts": args.experts,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": args.hidden // 2,
+            "moe_intermediate_size": 3 * args.hidden // 4,  # no square matrices: a transposed one must not fit
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -96,7 +96,7 @@ def delta_net_config(args: argparse.Namespace) -> dict[str, Any]:
         "attn_output_gate": True,
     }
     if args.kind in WITH_EXPERTS:
-        config["shared_expert_intermediate_size"] = args.hidden // 2
+        config["shared_expert_intermediate_size"] = 3 * args.hidden // 4
     return config
 
 
@@ -162,6 +162,17 @@ def draw_weights(model: torch.nn.Module, args: argparse.Namespace) -> None:
         parameter.data.copy_(value)
 
 
+def save_stacked_experts(model: torch.nn.Module, file: Path, transposed: bool) -> None:
+    """Save all experts of a layer in one tensor, as released; save_pretrained splits or turns them.
+
+    `transposed`: [experts, inputs, outputs], the order of Qwen3-VL.
+    """
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if transposed and ".mlp.experts." in name]:
+        tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
     """Add a multi-token prediction layer, which transformers leaves out: copies of the last layer's rows, reversed."""
     file = folder / "model.safetensors"
@@ -225,8 +236,8 @@ def main() -> None:
     draw_weights(model, args)
     tokenizer.save_pretrained(args.out)
     model.to(torch.bfloat16).save_pretrained(args.out)
-    if args.kind == "qwen3_5_moe":  # released with the experts of a layer in one tensor, which save_pretrained splits
-        save_file(dict(model.state_dict()), args.out / "model.safetensors", metadata={"format": "pt"})
+    if args.kind in ("qwen3_5_moe", "qwen3_vl_moe"):
+        save_stacked_experts(model, args.out / "model.safetensors", transposed=args.kind == "qwen3_vl_moe")
     if args.kind != "qwen3_next":
         write_processor(args.out, args.kind)
     if args.kind in WITH_DELTA_NETS:

@@ -10,6 +10,7 @@ support_table.py     the support of every ms-swift flag, and the messages that r
 engine_kwargs.py     the support of every setting of vLLM in --vllm_engine_kwargs
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
+model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
 batch_plan.py        resolve the batch sizes of a run
 batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
 rollout_checks.py    flags of recording, asynchronous generation and time limits

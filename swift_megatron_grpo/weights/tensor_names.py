@@ -1,4 +1,4 @@
-"""Which part of a model a tensor of the checkpoint belongs to, by its name."""
+"""Names of tensors in a checkpoint, and the part of the model that each belongs to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are not trained are saved as they were, unless the user refuses, and never a stale copy of a trained one."""
+"""Tensors that are not trained are saved as they were, unless the user refuses; stale copies are never saved."""
 
 from __future__ import annotations
 
