@@ -116,6 +116,10 @@ def test_the_bridge_names_the_towers_of_every_supported_type() -> None:
     for meta in MODEL_MAPPING.values():
         if {*meta.model_types} & {*TEXT_OF_COMPOSITE}:
             assert meta.visual_cls.module_mapping == {"model.visual": "visual"}
+            old_names = meta.bridge_cls.hf_state_dict_mapping
+            assert (old_names.get("visual") == "model.visual") == any(
+                name.startswith("qwen2") for name in meta.model_types
+            )
 
 
 def test_the_bridge_copies_missing_tensors_through_one_method() -> None:
