@@ -43,7 +43,7 @@ def main() -> None:
         kv_heads=args.kv_heads,
         head_dim=args.head_dim,
         experts=args.experts,
-        expert_ffn=hidden // 2,
+        expert_ffn=3 * hidden // 4,
         positions=2048,
     )
     model = save_composite(args.out, Shape(args.kind, sizes, args.interval, args.tie), args.seed)

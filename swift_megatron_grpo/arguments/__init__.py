@@ -10,6 +10,7 @@ support_table.py     the support of every ms-swift flag, and the messages that r
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
+model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
 pipeline_stages.py   the stages of --pipeline_model_parallel_layout
 rope.py              positions that differ from the checkpoint's, for vLLM as for the trainer
 long_prompts.py      --truncation_strategy delete and raise

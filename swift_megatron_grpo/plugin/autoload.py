@@ -4,7 +4,7 @@ Its cost must stay far below a millisecond. It therefore compares only the name 
 this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout`,
 torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all of it off.
 
-Where torch is a CPU build, every process gets the hook that makes torchvision importable: without it `import
+Where torch is a CPU build, every process gets a finder that makes torchvision importable: without it `import
 transformers` fails next to an installed torchvision (platforms/cpu/torchvision_operators.py).
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
 _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
@@ -22,12 +23,22 @@ def arm() -> None:
     try:
         torch = sys.modules.get("torch")  # absent only if something else calls this
         if torch is not None and torch.version.cuda is None:
-            from swift_megatron_grpo.platforms.cpu.torchvision_operators import hook_torchvision
-
-            hook_torchvision()
+            sys.meta_path.insert(0, _TorchvisionFinder())
         if sys.argv and os.path.basename(sys.argv[0]) in _PROGRAMS:
             from swift_megatron_grpo.plugin.activation import activate
 
             activate(sys.argv, sys.orig_argv, os.environ)
     except Exception as error:
         print(f"swift-megatron-grpo: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class _TorchvisionFinder:
+    """Hooks torchvision when it is imported, and costs nothing before: it imports nothing."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torchvision.extension":
+            return None
+        sys.meta_path.remove(self)
+        from swift_megatron_grpo.platforms.cpu.torchvision_operators import find_with_operators
+
+        return find_with_operators(name, path)

@@ -27,7 +27,7 @@ from swift_megatron_grpo.tools.tiny_models import END_OF_TEXT, IM_END, Sizes, ma
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
-VOCABULARY = 288  # 256 bytes, the added tokens and, as in real models, a few unused rows
+VOCABULARY = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n"
@@ -176,6 +176,17 @@ def draw_weights(model: torch.nn.Module, shape: Shape, seed: int) -> None:
         parameter.data.copy_(value)
 
 
+def save_stacked_experts(model: PreTrainedModel, file: Path, transposed: bool) -> None:
+    """Save all experts of a layer in one tensor, as released; save_pretrained splits or turns them.
+
+    `transposed`: [experts, inputs, outputs], the order of Qwen3-VL.
+    """
+    tensors = dict(model.state_dict())
+    for name in [name for name in tensors if transposed and ".mlp.experts." in name]:
+        tensors[name] = tensors[name].mT.contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
     """Add a multi-token prediction layer, which transformers leaves out: copies of the last layer's rows, reversed."""
     file = folder / "model.safetensors"
@@ -222,8 +233,8 @@ def save_composite(folder: Path, shape: Shape, seed: int = 0) -> PreTrainedModel
     draw_weights(model, shape, seed)
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
-    if shape.kind == "qwen3_5_moe":  # released with the experts of a layer in one tensor, which save_pretrained splits
-        save_file(dict(model.state_dict()), folder / "model.safetensors", metadata={"format": "pt"})
+    if shape.kind in ("qwen3_5_moe", "qwen3_vl_moe"):
+        save_stacked_experts(model, folder / "model.safetensors", transposed=shape.kind == "qwen3_vl_moe")
     if shape.kind != "qwen3_next":
         write_processor(folder, shape.kind)
     if shape.kind in WITH_DELTA_NETS:

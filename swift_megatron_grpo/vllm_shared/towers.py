@@ -1,4 +1,4 @@
-"""Whether an engine holds the image, video and audio parts of its model."""
+"""Detects whether an engine holds the image, video and audio parts of its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a model a tensor of the checkpoint belongs to, by its name."""
+"""Names of tensors in a checkpoint, and the part of the model that each belongs to."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ _LAYER = r"(?:^|\.)layers\.(\d+)\."
 
 
 def tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Return how the names of image, video and audio parts begin; () for a text model."""
+    """Return how the names of image, video and audio parts begin; () for a text model.
+
+    Models that were released before transformers 4.52 have other names in checkpoints than in transformers:
+    hf_state_dict_mapping has pairs of the two.
+    """
     towers = config.model_meta.visual_cls
-    return () if towers is None else tuple(f"{name}." for name in towers.module_mapping)
+    if towers is None:
+        return ()
+    released = config.model_meta.bridge_cls.hf_state_dict_mapping
+    aliases = [old for old, new in released.items() if new in towers.module_mapping]
+    return tuple(f"{name}." for name in (*towers.module_mapping, *aliases))
 
 
 def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:

@@ -1,4 +1,4 @@
-"""What upstream does with linear attention and composite models, which this package corrects, replaces or relies on.
+"""Upstream's linear attention and composite models: what this package corrects, replaces or relies on.
 
 A test that fails after an upgrade names what has changed: if upstream is right now, delete the correction.
 """
@@ -51,7 +51,7 @@ def test_the_stand_in_has_what_supported_models_import_of_fla() -> None:
 
 
 def test_the_delta_net_gathers_tokens_before_its_first_norm() -> None:
-    """So each tensor-parallel rank has the whole gradient of in_proj's norm, which is marked to be summed."""
+    """Each tensor-parallel rank therefore has the whole gradient of in_proj's norm, which is marked to be summed."""
     gather, project = FORWARD.index("gather_from_sequence_parallel_region"), FORWARD.index("self.in_proj(")
     assert gather < FORWARD.index("_set_linear_sequence_parallel(False)") < project
     assert "tensor_parallel_output_grad=False" in FORWARD[gather:project]
@@ -116,6 +116,10 @@ def test_the_bridge_names_the_towers_of_every_supported_type() -> None:
     for meta in MODEL_MAPPING.values():
         if {*meta.model_types} & {*TEXT_OF_COMPOSITE}:
             assert meta.visual_cls.module_mapping == {"model.visual": "visual"}
+            old_names = meta.bridge_cls.hf_state_dict_mapping
+            assert (old_names.get("visual") == "model.visual") == any(
+                name.startswith("qwen2") for name in meta.model_types
+            )
 
 
 def test_the_bridge_copies_missing_tensors_through_one_method() -> None:

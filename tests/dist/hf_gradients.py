@@ -30,7 +30,7 @@ def main(folder: str, out: str) -> None:
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         tokens = torch.tensor([sample.tokens])
-        log_p = (model(tokens).logits[0] / TEMPERATURE).log_softmax(-1)
+        log_p = (model(tokens, use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
         rows = [i for i, trained in enumerate(sample.completion_mask) if trained]
         now = torch.stack([log_p[i - 1, sample.tokens[i]] for i in rows])
         ratio = (now - torch.tensor(sample.old_logprobs, dtype=torch.float64)).exp()

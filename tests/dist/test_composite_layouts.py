@@ -60,11 +60,13 @@ def test_gradients_match_plain_transformers(descended: Ranks, tmp_path: Path, ki
     reference = torch.load(tmp_path / "hf.pt")
     squares = sum(grad.square().sum().item() for grad in reference["grads"].values())
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+    assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=2e-5 if kind == "qwen3_next" else 1e-5)
 
     start, moved = torch_weights(descended.model(kind)), torch.load(run["weights"])
     compared = [name for name in reference["grads"] if name in start and name in moved]
     assert len(compared) > len(reference["grads"]) / 3 or kind.startswith("qwen2")  # released under older names
     for name in compared:
         gradient, expected = (start[name].double() - moved[name].double()) / LEARNING_RATE, reference["grads"][name]
-        assert (gradient - expected).norm() / expected.norm() < 1e-3, name
+        if gradient.shape != expected.shape:  # experts of Qwen3-VL, which are released transposed
+            gradient = gradient.mT
+        assert (gradient - expected).norm() / expected.norm() < 1e-4, name

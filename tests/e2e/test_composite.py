@@ -106,3 +106,19 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
     assert f"vLLM holds all {number} tensors bit for bit" in run.output
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
     assert set(load_file(run.last_checkpoint / "model.safetensors")) == set(tensors)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe"])
+def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
+    folder: Path, dataset: Path, kind: str
+) -> None:
+    model = make_model(folder / kind, kind)
+    run = megatron_rlhf(model, dataset, folder / f"{kind}-run", 1, [*FP32, *PROBED])
+    assert run.code == 0, run.output[-4000:]
+    assert len(run.log) == 2 and all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    assert all(step["sync_check/mean_diff"] < 1e-5 for step in run.log)
+    assert hf_difference(run.last_checkpoint)["max"] < 1e-5
+    before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
+    towers = {name.removeprefix("model."): name for name in after if "visual." in name}
+    for name in [name for name in before if "visual." in name]:
+        assert torch.equal(before[name].float(), after[towers[name.removeprefix("model.")]].float()), name

@@ -13,6 +13,8 @@ Tests: tests/unit/platforms/cpu/test_torchvision_operators.py fails once torchvi
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from swift_megatron_grpo.import_hooks import after_import
@@ -21,9 +23,14 @@ _OPERATORS = ("nms", "qnms")
 _kept: list[Any] = []  # an operator disappears with the object that declared it
 
 
-def hook_torchvision() -> None:
-    """Declare the operators when torchvision is imported. Costs nothing in a process that never imports it."""
-    after_import("torchvision.extension", declare_missing_operators)
+def find_with_operators(name: str, path: Any) -> ModuleSpec | None:
+    """Find torchvision.extension, which is being imported, such that the operators are declared right after it ran."""
+    after_import(name, declare_missing_operators)
+    for finder in tuple(sys.meta_path):  # the hook of after_import comes first
+        spec: ModuleSpec | None = finder.find_spec(name, path)
+        if spec is not None:
+            return spec
+    return None
 
 
 def declare_missing_operators(extension: Any) -> None:

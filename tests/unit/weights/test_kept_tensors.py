@@ -1,4 +1,4 @@
-"""Tensors that are not trained are saved as they were, unless the user refuses, and never a stale copy of a trained one."""
+"""Tensors that are not trained are saved as they were, unless the user refuses; stale copies are never saved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(tied: bool = False, language_model_only: bool = False) -> Any:
         num_layers=4,
         untie_embeddings_and_output_weights=not tied,
         language_model_only=language_model_only,
-        model_meta=SimpleNamespace(visual_cls=towers),
+        model_meta=SimpleNamespace(visual_cls=towers, bridge_cls=SimpleNamespace(hf_state_dict_mapping={})),
     )
 
 
