@@ -63,4 +63,5 @@ def test_megabytes_of_output_of_a_reward_function_neither_block_nor_end_a_run(
     folder: Path, dense: Path, dataset: Path
 ) -> None:
     run = train((folder, dense, dataset), "prints_megabytes")
-    assert len(run.log) == 2 and run.output.count("x" * 2**16) == 2 * 2 * 2 * 64  # steps, ranks, outputs
+    # steps, ranks, outputs, lines; the ranks share one pipe, so their lines are mixed
+    assert len(run.log) == 2 and run.output.count("x") >= 2 * 2 * 2 * 64 * 2**16
