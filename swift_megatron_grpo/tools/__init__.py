@@ -1,6 +1,7 @@
 """Command-line tools for users: python -m swift_megatron_grpo.tools.NAME.
 
     check_layouts.py    trains a fixed batch in several parallel layouts and compares the results with one rank
+    torn_down.py        destroys a layout in its process, so that the next one can be created
     check_script.py     checks the flags of a shell script for a cluster, and trains a step of it on this machine
     shell_scripts.py    reads the launches of `megatron rlhf` and `swift rollout` from a shell script
     script_stand_ins.py what such a script gets on this machine: data, rewards, smaller sizes

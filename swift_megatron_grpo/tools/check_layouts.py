@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.tools.torn_down import megatron_torn_down
+
 DENSE = [
     "mbs1", "mbs4", "tokens48", "tokens96", "tokens400", "tp2", "tp2+sp", "pp2", "pp2+vpp2", "cp2", "dp2",
     "dp2+overlap", "dp2+tokens64", "tp2+sp+recompute", "tp2+sp+selective", "tp2+pp2", "tp2+cp2", "pp2+cp2",
@@ -230,35 +232,6 @@ def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[lis
             samples[index].old_logprobs = values.logprobs if kind == "off-policy" else None
         batches.append(samples)
     return batches
-
-
-class megatron_torn_down:
-    """Destroys Megatron's groups on exit, because every layout creates them again; torch's process group stays."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None:
-        import gc
-
-        import torch.distributed as dist
-        from mcore_bridge.bridge import gpt_bridge
-        from megatron.core import mpu
-        from megatron.core.distributed import DistributedDataParallel
-        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
-
-        mpu.destroy_model_parallel()
-        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge creates it once per process
-        unset_num_microbatches_calculator()
-        # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
-        # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
-        # it, and the model once its hooks do, whose references Python's garbage collector cannot see.
-        for candidate in gc.get_objects():
-            if type(candidate) is DistributedDataParallel:
-                vars(candidate).clear()
-        for group in list(dist.distributed_c10d._world.pg_names):
-            if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
-                dist.destroy_process_group(group)
-        gc.collect()
 
 
 Task = dict[str, Any]

@@ -13,7 +13,8 @@ import torch
 
 from swift_megatron_grpo.config import LossConfig, ResidencyConfig
 from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.tools.check_layouts import fixed_samples, megatron_torn_down
+from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.tools.torn_down import megatron_torn_down
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export import export_weights

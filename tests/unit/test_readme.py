@@ -103,9 +103,10 @@ def test_the_refused_batch_size_in_the_readme_is_what_the_check_prints() -> None
 
 def test_commands_of_the_readme_exist() -> None:
     modules = re.findall(r"python -m (swift_megatron_grpo[\w.]+)", README)
-    assert {module.rsplit(".", 1)[1] for module in modules} == {"check_layouts", "check_script", "templates"}
+    assert {module.rsplit(".", 1)[1] for module in modules} == {"check_layouts", "check_script", "doctor", "templates"}
     for module in modules:
-        assert (REPOSITORY / (module.replace(".", "/") + ".py")).is_file()
+        path = REPOSITORY / module.replace(".", "/")
+        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
     for script in re.findall(r"(?:bash )?(scripts/\w+\.\w+)", README):
         assert (REPOSITORY / script).is_file()
 
