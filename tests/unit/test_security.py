@@ -22,13 +22,17 @@ UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "
 READS_PICKLED_DATA = {
     "parallel.py": {"all_gather_object"},
     "training/engine.py": {"all_gather_object", "broadcast_object_list"},
+    "arguments/long_prompts.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
     "tools/check_layouts.py": {"load"},  # what its own ranks have written, with weights_only
 }
 LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer", "TCPStore", "TCPSite"}
 LISTENS = {
     "protocol/rendezvous.py": {"create_server"},
-    "server/arguments.py": {"create_server"},  # looks whether the port is free, and closes it
+    # look whether a port is free, and close it
+    "doctor/machine.py": {"create_server"},
+    "server/arguments.py": {"create_server"},
+    "tools/check_script.py": {"create_server"},
 }
 SECRET = re.compile(r"secret|api_key|^_key$|^mac$|^proof$")
 
