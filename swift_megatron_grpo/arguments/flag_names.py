@@ -92,8 +92,8 @@ def check_flag_names(command_line: Sequence[str]) -> None:
 
 
 def known_flags() -> frozenset[str]:
-    """Return the names that the parser creates: one per field, and --no_... for a boolean that is true by default."""
-    names = set()
+    """Return the names that the parser creates: --help, one per field, and --no_... for a boolean that is true."""
+    names = {"help"}
     for field in fields(GRPOFlags):
         names.add(field.name)
         if field.default is True and field.default_factory is MISSING:

@@ -128,6 +128,9 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out")
     if "system" in flags and Path(flags["system"][0]).is_file():
         flags["system"] = [os.path.abspath(flags["system"][0])]
+    elif "system" in flags and flags["system"][0].endswith(".txt"):  # ms-swift reads such a file
+        notes.append(f"--system {flags['system'][0]}: a made-up line, because it is not on this machine")
+        flags["system"] = ["Answer briefly."]
     plugins = [os.path.abspath(path) for path in flags.pop("external_plugins", []) if Path(path).is_file()]
     rewards = [name for name in flags.get("reward_funcs", []) if not _can_run(name, plugins)]
     unknown = [name for name in environments if not _is_environment(name)]

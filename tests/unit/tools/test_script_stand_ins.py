@@ -67,12 +67,12 @@ def test_batches_and_lengths_keep_how_they_relate() -> None:
 
 def test_inputs_that_are_not_here_are_replaced_and_named(tmp_path: Path) -> None:
     given = flags("--dataset org/data#100 --reward_funcs nothing format --report_to wandb --external_plugins no.py "
-                  "--gym_env maze --ref_model org/other")  # fmt: skip
+                  "--gym_env maze --ref_model org/other --system no.txt")  # fmt: skip
     replaced, notes = replace_inputs(given, tmp_path, ["maze"])
     assert len(Path(replaced["dataset"][0]).read_text().splitlines()) == 32
     assert replaced["report_to"] == ["none"] and "ref_model" not in replaced
     assert [note.split(":")[0] for note in notes] == [
-        "--dataset org/data#100", "--reward_funcs nothing", "--gym_env maze", "--report_to wandb",
+        "--dataset org/data#100", "--system no.txt", "--reward_funcs nothing", "--gym_env maze", "--report_to wandb",
         "--ref_model org/other",
     ]  # fmt: skip
     [plugin] = replaced["external_plugins"]
