@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from mcore_bridge.tuners import lora
 from megatron.core.distributed import finalize_model_grads as finalize_module
 from megatron.core.ssm import gated_delta_net
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 
 from swift_megatron_grpo.platforms.cpu.linear_attention import tree
 from swift_megatron_grpo.training.megatron_fixes import linear_attention as fixes
@@ -87,12 +89,13 @@ def test_the_marks_of_both_projections_are_removed_and_that_of_out_norm_stays(de
     assert net.out_proj.weight.sequence_parallel is False and net.out_norm.weight.sequence_parallel is True
 
 
-def test_megatron_core_has_no_context_parallelism_for_delta_nets() -> None:
-    """Fails once megatron-core has it; then delete linear_attention_context.py."""
+def test_megatron_core_below_0_17_has_no_context_parallelism_for_delta_nets() -> None:
+    """Once no supported version lacks it, delete linear_attention_context.py."""
     module = ast.parse(inspect.getsource(gated_delta_net))
-    assert not any(isinstance(node, ast.FunctionDef) and node.name == "tensor_a2a_cp2hp" for node in module.body)
-    check = inspect.unwrap(TransformerConfig.__post_init__)
-    assert "Gated delta net does not support context parallel for now" in inspect.getsource(check)
+    has_it = any(isinstance(node, ast.FunctionDef) and node.name == "tensor_a2a_cp2hp" for node in module.body)
+    check = inspect.getsource(inspect.unwrap(TransformerConfig.__post_init__))
+    assert has_it == (Version(version("megatron-core")) >= Version("0.17"))
+    assert ("Gated delta net does not support context parallel for now" in check) != has_it
     assert "tensor_a2a_cp2hp, tensor_a2a_hp2cp" in FORWARD and "self.cp_size" in FORWARD
 
 

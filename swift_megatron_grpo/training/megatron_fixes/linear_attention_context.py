@@ -1,13 +1,13 @@
 """Gives gated delta nets (Qwen3.5, Qwen3-Next) context parallelism.
 
-Upstream: mcore-bridge 1.6.5 computes it, with two functions and a property of megatron-core 0.17. megatron-core 0.16.1,
-the version that this package supports, has none of the three, and its configuration refuses the combination.
+Upstream: mcore-bridge 1.6.5 computes it, with two functions and a property of megatron-core 0.17. megatron-core 0.16.1
+has none of the three, and its configuration refuses the combination.
 
 Fix: supply the three, by megatron-core's own all-to-all of Mamba layers, and let the configuration pass. Between the
 two functions a rank holds all tokens of a sequence and a part of the heads. mcore-bridge calls them for one sequence at
 a time, so there are two all-to-alls per sequence and layer.
 
-Tests: tests/contract/test_linear_attention.py fails once megatron-core has the functions; tests/dist/
+Tests: tests/contract/test_linear_attention.py names the versions that have the functions; tests/dist/
 test_composite_layouts.py compares cp2 with one rank.
 """
 

@@ -1,9 +1,9 @@
 """Ends the helper processes of checkpoint writing with their rank.
 
 Upstream: megatron-core 0.16.1 to 0.19.2 starts a multiprocessing manager at the first checkpoint with distributed
-state, for the queue of its writers' results, and forks its writers for every checkpoint. Neither notices when its rank
-is killed. The manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a lock of a
-queue which its killed rank held. A writer is a copy of its rank, with all of its sockets.
+state, for the queue of its writers' results, and 0.16.1 forks its writers for every checkpoint. Neither notices when
+its rank is killed. The manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a
+lock of a queue which its killed rank held. A writer is a copy of its rank, with all of its sockets.
 
 Fix: start the same manager with a thread that ends it with its rank, and such a thread in each writer.
 
@@ -24,13 +24,14 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from swift_megatron_grpo.stopping.with_parent import exit_with_parent
 
-# With --async_save the first one runs in a forked process too, and forks the others.
-_IN_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data")
+# With --async_save the first of a version runs in a forked process, too. megatron-core 0.16.1 forks the others from it;
+# newer versions have the second in place of the first, and write in threads.
+_IN_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithread", "write_preloaded_data")
 
 
 def end_writers_with_rank() -> None:
     """Start the manager of the result queue, unless it is running, and let it and all writers end with this process."""
-    for name in _IN_WRITERS:
+    for name in filter(FileSystemWriterAsync.__dict__.__contains__, _IN_WRITERS):
         function = getattr(FileSystemWriterAsync, name)
         if not hasattr(function, "__wrapped__") or function.__module__ != __name__:
             setattr(FileSystemWriterAsync, name, staticmethod(_ending_with_parent(function)))

@@ -46,6 +46,9 @@ def end():
     print(*writers, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
+if not hasattr(FileSystemWriterAsync, "write_preloaded_data_multiproc"):
+    print("threads", flush=True)
+    raise SystemExit
 threading.Thread(target=end).start()
 time.sleep(1)
 FileSystemWriterAsync.write_preloaded_data_multiproc([], False, 0, [("pipe", "key", ([], []))], queue.Queue())
@@ -58,6 +61,8 @@ def test_the_helper_ends_within_two_seconds_after_its_rank_was_killed(tmp_path: 
     with (tmp_path / "output").open("w") as output:
         rank = fork_server("trainer").start("code", [code.format(fixed=fixed)], 0, tmp_path, output, {})
     wait_for_end(psutil.Process(rank.pid), 240)  # not its status: a writer that is left holds that pipe open
+    if (tmp_path / "output").read_text() == "threads\n":
+        pytest.skip("this version of megatron-core writes in threads of the rank")
     pids = [int(pid) for pid in (tmp_path / "output").read_text().split()]
     helpers = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     for helper in helpers:
