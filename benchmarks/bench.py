@@ -19,6 +19,7 @@ The two trainers alternate, and rounds after the first repeat only the settings 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import signal
@@ -86,7 +87,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def revision() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return done.stdout.strip() or "not a git checkout"
+    return done.stdout.strip() or os.environ.get("COMMIT", "not a git checkout")
 
 
 def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
