@@ -120,9 +120,9 @@ group() {
                 --goal "1.8, ranks within 3 %" ;;
         # Text rows of a Qwen3.5 with its image part frozen.
         qwen3.5)
-            qwen3_5 train qwen3.5-2b "" --ours tokens8192 tokens16384 --stock mbs4 mbs8 mbs16 --goal 1.8 ;;
+            qwen3_5 train qwen3.5-2b "" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
         qwen3.5-lora)
-            qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens8192 tokens16384 --stock mbs4 mbs8 mbs16 --goal 1.8 ;;
+            qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
         qwen3.5-step)
             qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs8 --rounds 1 ;;
         qwen3.5-step-lora)
