@@ -243,7 +243,8 @@ def _check_reference(args: DerivedArguments) -> None:
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
     config = read_model_config(args.model_dir)
-    models.check_kernels(args.model, config)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:
         models.check_composite(
