@@ -260,6 +260,7 @@ class OtherServer(BaseHTTPRequestHandler):
         ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
         ({"api_key": None}, "requires its --api_key"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
+        ({"model": {"torch_dtype": "bfloat16"}}, "is 'float32' there .* start it .* with --torch_dtype bfloat16"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
         (
             {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},

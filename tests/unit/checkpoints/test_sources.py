@@ -187,9 +187,7 @@ def test_a_checkpoint_without_optimizer_state_cannot_be_resumed(tmp_path: Path, 
     check_optimizer_state([saved])
     (tmp_path / "args.json").write_text('{"no_save_optim": true}')
     check_optimizer_state([Source("model", tmp_path, megatron=False)])
-    with pytest.raises(
-        BadCheckpoint, match=f"--{flag} .* no optimizer state .* use {instead} {tmp_path}"
-    ):
+    with pytest.raises(BadCheckpoint, match=f"--{flag} .* no optimizer state .* use {instead} {tmp_path}"):
         check_optimizer_state([saved])
 
 
