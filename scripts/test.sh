@@ -28,6 +28,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE
 export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
+workers=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py, the longest file first
 
 # Stages on the same packages share the preloaded processes of tests/forking: their imports take 60 CPU seconds.
 servers=$(mktemp -d)
@@ -62,7 +63,7 @@ tests_of() { # tests_of PYTEST_ARGUMENT...: two workers, without what is marked 
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
-    "${pytest[@]}" --alone no -n 2 --dist loadfile "$@"
+    "${pytest[@]}" --alone no "${workers[@]}" "$@"
 }
 
 tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone`
@@ -112,7 +113,7 @@ if [ -n "$quick" ]; then
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
-        tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no -n 2 --dist loadfile "$@"
+        tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no "${workers[@]}" "$@"
     exit
 fi
 for stage in "${stages[@]}"; do
