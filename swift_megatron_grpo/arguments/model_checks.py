@@ -6,11 +6,11 @@ transformers. docs/models.md has the list with what is trained, frozen and sent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+
+from swift_megatron_grpo.protocol.model_identity import language_config
 
 _PICTURES = ("image", "video")
 
@@ -84,16 +84,9 @@ def text_only_limits(model_type: str) -> dict[str, int]:
     return dict.fromkeys(TEXT_OF_COMPOSITE[model_type], 0)
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return config.json of a checkpoint."""
-    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return config
-
-
 def check_kernels(model: str, config: Mapping[str, Any]) -> None:
     """Raise ValueError if a model with linear attention would find no kernels for it; the CPU platform has its own."""
-    text = config.get("text_config") or config
-    if "linear_num_key_heads" in text and find_spec("fla") is None:
+    if "linear_num_key_heads" in language_config(config) and find_spec("fla") is None:
         raise ValueError(
             f"--model {model} has linear attention, which needs flash-linear-attention; install it with "
             'pip install "swift-megatron-grpo[gpu]", or pip install flash-linear-attention'
@@ -106,7 +99,7 @@ def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
     mcore-bridge 1.6.5 has full attention in every layer that full_attention_interval divides, and reads neither
     layer_types nor, without layer_types, the interval: transformers replaces it by the list. It then takes 4.
     """
-    text = config.get("text_config") or config
+    text = language_config(config)
     if "linear_num_key_heads" not in text or "num_hidden_layers" not in text:
         return
     listed, given, layers = text.get("layer_types"), text.get("full_attention_interval"), text["num_hidden_layers"]

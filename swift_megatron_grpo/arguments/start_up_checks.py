@@ -33,6 +33,7 @@ from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
+from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
@@ -241,7 +242,7 @@ def _check_reference(args: DerivedArguments) -> None:
 
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
-    config = models.read_config(args.model_dir)
+    config = read_model_config(args.model_dir)
     models.check_kernels(args.model, config)
     models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:

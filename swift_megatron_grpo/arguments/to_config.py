@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.model_checks import read_config, text_only_limits
+from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
@@ -172,7 +172,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
 
 def _without_towers(args: GRPOArguments) -> dict[str, int] | None:
     """Return the limits with which vLLM builds no towers; None for a text model."""
-    return text_only_limits(read_config(args.model_dir)["model_type"]) if args.is_multimodal else None
+    return text_only_limits(read_model_config(args.model_dir)["model_type"]) if args.is_multimodal else None
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:

@@ -106,7 +106,7 @@ _REASONS = {
     "every request of a rollout must be completed by this engine, from its tokens": """
         max_num_queued_reqs max_num_queued_tokens kv_transfer_config kv_events_config ec_transfer_config
         ec_manager_config tokens_only enable_prompt_embeds renderer_num_workers""",
-    "models with an image or audio part are not supported yet": """
+    "only text rows are trained, for which vLLM builds no image or audio part": """
         language_model_only enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
         mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
         mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
