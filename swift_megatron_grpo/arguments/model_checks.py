@@ -7,8 +7,11 @@ transformers. docs/models.md has the list with what is trained, frozen and sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
+
+from packaging.version import Version
 
 from swift_megatron_grpo.protocol.model_identity import language_config
 
@@ -84,13 +87,28 @@ def text_only_limits(model_type: str) -> dict[str, int]:
     return dict.fromkeys(TEXT_OF_COMPOSITE[model_type], 0)
 
 
-def check_kernels(model: str, config: Mapping[str, Any]) -> None:
+def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> None:
     """Raise ValueError if a model with linear attention would find no kernels for it; the CPU platform has its own."""
-    if "linear_num_key_heads" in language_config(config) and find_spec("fla") is None:
+    if "linear_num_key_heads" not in language_config(config):
+        return
+    if find_spec("fla") is None:
         raise ValueError(
             f"--model {model} has linear attention, which needs flash-linear-attention; install it with "
             'pip install "swift-megatron-grpo[gpu]", or pip install flash-linear-attention'
         )
+    fault = fault_of_delta_rule(version("triton"), find_spec("tilelang") is not None) if on_hopper else None
+    if fault is not None:
+        raise ValueError(f"--model {model} has linear attention: {fault}")
+
+
+def fault_of_delta_rule(triton: str, has_tilelang: bool) -> str | None:
+    """Return why flash-linear-attention 0.6 would raise in the first backward pass on Hopper; None: it would not."""
+    if has_tilelang or not Version("3.4") <= Version(triton) < Version("3.7.1"):
+        return None
+    return (
+        f"Triton {triton} computes wrong gradients of gated delta nets on Hopper GPUs, so flash-linear-attention "
+        "refuses to use it; install tilelang, whose kernel takes its place: pip install tilelang"
+    )
 
 
 def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_rope_scaling
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
-from swift_megatron_grpo.checkpoints.sources import check_quickly
+from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.protocol.model_identity import read_model_config
@@ -213,6 +213,8 @@ def _check_checkpoints(args: DerivedArguments) -> None:
     """Check the files that ms-swift reads next; the trainer verifies the large ones, in parallel."""
     if args.verify_checkpoint:
         check_quickly(args.checkpoint_sources)
+    if args.resumes and not args.no_load_optim:
+        check_optimizer_state(source for source in args.checkpoint_sources if source.flag != "mcore_ref_model")
 
 
 def _check_interleaving(args: DerivedArguments) -> None:
@@ -243,7 +245,8 @@ def _check_reference(args: DerivedArguments) -> None:
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
     config = read_model_config(args.model_dir)
-    models.check_kernels(args.model, config)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:
         models.check_composite(

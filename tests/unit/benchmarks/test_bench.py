@@ -216,7 +216,7 @@ def test_the_report_replaces_only_the_table_in_the_readme() -> None:
     runs = [replace(some_run(), name=name) for name in page.HEADLINES]
     readme = page.with_headlines(f"before\n{begin}| old |\n{end}after\n", runs)
     assert readme.startswith(f"before\n{begin}|  | model |") and readme.endswith(f"|\n{end}after\n")
-    row = "| train phase | TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
+    row = "| train phase | Qwen3 TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
     assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
 
 
