@@ -27,6 +27,7 @@ from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer
 from swift_megatron_grpo.checkpoints.manifest import has_manifest
 from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.disk.checksums import threads_of_a_rank
 from swift_megatron_grpo.disk.folder_lock import LockedFolders
@@ -189,6 +190,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         inputs = RunInputs(
             template=self.template,
             train_rows=train_rows,
+            pictures=PictureReader(self.template) if args.most_images else None,
             rewards=self.rewards,
             servers=self.remote,
             coordinator=self.coordinator,

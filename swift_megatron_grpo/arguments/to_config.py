@@ -160,7 +160,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         enforce_eager=args.vllm_enforce_eager,
         enable_prefix_caching=args.vllm_enable_prefix_caching,
         disable_cascade_attn=args.vllm_disable_cascade_attn,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _without_towers(args),
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _limits_on_media(args),
         mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
@@ -170,9 +170,11 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
     )
 
 
-def _without_towers(args: GRPOArguments) -> dict[str, int] | None:
-    """Return the limits with which vLLM builds no towers; None for a text model."""
-    return text_only_limits(read_config(args.model_dir)["model_type"]) if args.is_multimodal else None
+def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
+    """Return what a prompt may have: vLLM builds no tower without images; None for a text model."""
+    if not args.is_multimodal:
+        return None
+    return text_only_limits(read_config(args.model_dir)["model_type"]) | {"image": args.most_images}
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:

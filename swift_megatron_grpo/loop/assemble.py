@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.config import CANARY_TOKENS, GRPOConfig
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
@@ -71,6 +72,7 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
+    pictures: PictureReader | None  # None: no row has images
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     coordinator: Coordinator
@@ -100,6 +102,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     return Stages(
         prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
         spare_prompts=_spare_prompts(config, run),
+        pictures=run.pictures,
         generation=generation,
         rewards=run.rewards,
         training=training,

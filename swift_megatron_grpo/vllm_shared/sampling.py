@@ -33,7 +33,7 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
 
 def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
     """Return the number of tokens that a completion may have, at least 1. ms-swift logs each one that is limited."""
-    prompt = engine._get_num_tokens(inputs)
+    prompt = engine._get_num_tokens(inputs) + _expansion(engine, inputs)
     room: int = engine.max_model_len - prompt + engine.max_tokens_offset
     if room < 1:
         raise ValueError(
@@ -41,6 +41,16 @@ def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
             f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
         )
     return room
+
+
+def _expansion(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
+    """Return the tokens that vLLM adds to one placeholder per image; the template has resized the images."""
+    images = inputs.get("images") or []
+    if not images:
+        return 0
+    processor = engine.template.processor.image_processor
+    side = processor.patch_size * processor.merge_size  # of the square that becomes one token
+    return sum(image.width * image.height // side**2 - 1 for image in images)
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
