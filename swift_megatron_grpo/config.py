@@ -147,6 +147,7 @@ class ServerConfig:
     model: dict[str, Any]  # values of config.json that must be equal on the server
     lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
+    images: int = 0  # the most in a row of the datasets
 
     @property
     def least_length(self) -> int:

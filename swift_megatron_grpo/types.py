@@ -102,6 +102,14 @@ class Placed:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """A text whose log-probs engines compute. With an image, one of the tokens is its placeholder."""
+
+    tokens: list[int]
+    image: bytes | None = None  # a PNG of which no side is resized
+
+
 @dataclass(slots=True)
 class Sample:
     """One training sequence and its per-token and per-sequence values."""

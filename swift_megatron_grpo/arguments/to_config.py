@@ -205,4 +205,5 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         model=read_model_identity(args.model_dir) | _positions(args),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,
+        images=args.most_images,
     )

@@ -3,7 +3,6 @@
 checks.py        refuse datasets that cannot be trained on, before a model loads
 dropped_rows.py  refuse rows that ms-swift would drop
 image_checks.py  refuse rows whose images cannot be trained on
-image_files.py   the images of a row as bytes: paths, URLs, base64, PIL images
 media.py         the images of prompts as models take them, and their places among the tokens
 prompts.py       take prompts in an order that depends only on the seed
 

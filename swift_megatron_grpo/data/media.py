@@ -11,18 +11,21 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from itertools import groupby
 from math import sqrt
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from PIL import Image
 from qwen_vl_utils.vision_process import SPATIAL_MERGE_SIZE, smart_resize
 from swift.template import Template
 
-from swift_megatron_grpo.data.image_files import digest_of, image_bytes, image_size, images_of
+from swift_megatron_grpo.images.files import digest_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.types import Picture, Placed
 
+MERGE: int = SPATIAL_MERGE_SIZE  # a token stands for so many patches in height and in width
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
 
 
@@ -42,7 +45,7 @@ class ImageFormat:
     @classmethod
     def of_template(cls, template: Template) -> ImageFormat:
         processor = template.processor.image_processor
-        if processor.merge_size != SPATIAL_MERGE_SIZE or processor.temporal_patch_size != 2:
+        if processor.merge_size != MERGE or processor.temporal_patch_size != 2:
             raise ValueError(
                 f"the image processor merges {processor.merge_size} x {processor.merge_size} patches of "
                 f"{processor.temporal_patch_size} frames; only 2 x 2 patches of 2 frames are supported"
@@ -60,7 +63,7 @@ class ImageFormat:
             ratio = width / height
             scaled = sqrt(self.max_pixels / ratio)
             width, height = int(scaled * ratio), int(scaled)
-        factor = self.patch * SPATIAL_MERGE_SIZE
+        factor = self.patch * MERGE
         if "resized_height" in options and "resized_width" in options:
             height, width = options["resized_height"], options["resized_width"]
             options = {}
@@ -78,19 +81,36 @@ class PictureReader:
         self._template.set_mode("vllm")  # as for the engine
         self._shared: WeakValueDictionary[tuple[Any, ...], Picture] = WeakValueDictionary()
 
+    @property
+    def token_side(self) -> int:
+        """Pixels per side of the square that is one token."""
+        return self.format.patch * MERGE
+
     def pictures(self, row: Mapping[str, Any]) -> list[Picture]:
         """Return the pictures of a row, in order. Equal files that are still in use are one object."""
         options = {k: v for k, v in (row.get("chat_template_kwargs") or {}).items() if k in _RESIZING}
-        return [self._picture(image_bytes(source), options) for source in images_of(dict(row))]
+        return [self._picture(image_bytes(source), options) for source in images_of(row)]
+
+    def exact(self, content: bytes) -> Picture:
+        """Return the picture of an image that is cut as it is: its sides are multiples of those of a token."""
+        width, height = image_size(content)
+        grid = (1, height // self.format.patch, width // self.format.patch)
+
+        def encode() -> torch.Tensor:
+            with Image.open(BytesIO(content)) as image:
+                return self._cut(image.convert("RGB"), grid)
+
+        return Picture(digest_of(content), grid, MERGE, self.format.channels, encode)
 
     def place(self, prompt_id: str, pictures: Sequence[Picture], tokens: Sequence[int]) -> tuple[Placed, ...]:
-        """Return where the images of a prompt are in its tokens, as the engine has expanded them."""
+        """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them."""
         runs = placeholder_runs(tokens, self.format.placeholder)
         found, expected = [length for _, length in runs], [picture.num_tokens for picture in pictures]
         if found != expected:
             raise MismatchedImages(
                 f"prompt {prompt_id}: the engine has expanded its images to {found} tokens, and the trainer to "
-                f"{expected}; use the same --model, --template and --max_pixels on both sides"
+                f"{expected}; use the same --model, --template and --max_pixels on both sides; a scheduler that adds "
+                "images must return all of them as rollout_infos['images']"
             )
         return tuple(Placed(picture, start) for picture, (start, _) in zip(pictures, runs, strict=True))
 
@@ -114,7 +134,7 @@ class PictureReader:
         if picture is None:
             grid = self.format.grid(*image_size(content), options)
             encode = partial(self._patches, content, dict(options), grid)
-            picture = Picture(digest, grid, SPATIAL_MERGE_SIZE, self.format.channels, encode)
+            picture = Picture(digest, grid, MERGE, self.format.channels, encode)
             self._shared[key] = picture
         return picture
 
@@ -126,6 +146,9 @@ class PictureReader:
             "chat_template_kwargs": options,
         }
         [image] = self._template.encode(row)["images"]
+        return self._cut(image, grid)
+
+    def _cut(self, image: Image.Image, grid: tuple[int, int, int]) -> torch.Tensor:
         cut = self._template.processor.image_processor(
             images=[image], do_resize=False, do_rescale=False, do_normalize=False, return_tensors="pt"
         )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.types import Graded, Picture, Placed, Rollout, Sample
 
+NO_TOKEN = -1  # a token that the policy sampled stands for no image
+
 
 def samples_of(
     graded: Sequence[Graded], group_size: int, overlong_filter: bool, pictures: PictureReader | None
@@ -17,10 +19,15 @@ def samples_of(
     def place(rollout: Rollout) -> tuple[Placed, ...]:
         if pictures is None:
             return ()
-        prompt = rollout.prompt
-        if prompt.prompt_id not in read:
-            read[prompt.prompt_id] = pictures.pictures(prompt.row)
-        return pictures.place(prompt.prompt_id, read[prompt.prompt_id], rollout.prompt_ids)
+        prompt, sampled = rollout.prompt, rollout.sampled_mask
+        inserted = [NO_TOKEN if own else token for token, own in zip(rollout.completion_ids, sampled, strict=True)]
+        if "images" in rollout.infos:  # a scheduler or an environment has changed them
+            shown = pictures.pictures({**prompt.row, "images": rollout.infos["images"]})
+        else:
+            if prompt.prompt_id not in read:
+                read[prompt.prompt_id] = pictures.pictures(prompt.row)
+            shown = read[prompt.prompt_id]
+        return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted)
 
     return [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -35,9 +35,10 @@ from swift_megatron_grpo.conversations.scheduling import (
 from swift_megatron_grpo.conversations.turns import Turn, tokens_left, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.server.pipe import InvalidRequest
+from swift_megatron_grpo.vllm_shared.towers import EngineForImages
 
 
-class ConversationEngine(GRPOVllmEngine):
+class ConversationEngine(EngineForImages):
     """ms-swift's engine, which records requests made within a conversation as turns of it."""
 
     async def infer_async(

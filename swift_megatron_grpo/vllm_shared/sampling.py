@@ -6,12 +6,15 @@ then detokenizes every token again for its log-prob. On an H200 that took a quar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
+from PIL import Image
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+
+from swift_megatron_grpo.types import ScoredText
 
 
 def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: RequestConfig) -> SamplingParams:
@@ -33,7 +36,7 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
 
 def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
     """Return the number of tokens that a completion may have, at least 1. ms-swift logs each one that is limited."""
-    prompt = engine._get_num_tokens(inputs) + _expansion(engine, inputs)
+    prompt = engine._get_num_tokens(inputs)
     room: int = engine.max_model_len - prompt + engine.max_tokens_offset
     if room < 1:
         raise ValueError(
@@ -41,16 +44,6 @@ def _room(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
             f"{engine.max_model_len}; use a larger --vllm_max_model_len, or a smaller --max_length, which cuts prompts"
         )
     return room
-
-
-def _expansion(engine: GRPOVllmEngine, inputs: dict[str, Any]) -> int:
-    """Return the tokens that vLLM adds to one placeholder per image; the template has resized the images."""
-    images = inputs.get("images") or []
-    if not images:
-        return 0
-    processor = engine.template.processor.image_processor
-    side = processor.patch_size * processor.merge_size  # of the square that becomes one token
-    return sum(image.width * image.height // side**2 - 1 for image in images)
 
 
 def sampled_logprobs(completion: Any) -> list[float]:
@@ -68,6 +61,19 @@ def scoring_params() -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
-def text_logprobs(output: Any, tokens: Sequence[int]) -> list[float]:
-    """Return the log-probs of every token but the first, from the output of a request with scoring_params."""
+def scoring_input(text: ScoredText) -> dict[str, Any]:
+    """Return the prompt of a request for the log-probs of a text."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(text.tokens)}
+    if text.image is not None:
+        with Image.open(BytesIO(text.image), formats=["PNG"]) as image:
+            prompt |= {"multi_modal_data": {"image": image.convert("RGB")}, "mm_processor_kwargs": {"do_resize": False}}
+    return prompt
+
+
+def text_logprobs(output: Any) -> list[float]:
+    """Return the log-probs of every token but the first, from the output of a request with scoring_params.
+
+    Those of an image, which vLLM has put in place of its placeholder, are among them.
+    """
+    tokens = output.prompt_token_ids
     return [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]

@@ -15,8 +15,8 @@ from swift.model import get_processor
 from swift.template import get_template
 
 from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
-from swift_megatron_grpo.data.image_files import UnreadableImage, image_bytes, image_size
 from swift_megatron_grpo.data.media import MismatchedImages, PictureReader, placeholder_runs
+from swift_megatron_grpo.images.files import UnreadableImage, image_bytes, image_size
 from swift_megatron_grpo.tools.tiny_composites import Shape, save_composite
 from swift_megatron_grpo.tools.tiny_models import TINY
 

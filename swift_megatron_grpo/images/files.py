@@ -1,7 +1,11 @@
-"""Images in the rows of a dataset: paths, URLs, base64, bytes or PIL images, several per row; read to bytes here."""
+"""Images as files: those of a row as bytes, their digests, and limits on what a client may send.
+
+A row has paths, URLs, base64, bytes or PIL images. Only a trainer reads them; its servers receive bytes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any
@@ -9,12 +13,16 @@ from typing import Any
 from PIL import Image
 from swift.template.vision_utils import load_file
 
+from swift_megatron_grpo.types import Prompt
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that servers accept
+
 
 class UnreadableImage(ValueError):
     """An element of a row's column `images` is no image."""
 
 
-def images_of(row: dict[str, Any]) -> list[Any]:
+def images_of(row: Mapping[str, Any]) -> list[Any]:
     return list(row.get("images") or [])
 
 
@@ -46,6 +54,30 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 def digest_of(content: bytes) -> str:
     return blake2b(content, digest_size=20).hexdigest()
+
+
+def files_of(row: Mapping[str, Any]) -> list[tuple[str, bytes]]:
+    """Return digest and content of each image of a row, in order."""
+    contents = map(image_bytes, images_of(row))
+    return [(digest_of(content), content) for content in contents]
+
+
+def image_digests(prompt: Prompt) -> list[str]:
+    return [digest for digest, _ in files_of(prompt.row)]
+
+
+def check_sent(content: bytes, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> None:
+    """Raise ValueError unless a client has sent an image, in one of PIL's `formats`, of at most so many pixels.
+
+    Only its header is read: a file of kilobytes may promise an image of gigabytes.
+    """
+    try:
+        with Image.open(BytesIO(content), formats=formats) as image:
+            width, height = image.size
+    except Exception:  # whatever PIL raises; its text may repeat the content
+        raise ValueError(f"must be an image: {', '.join(formats)}") from None
+    if width * height > max_pixels:
+        raise ValueError(f"must have at most {max_pixels} pixels")
 
 
 def _name(source: str | bytes) -> str:
