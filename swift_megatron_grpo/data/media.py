@@ -102,9 +102,15 @@ class PictureReader:
 
         return Picture(digest_of(content), grid, MERGE, self.format.channels, encode)
 
-    def place(self, prompt_id: str, pictures: Sequence[Picture], tokens: Sequence[int]) -> tuple[Placed, ...]:
-        """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them."""
+    def place(
+        self, prompt_id: str, pictures: Sequence[Picture], tokens: Sequence[int], may_end_early: bool = False
+    ) -> tuple[Placed, ...]:
+        """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them.
+
+        `may_end_early`: of a conversation that may have ended before its last images were shown.
+        """
         runs = placeholder_runs(tokens, self.format.placeholder)
+        pictures = pictures[: len(runs)] if may_end_early else pictures
         found, expected = [length for _, length in runs], [picture.num_tokens for picture in pictures]
         if found != expected:
             raise MismatchedImages(

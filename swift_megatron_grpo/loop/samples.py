@@ -21,13 +21,14 @@ def samples_of(
             return ()
         prompt, sampled = rollout.prompt, rollout.sampled_mask
         inserted = [NO_TOKEN if own else token for token, own in zip(rollout.completion_ids, sampled, strict=True)]
-        if "images" in rollout.infos:  # a scheduler or an environment has changed them
+        changed = "images" in rollout.infos  # by a scheduler or an environment
+        if changed:
             shown = pictures.pictures({**prompt.row, "images": rollout.infos["images"]})
         else:
             if prompt.prompt_id not in read:
                 read[prompt.prompt_id] = pictures.pictures(prompt.row)
             shown = read[prompt.prompt_id]
-        return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted)
+        return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
 
     return [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
 

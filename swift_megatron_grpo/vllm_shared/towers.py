@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swift.infer_engine import GRPOVllmEngine
+from swift.template import Template
 
 
 def has_towers(model_config: Any) -> bool:
@@ -23,6 +24,13 @@ def images_per_prompt(model_config: Any) -> int:
     if not has_towers(model_config):
         return 0
     return int(model_config.multimodal_config.get_limit_per_prompt("image"))
+
+
+def placeholder_tokens(template: Template) -> frozenset[int]:
+    """Return the tokens that stand for parts of images and videos; none for a text model."""
+    if not template.model_meta.is_multimodal:
+        return frozenset()
+    return frozenset((template.processor.image_token_id, template.processor.video_token_id))
 
 
 class EngineForImages(GRPOVllmEngine):

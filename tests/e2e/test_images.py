@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_image_dataset import make_rows
+from swift_megatron_grpo.images.files import image_bytes
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import Finished, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
@@ -123,6 +124,42 @@ def test_servers_generate_the_same_although_one_is_killed(
     for values, expected in zip(numbers(run), numbers(one_rank), strict=True):
         assert values == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert 0 < log.count("PUT /grpo/media/") <= 31  # images of the dataset, once each; its completions are more
+
+
+def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qwen2_5_vl: Path, colours: Path) -> None:
+    """A conversation in which the policy samples a placeholder ends: the engine would put an image in its place."""
+    dump, showing = folder / "turns", Path(__file__).with_name("showing.py")
+    flags = [*SMALL, "--multi_turn_scheduler", "showing", "--max_turns", "3", COLOURS[0], COLOURS[1], str(showing),
+             "--vllm_limit_mm_per_prompt", '{"image": 3, "video": 0}', "--rollout_dump", str(dump),
+             "--global_batch_size", "16", "--val_dataset", str(colours), "--eval_steps", "2",
+             "--eval_iters", "1"]  # fmt: skip
+    shown = str(colours.parent / "0-0.png")
+    run = megatron_rlhf(qwen2_5_vl, colours, folder / "turned", 1, flags, {"SHOWN": shown}, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    rows = [json.loads(line) for file in dump.glob("rollout-*.jsonl") for line in file.read_text().splitlines()]
+    turns = [row["infos"]["num_turns"] for row in rows]
+    assert 3 in turns and 1 in turns
+    for row in rows:
+        if row["infos"]["num_turns"] == 3:
+            images = row["infos"]["images"]
+            assert image_bytes(images[-1]) == image_bytes(shown) and len(images) == len(row["images"]) + 1
+    assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Path) -> None:
+    """A policy that does not see earns at most the share of the most frequent colour."""
+    dataset = make_dataset(folder / "learned-colours", 24, [1])
+    answers = [json.loads(line)["colour"] for line in dataset.read_text().splitlines()]
+    blind = max(answers.count(colour) for colour in answers) / len(answers)
+    flags = [*SMALL, *EVERYTHING, "--train_iters", "40", "--save_steps", "40", "--lr", "1e-3", "--vit_lr", "2e-3",
+             "--aligner_lr", "2e-3", "--lr_decay_style", "constant", "--num_generations", "16", "--global_batch_size",
+             "128", "--micro_batch_size", "128", "--max_completion_length", "1", "--entropy_coef", "0.02"]  # fmt: skip
+    run = megatron_rlhf(qwen2_5_vl, dataset, folder / "learned", 1, flags, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    rewards = [step["reward"] for step in run.log][-10:]
+    assert sum(rewards) / len(rewards) > blind + 0.15, (blind, rewards)
 
 
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
