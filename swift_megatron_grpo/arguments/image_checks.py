@@ -47,6 +47,16 @@ def check_parts(
         )
 
 
+def tower_share(freeze_vit: bool, freeze_aligner: bool) -> float:
+    """Return the share of a trained tower's work that a training pass has.
+
+    With a trained aligner alone, the tower runs forward, which is a third. Rows of a frozen tower are kept.
+    """
+    if not freeze_vit:
+        return 1.0
+    return 0.0 if freeze_aligner else 1 / 3
+
+
 def check_limit(limits: Mapping[str, int] | None, images: int) -> None:
     """Raise ValueError if --vllm_limit_mm_per_prompt refuses a row. A kind that it does not name is not limited."""
     if limits is not None and limits.get("image", images) < images:

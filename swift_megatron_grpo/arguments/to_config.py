@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.image_checks import tower_share
 from swift_megatron_grpo.arguments.model_checks import read_config, text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
@@ -76,7 +77,10 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         packing=PackingConfig(
-            args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
+            args.max_tokens_per_micro_batch,
+            args.infer_max_tokens_per_micro_batch,
+            args.infer_batch_size,
+            tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0,
         ),
         loss=_loss(args),
         reference=ReferenceConfig(args.beta, frozen_copy, args.mcore_ref_model is not None, args.reference_layout),

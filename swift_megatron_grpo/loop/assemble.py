@@ -148,6 +148,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
         max_tokens=packing.max_tokens,
         infer_max_tokens=packing.infer_max_tokens,
         infer_micro_batch_size=packing.infer_micro_batch_size,
+        tower_share=packing.tower_share,
     )
 
 

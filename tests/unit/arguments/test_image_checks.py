@@ -12,6 +12,7 @@ from swift_megatron_grpo.arguments.image_checks import (
     check_parts,
     check_tower_heads,
     layers_of_first_stage,
+    tower_share,
 )
 from swift_megatron_grpo.layout import Layout
 
@@ -76,3 +77,8 @@ def test_the_first_stage_has_the_layers_that_take_rows_of_the_tower(layout: Layo
     else:
         with pytest.raises(ValueError, match=f"has {layers} layers, .* adds to the first 3 layers.*; use --"):
             check_deepstack(THREE, layout, 12)
+
+
+def test_a_training_pass_has_the_work_of_what_is_trained() -> None:
+    assert tower_share(False, True) == tower_share(False, False) == 1.0
+    assert tower_share(True, False) == 1 / 3 and tower_share(True, True) == 0.0

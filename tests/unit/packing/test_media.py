@@ -7,8 +7,9 @@ import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3VLConfig, Qwen3VLModel
 
 from swift_megatron_grpo.packing.collate import collate, count
+from swift_megatron_grpo.packing.flops import FlopsModel, TowerFlops
 from swift_megatron_grpo.packing.media import pack_pictures, positions_of
-from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
+from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens, zigzag_positions
 from swift_megatron_grpo.types import Picture, Placed, Sample
 
 CPU = torch.device("cpu")
@@ -65,3 +66,22 @@ def test_a_micro_batch_of_text_is_as_before() -> None:
     inputs = collate([Sample([1, 2, 3], [False, True, True], 1.0)], [0], count([]), Alignment(1, 1), 0, 1, CPU).inputs
     assert inputs.pictures is None and inputs.position_ids.tolist() == [[0, 1, 2]]
     assert pack_pictures([Sample([1], [False], 1.0)], [4])[0] == ()
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_flops_of_a_tower_are_those_of_its_products(window: int | None) -> None:
+    """Counted layer by layer and patch by patch: two FLOPs per multiplication."""
+    layers, full, hidden, ffn, patches = 3, 1 if window else 3, 8, 20, 12
+    products = 0
+    for layer in range(layers):
+        for _ in range(patches):
+            products += 4 * hidden * hidden + 2 * hidden * ffn  # q, k, v, output; up and down
+            products += 2 * hidden * (patches if layer < full or window is None else window)  # scores and mix
+    assert TowerFlops(layers, full, hidden, ffn, window or 0).of_image(patches) == 2.0 * products
+
+
+def test_ranks_share_the_work_of_images() -> None:
+    """Four samples of equal length, two of them with an expensive image: each rank gets one of these."""
+    plan = plan_by_tokens([8] * 4, 2, 8, FlopsModel(1, 0), Alignment(1, 1), image_work=[100.0, 100.0, 0.0, 0.0])
+    ranks = [{sample for batch in rank for sample in batch} for rank in plan.assignment]
+    assert all(len(rank & {0, 1}) == 1 for rank in ranks)
