@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from io import BytesIO
@@ -113,3 +114,32 @@ def _pictures_of(sample: Any) -> dict[str, Any]:
         "lengths": [placed.picture.num_tokens for placed in sample.pictures],
         "grids": [placed.picture.grid for placed in sample.pictures],
     }
+
+
+def count_embedded(flags: list[str], report: str) -> None:
+    """Write how many images a tower embeds in two passes and a step: frozen, and with its weights trained."""
+    from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+
+    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.training.loss import make_loss
+
+    trainer = MegatronRLHF(flags).prepare_trainer()
+    trainer.setup_model_training()
+    engine, embedded = trainer.build_engine(), []
+
+    def record(tower: Any, pixels: Any, grids: Any) -> None:
+        embedded.append(len(grids["grid_thw"]) if pixels[0].numel() else 0)
+
+    trainer.unwrapped_models[0].visual.visual.register_forward_pre_hook(record, with_kwargs=True)
+    samples = image_samples(trainer.template, 1, policies_given=True)
+    counts = []
+    for _ in range(2):
+        engine.infer(samples)
+        counts.append(sum(embedded))
+    engine.train_step(samples, make_loss(LossConfig("grpo", 0.2, 0.28, beta=0.1, temperature=0.9)))
+    counts.append(sum(embedded))
+    kept = len(trainer.unwrapped_models[0].visual.get_inputs_embeds.__self__._kept)
+    del samples
+    gc.collect()
+    left = len(trainer.unwrapped_models[0].visual.get_inputs_embeds.__self__._kept)
+    Path(report).write_text(json.dumps({"counts": counts, "kept": kept, "left": left}))

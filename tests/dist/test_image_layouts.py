@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import compare
-from tests.dist.conftest import LEARNING_RATE, Ranks
+from swift_megatron_grpo.tools.check_layouts import compare, task
+from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
 from tests.paths import REPOSITORY
@@ -101,3 +101,18 @@ def released(name: str) -> str:
     if name.startswith("visual."):
         return f"model.{name}"
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+
+
+@pytest.mark.parametrize(("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"])
+def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_all(
+    ranks: Ranks, parts: list[str], expected: list[int]
+) -> None:
+    """Four images, each shown by two completions of a micro batch; rows are dropped with the last sample.
+
+    A step that trains the tower embeds one more: a blank image for the micro batch of text.
+    """
+    name = "trained" if parts else "frozen"
+    report = ranks.folder / f"embedded-{name}.json"
+    flags = [*ranks.flags("qwen2_5_vl", "full", "float32", ["--max_length", "256"]), *parts]
+    ranks.run(f"embedded-{name}", 1, [task("tests.dist.image_runs:count_embedded", flags=flags, report=str(report))])
+    assert json.loads(report.read_text()) == {"counts": expected, "kept": 0 if parts else 4, "left": 0}
