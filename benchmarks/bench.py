@@ -6,7 +6,8 @@
 
 train     measures the train phase alone: log-prob passes, forward and backward, optimizer. Completions are generated
           from a seed and vLLM does not start.
-step      measures the whole step, with vLLM in the training processes. Every completion stops at its given length.
+step      measures the whole step, with vLLM in the training processes or, with --servers, behind a server of each
+          trainer. Every completion stops at its given length.
 report    writes docs/performance.md, its picture and the table in README.md from benchmarks/*/*.json.
 
 Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
@@ -18,6 +19,7 @@ The two trainers alternate, and rounds after the first repeat only the settings 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import signal
@@ -56,12 +58,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
         add("--goal", default="", help="text for the column `goal` of the page")
-        add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3")
+        add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3 or Qwen3.5")
         add("--completions", type=int, default=128, help="completions per step")
         add("--generations", type=int, default=8, help="completions per prompt")
         add("--lengths", default="lognormal:700:0.9:4096",
             help="completion lengths: lognormal:MEDIAN:SIGMA:CAP or constant:TOKENS")  # fmt: skip
         add("--prompts", default="same", help="prompt lengths, written the same way; same: those of --lengths")
+        add("--servers", nargs=2, metavar=("OURS", "STOCK"),
+            help="base URLs of the rollout server of each; needs --lengths constant:TOKENS")  # fmt: skip
         add("--seed", type=int, default=0, help="seed of the lengths")
         add("--steps", type=int, default=4, help="steps per process, including warm-up")
         add("--warm-up", type=int, default=1, help="first steps of each process that are not counted")
@@ -83,14 +87,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def revision() -> str:
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return done.stdout.strip() or "not a git checkout"
+    return done.stdout.strip() or os.environ.get("COMMIT", "not a git checkout")
 
 
 def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
     """Return the settings and their number of ranks, which must be the same for all."""
     settings, ranks = [], set()
     ours = f"{args.ours_flags} --sync_check off" if args.kind == "train" else args.ours_flags  # no engine to check
-    for arm, names, extra in (("ours", args.ours, ours), ("stock", args.stock, args.stock_flags)):
+    served = [f"--vllm_mode server --vllm_server_base_url {url}" for url in args.servers or ()] or ["", ""]
+    flags = {"ours": f"{ours} {served[0]}", "stock": f"{args.stock_flags} {served[1]}"}
+    for arm, names, extra in (("ours", args.ours, flags["ours"]), ("stock", args.stock, flags["stock"])):
         for name in names:
             layout = Variant.parse(name)
             ranks.add(layout.ranks)
@@ -103,7 +109,8 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
 def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int], gpu: bool) -> list[str]:
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
-    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", "qwen3", "--template", "qwen3",
+    kind = SHAPES[args.shape].model_type
+    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", kind, "--template", kind,
             "--dataset", str(dataset), "--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
             "--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--load_from_cache_file", "false",
             "--add_version", "false", "--check_model", "false", "--reward_funcs", "hash",
@@ -164,6 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_cap_gb is not None and not gpu:
         raise SystemExit("bench: --memory-cap-gb needs a GPU, and this machine has none; leave it out")
     args.work, args.json = args.work.resolve(), args.json.resolve()
+    if args.servers and (args.kind == "train" or not args.lengths.startswith("constant:")):
+        raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")
     settings, ranks = settings_of(args)
     workload = workload_of(args)
     if args.completions // ranks % args.generations:
@@ -176,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
     device, versions = machine(args.revision)
     job = Job("", args.kind == "train", "", prompts, completions, SHAPES[args.shape].vocabulary, args.seed,
-              args.memory_cap_gb, waits=args.ahead)  # fmt: skip
+              args.memory_cap_gb, served=bool(args.servers), waits=args.ahead)  # fmt: skip
     plan = Plan(job, common_flags(args, model, dataset, prompts, gpu), ranks, args.rounds, args.steps, args.warm_up,
                 args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip
@@ -190,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
         workload={name: getattr(workload, name) for name in Workload.__slots__},
         prompt_tokens=sum(prompt * len(group) for prompt, group in zip(prompts, completions, strict=True)),
         completion_tokens=sum(map(sum, completions)),
-        flops=training_flops(SHAPES[args.shape], prompts, completions),
+        flops=training_flops(SHAPES[args.shape], prompts, completions, adapters="--tuner_type lora" in args.flags),
         memory_cap_gb=args.memory_cap_gb,
         pairs=args.pair,
         goal=args.goal,

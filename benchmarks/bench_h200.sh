@@ -3,7 +3,8 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#       groups on 2 and 4 GPUs: two four
+#                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
+#       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -18,16 +19,17 @@ began=$SECONDS
 
 # bench KIND NAME SHAPE ARGUMENT...      later arguments override earlier ones
 bench() {
-    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=()
+    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() small
     shift 3
     if [ "$left" -lt 60 ]; then
         echo "== $name: no time left" >&2
         return
     fi
     if [ -n "${DRY:-}" ]; then
-        shape=toy
-        dry_flags=(--dtype float32 --rounds 1 --steps 2 --lengths constant:16 --prompts constant:48)
-        [ "$kind" = train ] || dry_flags+=(--flags "--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3")
+        case $shape in *-*) shape=toy-${shape#*-} ;; *) shape=toy ;; esac
+        dry_flags=(--dtype float32 --rounds 1 --steps 2 --warm-up 1 --lengths constant:16 --prompts constant:48)
+        small="--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3"
+        [ "$kind" = train ] || dry_flags+=(--ours-flags "$small" --stock-flags "$small")
     fi
     echo "== $name"
     "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
@@ -38,6 +40,37 @@ fixed=(--lengths constant:512 --prompts constant:48)
 long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 [ -n "${DRY:-}" ] || long+=(--memory-cap-gb 100)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
+
+lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
+# vLLM compiles and tunes the kernels of delta nets for minutes, and the same generation runs in both trainers.
+eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
+
+# qwen3_5 KIND NAME FLAGS ARGUMENT...      delta nets tune their kernels in the first steps
+qwen3_5() {
+    local kind=$1 name=$2 flags=$3
+    shift 3
+    bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 6 --warm-up 2 --flags "$flags" "$@"
+}
+
+# with_servers COMMAND...      runs the command with --servers, while a rollout server of each trainer is on the last GPU
+with_servers() {
+    local work=${WORK:-runs/bench} shape=${DRY:+toy}-qwen3.5 arms=(on off) dtype=bfloat16 arm gpu port=8100 pids=() urls=()
+    [ -n "${DRY:-}" ] && arms=(on) dtype=float32 || shape=2b-qwen3.5  # ms-swift's server needs a GPU
+    [ -e "$work/models/$shape" ] || "$python" -m benchmarks.harness.models "$shape" "$work/models/$shape"
+    gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
+    for arm in "${arms[@]}"; do
+        SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu "$python" -P -m swift.cli.rollout --port $port \
+            --model "$work/models/$shape" --model_type qwen3_5 --template qwen3_5 --vllm_max_model_len 1024 \
+            --torch_dtype "$dtype" "${eager[@]}" >"$work/rollout-$arm.log" 2>&1 &
+        pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
+    done
+    for url in "${urls[@]}"; do
+        timeout 300 bash -c "until curl -sfo /dev/null $url/health/; do sleep 1; done" || echo "== $url does not answer" >&2
+    done
+    "$@" --servers "${urls[0]}" "${urls[-1]}"
+    kill "${pids[@]}" || true
+    wait "${pids[@]}" || true
+}
 
 # memory SHAPE GOAL
 memory() {
@@ -85,6 +118,19 @@ group() {
         four)
             bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens16384 --stock dp4+mbs4 dp4+mbs2 \
                 --goal "1.8, ranks within 3 %" ;;
+        # Text rows of a Qwen3.5 with its image part frozen.
+        qwen3.5)
+            qwen3_5 train qwen3.5-2b "" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
+        qwen3.5-lora)
+            qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
+        qwen3.5-step)
+            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+        qwen3.5-step-lora)
+            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+        qwen3.5-server)
+            with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+        qwen3.5-server-lora)
+            with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs8 --rounds 1 ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

@@ -119,7 +119,11 @@ def run_test_file(path: str, seconds: float) -> list[dict[str, Any]]:
 def outcome(path: str, case: ElementTree.Element) -> dict[str, Any]:
     kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]
     result = {"failure": "failed", "error": "failed", "skipped": "skipped"}[kinds[0]] if kinds else "passed"
-    return {"test": f"{path}::{case.get('name')}", "outcome": result, "seconds": float(case.get("time", "0"))}
+    return {
+        "test": f"{path.partition('::')[0]}::{case.get('name')}",
+        "outcome": result,
+        "seconds": float(case.get("time", "0")),
+    }
 
 
 def main() -> int:

@@ -60,10 +60,11 @@ from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
     has_adapter_dropout,
     seed_adapter_dropout,
 )
+from swift_megatron_grpo.training.megatron_fixes.linear_attention_context import supply_context_parallelism
 from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_megatron, prepare_trained
+from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
@@ -121,7 +122,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     # ---- called by the parent class during construction
 
     def prepare_model(self) -> None:
-        prepare_megatron()
+        supply_context_parallelism()
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)
         self.frozen_reference = self._load_reference()
@@ -134,7 +135,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self._seeds_dropout = has_adapter_dropout(models)
         note = prepare_trained(models, args.fast_kernels, args.recompute_elementwise, args.megatron_extra_kwargs)
         kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
-        for line in [note, kept] if args.tuner_type == "full" else [kept] if args.merge_lora else []:
+        saves_whole_model = args.tuner_type == "full" or args.merge_lora
+        for line in (note, kept if saves_whole_model else None):
             if line is not None:
                 logger.info(line)
         return peft_models

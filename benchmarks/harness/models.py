@@ -1,4 +1,4 @@
-"""Make a checkpoint of a Qwen3 shape with random weights; speed and memory do not depend on their values.
+"""Make a checkpoint of a Qwen3 or Qwen3.5 shape with random weights; speed and memory do not depend on their values.
 
     python -m benchmarks.harness.models SHAPE FOLDER
 
@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from scripts.make_tiny_model import make_tokenizer
+from swift_megatron_grpo.packing.flops import DeltaNets
+from swift_megatron_grpo.tools.tiny_composites import tokenizer_for_images, write_processor
+from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 
 from .workload import SHAPES, TEMPLATE_TOKENS_FILE, Shape
 
@@ -24,6 +35,18 @@ NOT_THINKING = "<think>\n\n</think>\n\n"
 
 
 def make_checkpoint(folder: Path, shape: Shape) -> None:
+    if shape.delta_nets is None:
+        tokenizer, model = make_qwen3(shape)
+    else:
+        tokenizer, model = make_qwen3_5(shape, shape.delta_nets)
+    model.save_pretrained(folder)
+    if shape.delta_nets is not None:
+        write_processor(folder, shape.model_type)
+    tokenizer.save_pretrained(folder)
+    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer)))
+
+
+def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     tokenizer = fill_vocabulary(make_tokenizer(), shape.vocabulary)
     config = Qwen3Config(
         vocab_size=shape.vocabulary,
@@ -41,13 +64,71 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
         pad_token_id=tokenizer.pad_token_id,
         dtype="bfloat16",
     )
+    with random_weights():
+        return tokenizer, Qwen3ForCausalLM(config)
+
+
+def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return a model with its image part, as released checkpoints have it."""
+    tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
+    interval = shape.layers // (shape.layers - nets.layers)
+    rotary = shape.head_dim // 8  # pairs of channels, of a quarter of the head
+    side = rotary * 3 // 8  # for height and for width; the rest is for time
+    text = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": shape.tied,
+        "full_attention_interval": interval,
+        "layer_types": ["full_attention" if layer % interval == 0 else "linear_attention"
+                        for layer in range(1, shape.layers + 1)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": nets.linear_key_head_dim,
+        "linear_value_head_dim": nets.linear_value_head_dim,
+        "linear_num_key_heads": nets.linear_num_key_heads,
+        "linear_num_value_heads": nets.linear_num_value_heads,
+        "mamba_ssm_dtype": "float32",
+        "attn_output_gate": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+                            "mrope_interleaved": True, "mrope_section": [rotary - 2 * side, side, side]},
+        "partial_rotary_factor": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    width = 64 * max(1, shape.hidden // 128)
+    vision = {"depth": shape.tower_layers, "hidden_size": width, "intermediate_size": 4 * width,
+              "num_heads": width // 64, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
+              "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": shape.hidden,
+              "deepstack_visual_indexes": []}  # fmt: skip
+    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+           "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
+    config = AutoConfig.for_model(
+        shape.model_type,
+        text_config=text,
+        vision_config=vision,
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+    )
+    with random_weights():
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        return tokenizer, model
+
+
+@contextmanager
+def random_weights() -> Iterator[None]:
+    """Draw weights in bf16, on the GPU if there is one: they are billions of random numbers."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # billions of random numbers
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer)))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:

@@ -82,7 +82,7 @@ def headlines(runs: Sequence[Run]) -> str:
     return _table(
         {
             "": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind],
-            "Qwen3": lambda row: row.ours.run.workload["shape"].upper(),
+            "model": lambda row: _model(row.ours.run),
             "tokens per completion": lambda row: _in_words(row.ours.run.workload["lengths"]),
             "GPUs": lambda row: _gpus(row.ours),
             "ms-swift": lambda row: f"{row.stock.median:.2f} s",
@@ -91,6 +91,11 @@ def headlines(runs: Sequence[Run]) -> str:
         },
         rows,
     )
+
+
+def _model(run: Run) -> str:
+    size, _, family = run.workload["shape"].partition("-")
+    return f"{(family or 'qwen3').capitalize()} {size.upper()}{' LoRA' if 'lora' in run.flags else ''}"
 
 
 def _in_words(lengths: str) -> str:
@@ -169,7 +174,7 @@ def _describe(run: Run) -> str:
     cap = "no memory cap" if run.memory_cap_gb is None else f"at most {run.memory_cap_gb:g} GB of each GPU"
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return f"""\
-**{run.name}**: {run.ranks} x {run.device}; Qwen3 {work["shape"]}; {work["completions"]} completions in groups of
+**{run.name}**: {run.ranks} x {run.device}; {_model(run)}; {work["completions"]} completions in groups of
 {work["generations"]}, lengths {work["lengths"]}, prompts {work["prompt_lengths"]}, seed {work["seed"]}:
 {tokens} per step, {run.flops:.3g} FLOPs; {cap}; `{" ".join(run.flags)}`.
 {versions}.

@@ -224,7 +224,9 @@ def _check_tokens(plan: Plan, setting: Setting, ranks: Sequence[dict[str, Any]])
     trained = [sum(rank[key] for rank in ranks) // model_parallel for key in ("tokens", "completion_tokens")]
     if setting.arm == "ours":
         trained = [total // plan.ranks for total in trained]
-    if tuple(trained) != expected:
+    # A server's model may end a completion before its length: its random weights sample the end with 1 in 100,000.
+    tolerance = 0.02 if plan.job.served else 0.0
+    if any(abs(count - wanted) > tolerance * wanted for count, wanted in zip(trained, expected, strict=True)):
         raise SystemExit(
             f"{setting.arm} {setting.name}: trained {trained[0]} tokens, {trained[1]} of them in completions, instead "
             f"of {expected[0]} and {expected[1]}; the two trainers did not do the same work"

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 
 FILLER = "x"  # one token of the byte-level tokenizer
 TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, written last; see models.py
@@ -16,7 +16,7 @@ TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, wri
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a dense Qwen3; the names follow its config.json where those are short."""
+    """Sizes of a dense Qwen3 or Qwen3.5; the names follow its config.json where those are short."""
 
     layers: int
     hidden: int
@@ -26,6 +26,12 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool = True
+    delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
+    tower_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
+
+    @property
+    def model_type(self) -> str:
+        return "qwen3" if self.delta_nets is None else "qwen3_5"
 
 
 SHAPES = {
@@ -33,6 +39,36 @@ SHAPES = {
     "tiny": Shape(layers=2, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
     "0.6b": Shape(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
     "1.7b": Shape(layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
+    "toy-qwen3.5": Shape(
+        layers=4,
+        hidden=64,
+        ffn=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        tower_layers=2,
+        delta_nets=DeltaNets(
+            layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+        ),
+    ),
+    "2b-qwen3.5": Shape(
+        layers=24,
+        hidden=2048,
+        ffn=6144,
+        heads=8,
+        kv_heads=2,
+        head_dim=256,
+        vocabulary=248320,
+        tower_layers=24,
+        delta_nets=DeltaNets(
+            layers=18,
+            linear_num_key_heads=16,
+            linear_num_value_heads=16,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+        ),
+    ),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }
 
@@ -96,13 +132,13 @@ class Workload:
         return [max(at_least, tokens) for tokens in drawn]
 
 
-def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]]) -> float:
+def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]], adapters: bool = False) -> float:
     """Return the FLOPs that a model needs for forward and backward of one step.
 
     The number is the same for both trainers, whatever they compute in addition. A multiplication and an addition count
     as two FLOPs. Only half of the attention scores count, because of the causal mask, and the output layer counts on
-    completion tokens only, because other tokens have no loss. Backward counts twice as much as forward. Recomputation
-    does not count.
+    completion tokens only, because other tokens have no loss. Backward counts twice as much as forward, and with
+    adapters, where the model's weights have no gradient, as much as forward. Recomputation does not count.
     """
     model = FlopsModel.of_transformer(
         num_layers=shape.layers,
@@ -112,9 +148,11 @@ def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]
         vocab_size=shape.vocabulary,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
+        delta_nets=shape.delta_nets,
     )
     pairs = ((prompt, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group)
-    return 3 * sum(model.of_sequence(prompt + tokens, tokens) for prompt, tokens in pairs)
+    passes = 2 if adapters else 3
+    return passes * sum(model.of_sequence(prompt + tokens, tokens) for prompt, tokens in pairs)
 
 
 def row_of(content: str) -> int:

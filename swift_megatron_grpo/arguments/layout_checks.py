@@ -5,17 +5,16 @@ Pure functions on plain values. Each raises a ValueError that names the fault, t
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.pipeline_stages import check_stages
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,7 @@ class ModelShape:
 
 def read_model_shape(folder: str | Path) -> ModelShape:
     """Read config.json as transformers writes it; of a composed model, its text part."""
-    path = Path(folder).expanduser() / "config.json"
-    with path.open(encoding="utf-8") as file:
-        config: dict[str, Any] = json.load(file)
-    text = {**config, **_text_config(config)}
+    text = language_config(read_model_config(folder))
 
     def number(*keys: str) -> int | None:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
@@ -57,17 +53,6 @@ def read_model_shape(folder: str | Path) -> ModelShape:
         expert_ffn=number("moe_intermediate_size"),
         linear_heads=tuple(heads for heads in linear if heads is not None),
     )
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a composed model's config for its language model; empty if the model has no parts.
-
-    Qwen-Omni nests it: thinker_config has a text_config.
-    """
-    for part in ("thinker_config", "llm_config", "language_config", "text_config"):
-        if isinstance(config.get(part), dict):
-            return {**config[part], **_text_config(config[part])}
-    return {}
 
 
 # ---- the layout

@@ -6,11 +6,14 @@ it with plain transformers. docs/models.md has the list with what is trained, fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
+
+from swift_megatron_grpo.protocol.model_identity import language_config
 
 _PICTURES = ("image", "video")
 
@@ -76,20 +79,28 @@ def text_only_limits(model_type: str) -> dict[str, int]:
     return dict.fromkeys(COMPOSITE[model_type], 0)
 
 
-def read_config(folder: str | Path) -> dict[str, Any]:
-    """Return config.json of a checkpoint."""
-    config: dict[str, Any] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return config
-
-
-def check_kernels(model: str, config: Mapping[str, Any]) -> None:
+def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> None:
     """Raise ValueError if a model with linear attention would find no kernels for it; the CPU platform has its own."""
-    text = config.get("text_config") or config
-    if "linear_num_key_heads" in text and find_spec("fla") is None:
+    if "linear_num_key_heads" not in language_config(config):
+        return
+    if find_spec("fla") is None:
         raise ValueError(
             f"--model {model} has linear attention, which needs flash-linear-attention; install it with "
             'pip install "swift-megatron-grpo[gpu]", or pip install flash-linear-attention'
         )
+    fault = fault_of_delta_rule(version("triton"), find_spec("tilelang") is not None) if on_hopper else None
+    if fault is not None:
+        raise ValueError(f"--model {model} has linear attention: {fault}")
+
+
+def fault_of_delta_rule(triton: str, has_tilelang: bool) -> str | None:
+    """Return why flash-linear-attention 0.6 would raise in the first backward pass on Hopper; None: it would not."""
+    if has_tilelang or not Version("3.4") <= Version(triton) < Version("3.7.1"):
+        return None
+    return (
+        f"Triton {triton} computes wrong gradients of gated delta nets on Hopper GPUs, so flash-linear-attention "
+        "refuses to use it; install tilelang, whose kernel takes its place: pip install tilelang"
+    )
 
 
 def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
@@ -98,7 +109,7 @@ def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
     mcore-bridge 1.6.5 has full attention in every layer that full_attention_interval divides, and reads neither
     layer_types nor, without layer_types, the interval: transformers replaces it by the list. It then takes 4.
     """
-    text = config.get("text_config") or config
+    text = language_config(config)
     if "linear_num_key_heads" not in text or "num_hidden_layers" not in text:
         return
     listed, given, layers = text.get("layer_types"), text.get("full_attention_interval"), text["num_hidden_layers"]

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.protocol.model_identity import read_model_config
+
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
 
 
@@ -34,7 +36,7 @@ def config_overrides(
     folder: str | Path, rope_scaling: Mapping[str, Any] | None, max_model_len: int | None
 ) -> dict[str, Any]:
     """Return the values of the model's config that these flags change, as ms-swift has resolved them."""
-    config = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    config = read_model_config(folder)
     overrides: dict[str, Any] = {}
     if rope_scaling:
         of_model = {**config, **(config.get("rope_parameters") or {})}

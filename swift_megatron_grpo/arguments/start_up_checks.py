@@ -34,6 +34,7 @@ from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
+from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
@@ -118,7 +119,7 @@ def check_images(args: DerivedArguments, most: int) -> None:
 
 def _check_image_part(args: DerivedArguments) -> None:
     """Check that Megatron and vLLM can divide the image part of the model."""
-    vision = models.read_config(args.model_dir).get("vision_config") or {}
+    vision = read_model_config(args.model_dir).get("vision_config") or {}
     if not args.uses_servers:
         images.check_tower_heads(vision, args.vllm_tensor_parallel_size, args.vllm_engine_kwargs)
     images.check_deepstack(vision, args.layout, layouts.read_model_shape(args.model_dir).layers)
@@ -271,8 +272,9 @@ def _check_reference(args: DerivedArguments) -> None:
 
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
-    config = models.read_config(args.model_dir)
-    models.check_kernels(args.model, config)
+    config = read_model_config(args.model_dir)
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
     if args.model_meta.is_multimodal:
         models.check_composite(

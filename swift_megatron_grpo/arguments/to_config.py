@@ -9,7 +9,7 @@ import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.image_checks import tower_share
-from swift_megatron_grpo.arguments.model_checks import read_config, text_only_limits
+from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
@@ -178,7 +178,7 @@ def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
     """Return what a prompt may have: vLLM builds no tower without images; None for a text model."""
     if not args.is_multimodal:
         return None
-    return text_only_limits(read_config(args.model_dir)["model_type"]) | {"image": args.most_images}
+    return text_only_limits(read_model_config(args.model_dir)["model_type"]) | {"image": args.most_images}
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"swift_megatron_grpo {__version__}, Python {platform.python_version()}, {SWITCH}={switch}")
     facts = probe_torch()
     findings = print_all("machine", check_machine(facts, options.output_dir, os.environ))
-    findings += print_all("packages", check_packages(has_gpu=facts.available))
+    findings += print_all("packages", check_packages(facts.available, facts.hopper))
     findings += print_all("imports", [no_imports() if options.no_imports else check_imports()])
     return verdict(findings)
 

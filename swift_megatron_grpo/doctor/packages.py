@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from swift_megatron_grpo.arguments.model_checks import fault_of_delta_rule
 from swift_megatron_grpo.doctor.finding import Finding, note, ok, problem
 
 DISTRIBUTION = "swift-megatron-grpo"
@@ -48,7 +49,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def check_packages(has_gpu: bool) -> list[Finding]:
+def check_packages(has_gpu: bool, on_hopper: bool) -> list[Finding]:
     """Check everything that this package's metadata names, and show what else matters."""
     try:
         requirements = requires(DISTRIBUTION) or []
@@ -59,6 +60,9 @@ def check_packages(has_gpu: bool) -> list[Finding]:
     findings += [check_entry_point({e.name: e.value for e in entry_points(group="torch.backends")})]
     if has_gpu:
         findings += [check_optional(name, reason, installed_version(name)) for name, reason in _OPTIONAL.items()]
+    triton = installed_version("triton")
+    if on_hopper and triton is not None:
+        findings.append(check_delta_rule(triton, installed_version("tilelang")))
     shown = {name: installed_version(name) for name in _ALSO_SHOWN}
     return findings + [ok(name, found) for name, found in shown.items() if found is not None]
 
@@ -83,6 +87,14 @@ def check_entry_point(names: Mapping[str, str]) -> Finding:
     return problem(
         "entry point", "torch.backends has none of this package", f"pip install --force-reinstall {DISTRIBUTION}"
     )
+
+
+def check_delta_rule(triton: str, tilelang: str | None) -> Finding:
+    """Check that models with linear attention can train on a Hopper GPU."""
+    fault = fault_of_delta_rule(triton, has_tilelang=tilelang is not None)
+    if fault is not None:
+        return note("tilelang", "is not installed", f"only models with linear attention need it: {fault}")
+    return ok("tilelang", tilelang or f"is not needed with Triton {triton}")
 
 
 def check_optional(name: str, reason: str, found: str | None) -> Finding:

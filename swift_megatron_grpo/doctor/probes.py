@@ -16,6 +16,7 @@ facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "available": to
 if facts["available"]:
     count = torch.cuda.device_count()
     facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(count)]
+    facts["hopper"] = torch.cuda.get_device_capability()[0] == 9
     facts["free_gib"] = [round(torch.cuda.mem_get_info(i)[0] / 2**30, 1) for i in range(count)]
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 print("FACTS " + json.dumps(facts))
@@ -42,6 +43,7 @@ class TorchFacts:
     torch: str = ""
     cuda: str | None = None
     available: bool = False
+    hopper: bool = False
     gpus: tuple[str, ...] = ()
     free_gib: tuple[float, ...] = ()
     nccl: str = ""

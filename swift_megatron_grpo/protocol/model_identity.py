@@ -26,9 +26,20 @@ MODEL_KEYS = (
 
 
 def model_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config.json; in a multimodal model the text config takes precedence."""
-    text = {**config, **(config.get("text_config") or {})}
+    """Return the values of a config.json; those of the language model take precedence."""
+    text = language_config(config)
     return {key: text[key] for key in MODEL_KEYS if text.get(key) is not None}
+
+
+def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the language model; the config of a model with several parts nests them.
+
+    Qwen-Omni nests them twice: thinker_config has a text_config.
+    """
+    for part in ("thinker_config", "llm_config", "language_config", "text_config"):
+        if isinstance(config.get(part), dict):
+            return {**config, **language_config(config[part])}
+    return dict(config)
 
 
 def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:

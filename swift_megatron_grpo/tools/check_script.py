@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from swift.utils import find_free_port, parse_args
 
 from swift_megatron_grpo.tools.script_stand_ins import (
     Flags,
@@ -123,8 +124,6 @@ def _server(given: Flags, trainer: Flags) -> Flags:
 
 def check_flags(flags: Flags, world_size: int) -> None:
     """Check the flags as the script's ranks would, up to the point where they create process groups."""
-    from swift.utils import parse_args
-
     from swift_megatron_grpo.arguments.flag_names import check_flag_names
     from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
@@ -184,7 +183,7 @@ def _print(heading: str, lines: Sequence[str]) -> None:
 
 
 def _run(plan: Plan, folder: Path) -> None:
-    environment = {**os.environ, "NPROC_PER_NODE": str(plan.ranks), "MASTER_PORT": str(_free_port())}
+    environment = {**os.environ, "NPROC_PER_NODE": str(plan.ranks), "MASTER_PORT": str(find_free_port())}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NNODES", "NODE_RANK"):
         environment.pop(name, None)  # check_flags has set some
@@ -207,7 +206,7 @@ def _run(plan: Plan, folder: Path) -> None:
 @contextmanager
 def _running_server(flags: Flags, folder: Path, environment: Mapping[str, str]) -> Iterator[Flags]:
     """Start the rollout server of a script and yield the trainer's flags with its address."""
-    port = _free_port()
+    port = find_free_port()
     command = [sys.executable, "-m", "swift_megatron_grpo.server", *typed(flags | {"port": [str(port)]})]
     with (folder / "rollout.log").open("w") as log:
         server = subprocess.Popen(command, env=dict(environment), cwd=folder, stdout=log, stderr=subprocess.STDOUT,
@@ -230,12 +229,6 @@ def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except (urllib.error.URLError, ConnectionError):
             time.sleep(0.5)
     raise SystemExit(f"check_script: the rollout server did not start:\n{log.read_text()[-4000:]}")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

@@ -10,14 +10,8 @@ import torch
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import unmark_gathered_projections
-from swift_megatron_grpo.training.megatron_fixes.linear_attention_context import supply_context_parallelism
 from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.towers import guard_towers
-
-
-def prepare_megatron() -> None:
-    """Supply what models need when they are built."""
-    supply_context_parallelism()
 
 
 def prepare_trained(

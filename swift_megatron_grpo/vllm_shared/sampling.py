@@ -23,7 +23,8 @@ def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: Req
     `inputs`: the encoded prompt, whose length limits the completion. `request` may be modified. Raises ValueError for
     a prompt that leaves no room.
     """
-    request.max_tokens = min(request.max_tokens or _room(engine, inputs), _room(engine, inputs))
+    room = _room(engine, inputs)
+    request.max_tokens = min(request.max_tokens or room, room)
     params = engine._prepare_generation_config(request)
     engine._add_stop_words(params, request)
     params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -18,6 +18,7 @@ LAYOUTS = {
     ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2"],
     ("moe", "full"): ["mbs1", "tp2+sp", "tp2+sp+etp2", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
 }  # fmt: skip
+LAYOUT_TEST = "test_a_layout_matches_one_gpu"
 # A router in bf16 sends a few tokens to other experts. A second step, far from the first policy, would amplify this.
 BATCHES = {"dense": ["on-policy", "off-policy"], "moe": ["given"]}
 # Further runs on one rank: name, model, flags, batches.
@@ -50,16 +51,25 @@ def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None
 
 
 @pytest.fixture(scope="session")
-def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
-    """Run the tasks of all tests, one launch for each number of ranks, because most of the time is start-up."""
+def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gpus:
+    """Run the tasks of the selected tests, one launch for each number of ranks: most of the time is start-up."""
     gpus = Gpus(torch.cuda.device_count(), tmp_path_factory.mktemp("gpus"))
     if gpus.count == 0:
         pytest.skip("needs a CUDA device")
-    tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
     for kind in ("dense", "moe"):
         make_model(gpus.model(kind), kind, SIZE_FOR_GPUS)
-        step = {"out": str(gpus.folder / f"{kind}-step"), "flags": make_flags(gpus, kind, "full")}
-        tasks[1].append(task("tests.dist.engine_runs:one_step", **step))
+    tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
+    add_layouts(gpus, tasks)
+    selected = {item.name.partition("[")[0] for item in request.session.items}
+    if selected != {LAYOUT_TEST}:
+        add_runs_of_other_tests(gpus, tasks[1])
+    for number in sorted(tasks):
+        if number <= gpus.count:
+            launch(number, tasks[number], gpus.folder)
+    return gpus
+
+
+def add_layouts(gpus: Gpus, tasks: dict[int, list[dict[str, object]]]) -> None:
     for (kind, tuner), layouts in LAYOUTS.items():
         flags = make_flags(gpus, kind, tuner)
         if tuner == "lora":
@@ -70,7 +80,13 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
         job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner)}
         for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
             tasks[number] += layout_runs
-    tasks[1].append(
+
+
+def add_runs_of_other_tests(gpus: Gpus, tasks: list[dict[str, object]]) -> None:
+    for kind in ("dense", "moe"):
+        step = {"out": str(gpus.folder / f"{kind}-step"), "flags": make_flags(gpus, kind, "full")}
+        tasks.append(task("tests.dist.engine_runs:one_step", **step))
+    tasks.append(
         task(
             "tests.dist.engine_runs:inference",
             out=str(gpus.folder / "inference"),
@@ -81,13 +97,9 @@ def gpus(tmp_path_factory: pytest.TempPathFactory) -> Gpus:
     for name, kind, extra, batches in VARIANTS:
         (gpus.folder / name).mkdir()
         job = {"flags": make_flags(gpus, kind, "full", extra), "batches": batches, "folder": str(gpus.folder / name)}
-        tasks[1] += layout_tasks(job, ["one"])[1]
+        tasks += layout_tasks(job, ["one"])[1]
     (gpus.folder / "recompute-elementwise").mkdir()
     flags = make_flags(gpus, "dense", "full", ["--recompute_elementwise", "true"])
     job = {"flags": flags, "batches": BATCHES["dense"]}
     folder = str(gpus.folder / "recompute-elementwise")
-    tasks[1].append(task("tests.gpu.phases:recompute_in_small_micro_batches", name="one", folder=folder, **job))
-    for number in sorted(tasks):
-        if number <= gpus.count:
-            launch(number, tasks[number], gpus.folder)
-    return gpus
+    tasks.append(task("tests.gpu.phases:recompute_in_small_micro_batches", name="one", folder=folder, **job))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -16,11 +16,12 @@ import swift_megatron_grpo.loop.assemble
 from benchmarks.harness.instrument.clock import REST, Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
-from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     BatchGeneration,
     Generation,
+    GenerationEngine,
     Request,
     Share,
 )
@@ -29,12 +30,14 @@ from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
+from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample
 
-# The loop's own timer: its weight_sync and generation also include wake-up, offload and sleep, which count as `switch`.
-# Loading the weights and generating, inside vLLM, are separate phases of the clock.
+# Phases of the loop's own timer. With vLLM in the training processes, its weight_sync and generation also include
+# wake-up, offload and sleep, which count as `switch`. Loading the weights and generating, inside vLLM, are separate
+# phases of the clock.
 PHASE_OF_TIMER = {
     "phase_switch": "switch",
     "weight_sync": "switch",
@@ -45,14 +48,24 @@ PHASE_OF_TIMER = {
     "ref_logprobs": "logprobs",
     "train": "forward_backward",
 }
+PHASE_OF_TIMER_WITH_SERVER = {
+    **PHASE_OF_TIMER,
+    "weight_sync": "weight_sync",
+    "sync_check": "weight_sync",
+    "generation": "generation",
+}
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> type[MegatronGRPOTrainer]:
     """Install the timers and return the trainer's class."""
     if job.canned:
-        vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = lambda _, template: Canned(template, canned)
+
+        def make_engine(config: VllmConfig, template: Template, stop: StopRequest) -> GenerationEngine:
+            return Canned(template, canned)
+
+        vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = make_engine
     MegatronGRPOTrainer.save_checkpoint = do_nothing  # type: ignore[method-assign]
-    _follow_timer(clock)
+    _follow_timer(clock, PHASE_OF_TIMER_WITH_SERVER if job.served else PHASE_OF_TIMER)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     _count_tokens(clock, tokens)
     return MegatronGRPOTrainer
@@ -66,12 +79,12 @@ def generation_method() -> tuple[type, str, Callable[[Request], str]]:
     return LocalVllm, "_complete", lambda request: request.prompt.row["messages"][-1]["content"]
 
 
-def _follow_timer(clock: Clock) -> None:
+def _follow_timer(clock: Clock, phases: Mapping[str, str]) -> None:
     time_phase = PhaseTimer.__call__
 
     @contextmanager
     def time_both(self: PhaseTimer, phase: str) -> Iterator[None]:
-        with clock.phase(PHASE_OF_TIMER.get(phase, REST)), time_phase(self, phase):
+        with clock.phase(phases.get(phase, REST)), time_phase(self, phase):
             yield
 
     vars(loop)["PhaseTimer"] = type("PhaseTimer", (PhaseTimer,), {"__call__": time_both})
@@ -82,6 +95,7 @@ class Canned:
 
     memory_to_wake = 0
     is_new = False
+    has_towers = False
 
     def __init__(self, template: Template, canned: Any) -> None:
         from torch.distributed import get_rank

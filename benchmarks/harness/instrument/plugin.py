@@ -131,7 +131,7 @@ def install() -> None:
     BaseMegatronTrainer.save_checkpoint = do_nothing
     arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")
     measure_steps(arm.install(CLOCK, JOB, TOKENS, CannedCompletions()))
-    if not JOB.canned:
+    if not JOB.canned and not JOB.served:  # a server ends all completions at the same length, the longest
         from swift.infer_engine import GRPOVllmEngine
 
         force_lengths(GRPOVllmEngine, *arm.generation_method())

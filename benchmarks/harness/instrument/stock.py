@@ -19,7 +19,8 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     """Install the timers and return the trainer's class."""
     if job.canned:
         _without_engine(canned)
-    clock.time_method(Trainer, "_generate_completions", "switch")  # wake-up, offload and sleep
+    # In the training processes: wake-up, offload and sleep, around the generation that force_lengths times.
+    clock.time_method(Trainer, "_generate_completions", "generation" if job.served else "switch")
     clock.time_method(Trainer, "_move_model_to_vllm", "weight_sync")
     # After grading, ms-swift encodes and collates all samples and computes their log-probs, then the advantages.
     clock.time_method(Trainer, "_score_completions", "grading", then="logprobs")

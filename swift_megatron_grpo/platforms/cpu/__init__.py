@@ -10,6 +10,7 @@ tensor itself. Code that needs a snapshot must clone.
 devices.py           redirects every CUDA device in torch's API to the CPU
 cuda.py              the functions of torch.cuda that do not need a GPU
 distributed.py       torch.distributed on gloo in place of NCCL
+stand_in.py          module trees in place of packages that need CUDA
 transformer_engine/  Transformer Engine's API in plain PyTorch
 linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
 fixes.py             fixes of upstream code that fails without a GPU

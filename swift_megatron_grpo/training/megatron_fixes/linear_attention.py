@@ -25,6 +25,7 @@ import torch.distributed as dist
 from mcore_bridge.model.modules import GatedDeltaNet
 from megatron.core import mpu
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.utils import get_model_config
 
 
 def unmark_gathered_projections(models: Iterable[torch.nn.Module]) -> None:
@@ -45,11 +46,12 @@ def _unmark(projection: torch.nn.Module) -> None:
 def finalize_gradients(models: Sequence[torch.nn.Module], *args: Any, **options: Any) -> None:
     """Reduce all gradients as Megatron does, then those that it leaves out."""
     finalize_model_grads(models, *args, **options)
-    if mpu.get_tensor_model_parallel_world_size() == 1:
+    config = get_model_config(models[0])
+    if config.experimental_attention_variant != "gated_delta_net" or mpu.get_tensor_model_parallel_world_size() == 1:
         return
     for net in _delta_nets(models):
         weight = net.out_norm.weight
-        if weight.requires_grad and not net.config.sequence_parallel:
+        if weight.requires_grad and not config.sequence_parallel:
             dist.all_reduce(weight.main_grad, group=mpu.get_tensor_model_parallel_group())
 
 

@@ -31,9 +31,9 @@ _IN_WRITERS = ("write_preloaded_data_multiproc", "write_preloaded_data_multithre
 
 def end_writers_with_rank() -> None:
     """Start the manager of the result queue, unless it is running, and let it and all writers end with this process."""
-    for name in filter(FileSystemWriterAsync.__dict__.__contains__, _IN_WRITERS):
-        function = getattr(FileSystemWriterAsync, name)
-        if not hasattr(function, "__wrapped__") or function.__module__ != __name__:
+    for name in _IN_WRITERS:
+        function = getattr(FileSystemWriterAsync, name, None)  # None: this version has not got it
+        if function is not None and function.__module__ != __name__:
             setattr(FileSystemWriterAsync, name, staticmethod(_ending_with_parent(function)))
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))

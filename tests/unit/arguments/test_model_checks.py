@@ -13,6 +13,7 @@ from swift_megatron_grpo.arguments.model_checks import (
     check_attention_layers,
     check_composite,
     check_kernels,
+    fault_of_delta_rule,
     text_only_limits,
 )
 
@@ -88,8 +89,20 @@ def test_a_model_without_linear_attention_is_not_checked() -> None:
 
 
 def test_linear_attention_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_kernels("m", described(None, 4, True))  # the CPU platform has them
+    check_kernels("m", described(None, 4, True), on_hopper=False)  # the CPU platform has them
     monkeypatch.setattr("swift_megatron_grpo.arguments.model_checks.find_spec", lambda name: None)
-    check_kernels("m", {"num_hidden_layers": 2})
+    check_kernels("m", {"num_hidden_layers": 2}, on_hopper=True)
     with pytest.raises(ValueError, match="--model m has linear attention, which needs flash-linear-attention"):
-        check_kernels("m", described(None, 4, True))
+        check_kernels("m", described(None, 4, True), on_hopper=True)
+
+
+@pytest.mark.parametrize(
+    ("triton", "tilelang", "right"),
+    [("3.3.1", False, True), ("3.4.0", False, False), ("3.6.0", False, False), ("3.6.0", True, True),
+     ("3.7.1", False, True)],
+)  # fmt: skip
+def test_wrong_kernels_of_linear_attention_on_hopper_are_refused_with_a_remedy(
+    triton: str, tilelang: bool, right: bool
+) -> None:
+    fault = fault_of_delta_rule(triton, tilelang)
+    assert fault is None if right else fault is not None and "pip install tilelang" in fault

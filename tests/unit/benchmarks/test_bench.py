@@ -65,6 +65,7 @@ def test_flops_count_only_the_required_matrix_products() -> None:
         scores_and_mix = 2 * (t * t / 2) * 24  # half of the scores, each used twice, over all heads
         forward += 2 * (3 * (t * (query + key_value + output + mlp) + scores_and_mix) + completion * 8 * 50)
     assert training_flops(shape, [5, 2], [[3, 7], [1, 4]]) == pytest.approx(3 * forward)
+    assert training_flops(shape, [5, 2], [[3, 7], [1, 4]], adapters=True) == pytest.approx(2 * forward)
 
 
 def test_shapes_have_as_many_parameters_as_their_names_say() -> None:
@@ -214,8 +215,8 @@ def test_the_report_replaces_only_the_table_in_the_readme() -> None:
     begin, end = page.IN_README
     runs = [replace(some_run(), name=name) for name in page.HEADLINES]
     readme = page.with_headlines(f"before\n{begin}| old |\n{end}after\n", runs)
-    assert readme.startswith(f"before\n{begin}|  | Qwen3 |") and readme.endswith(f"|\n{end}after\n")
-    row = "| train phase | TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
+    assert readme.startswith(f"before\n{begin}|  | model |") and readme.endswith(f"|\n{end}after\n")
+    row = "| train phase | Qwen3 TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
     assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
 
 

@@ -22,7 +22,14 @@ from swift_megatron_grpo.doctor.machine import (
     free_port,
     is_free,
 )
-from swift_megatron_grpo.doctor.packages import VersionRange, check_entry_point, check_optional, check_range, ranges_of
+from swift_megatron_grpo.doctor.packages import (
+    VersionRange,
+    check_delta_rule,
+    check_entry_point,
+    check_optional,
+    check_range,
+    ranges_of,
+)
 from swift_megatron_grpo.doctor.probes import TorchFacts, check_imports, probe_torch
 from tests.paths import IMPORT_PATH
 
@@ -108,10 +115,17 @@ def test_a_driver_whose_gpus_torch_does_not_see_is_a_problem() -> None:
 
 
 def test_gpus_are_listed_with_driver_and_nccl() -> None:
-    facts = TorchFacts("2.11.0", "13.0", True, ("NVIDIA H200",) * 2, (138.5, 139.0), "2.28.9")
+    facts = TorchFacts("2.11.0", "13.0", True, True, ("NVIDIA H200",) * 2, (138.5, 139.0), "2.28.9")
     subjects = {finding.subject: finding.found for finding in check_gpus(facts, "580.95")}
     assert subjects["GPUs"] == "NVIDIA H200 (138.5 GiB free), NVIDIA H200 (139 GiB free)"
     assert (subjects["driver"], subjects["NCCL"]) == ("580.95", "2.28.9")
+
+
+def test_wrong_kernels_of_linear_attention_are_a_note_with_the_remedy() -> None:
+    assert check_delta_rule("3.7.1", None).level is Level.OK
+    assert check_delta_rule("3.6.0", "0.1.9").level is Level.OK
+    found = check_delta_rule("3.6.0", None)
+    assert found.level is Level.NOTE and "pip install tilelang" in str(found)
 
 
 @pytest.mark.parametrize(

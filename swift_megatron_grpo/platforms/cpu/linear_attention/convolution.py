@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.delta_rule import widened
-from swift_megatron_grpo.platforms.cpu.linear_attention.refusal import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 _SILU = ("silu", "swish")
 

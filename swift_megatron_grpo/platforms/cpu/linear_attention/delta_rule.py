@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from swift_megatron_grpo.platforms.cpu.linear_attention.refusal import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 _CHUNK = 64
 

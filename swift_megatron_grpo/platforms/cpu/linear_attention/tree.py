@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.convolution import causal_conv1d
 from swift_megatron_grpo.platforms.cpu.linear_attention.delta_rule import chunk_gated_delta_rule, l2norm
+from swift_megatron_grpo.platforms.cpu.stand_in import module_tree
 
 NAME = "fla"
 _CONTENTS: dict[str, dict[str, Any]] = {
@@ -28,17 +28,4 @@ def install() -> None:
     transformers finds the tree in sys.modules as well and computes with it, so a reference for a test must be computed
     in a process without the platform.
     """
-    modules = {NAME: _module(NAME, {})}
-    for path, names in _CONTENTS.items():
-        module = modules[f"{NAME}.{path}"] = _module(f"{NAME}.{path}", names)
-        parent, _, leaf = module.__name__.rpartition(".")
-        setattr(modules[parent], leaf, module)
-    sys.modules.update(modules)
-
-
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = ModuleType(name)
-    module.__path__ = []  # marks it as a package, so that submodules can be imported
-    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
-    vars(module).update(names)
-    return module
+    sys.modules.update(module_tree(ModuleType(NAME), _CONTENTS))

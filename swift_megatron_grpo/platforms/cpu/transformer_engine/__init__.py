@@ -4,7 +4,6 @@
 is not implemented raises an error with its name, and an argument is ignored only if it cannot affect the numbers.
 
 tree.py              builds the module tree and installs it
-strict.py            errors for everything that is not implemented
 base.py              base class of the layers: deferred initialisation, fp8 attributes
 linear.py            Linear, LayerNormLinear, GroupedLinear
 parallel_linear.py   tensor parallelism of the linear layers

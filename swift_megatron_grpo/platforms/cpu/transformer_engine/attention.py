@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_core import Rules, attend, attend_at, visible
 from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_layout import (
     PackedSequence,
@@ -27,7 +28,6 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine.attention_layout impor
     read_packing,
 )
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import TransformerEngineBaseModule, default_weight_init
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 _MASK_TYPES = (
     "no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary",

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 Device = torch.device | str | int | None
 Initializer = Callable[[torch.Tensor], Any]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd import Function
 from torch.utils.checkpoint import detach_variable, noop_context_fn
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 _latest_tracker_states: dict[str, torch.Tensor] = {}
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, Initializer, constant
 from swift_megatron_grpo.platforms.cpu.transformer_engine.norm import normalize
 from swift_megatron_grpo.platforms.cpu.transformer_engine.parallel_linear import ParallelLinear
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 
 class Linear(ParallelLinear):

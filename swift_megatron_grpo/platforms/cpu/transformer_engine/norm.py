@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 from swift_megatron_grpo.platforms.cpu.transformer_engine.base import Device, TransformerEngineBaseModule, constant
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
 
 
 def normalize(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _FP16_RANGE = torch.finfo(torch.float16).max / 2

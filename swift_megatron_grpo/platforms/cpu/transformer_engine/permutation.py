@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 
 def moe_permute(

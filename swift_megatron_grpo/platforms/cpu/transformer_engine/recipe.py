@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import reject_unsupported
+from swift_megatron_grpo.platforms.cpu.stand_in import reject_unsupported
 
 
 class Format(enum.Enum):

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from swift_megatron_grpo.platforms.cpu.stand_in import (
+    NEEDS_CUDA,
+    module_tree,
+    unsupported_class,
+    unsupported_function,
+)
 from swift_megatron_grpo.platforms.cpu.transformer_engine import (
     attention,
     base,
@@ -23,7 +28,6 @@ from swift_megatron_grpo.platforms.cpu.transformer_engine import (
     permutation,
     recipe,
 )
-from swift_megatron_grpo.platforms.cpu.transformer_engine.strict import unsupported_class, unsupported_function
 
 NAME = "transformer_engine"
 # megatron-core and mcore-bridge read transformer_engine.__version__. The GPU stack runs 2.11, so both platforms use the
@@ -122,27 +126,14 @@ class _MissingSubmoduleFinder:
 
 
 def _missing_message(name: str) -> str:
-    return f"{name} is not part of the CPU platform's stand-in (real Transformer Engine needs CUDA)"
+    return f"{name} is not part of the CPU platform's stand-in ({NEEDS_CUDA})"
 
 
 def install() -> None:
     """Install the tree. An installed Transformer Engine is hidden: it cannot be imported without CUDA."""
     if NAME in sys.modules:
         raise RuntimeError(f"{NAME} is already imported; activate the CPU platform before importing it")
-    root = _module(NAME, {"__version__": VERSION})
-    modules = {NAME: root}
-    for path, names in _contents().items():
-        module = _module(f"{NAME}.{path}", names)
-        modules[module.__name__] = module
-        parent, _, leaf = module.__name__.rpartition(".")
-        setattr(modules[parent], leaf, module)
-    sys.modules.update(modules)
+    root = _StandInModule(NAME)
+    vars(root)["__version__"] = VERSION
+    sys.modules.update(module_tree(root, _contents()))
     sys.meta_path.append(_MissingSubmoduleFinder())
-
-
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
-    module = _StandInModule(name)
-    module.__path__ = []  # marks it as a package, so that submodules can be imported
-    module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
-    vars(module).update(names)
-    return module

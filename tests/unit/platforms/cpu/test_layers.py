@@ -98,7 +98,7 @@ def test_unsupported_symbols_raise_when_used(symbol: str) -> None:
 
 
 def test_unknown_symbols_raise_with_the_reason() -> None:
-    reason = r"is not part of the CPU platform's stand-in \(real Transformer Engine needs CUDA\)"
+    reason = r"is not part of the CPU platform's stand-in \(the real package needs CUDA\)"
     with pytest.raises(AttributeError, match=rf"transformer_engine\.pytorch\.Foo {reason}"):
         _ = te.Foo
     with pytest.raises(ImportError, match=rf"transformer_engine\.pytorch\.Foo {reason}"):
