@@ -183,8 +183,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return None, None
 
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
-        config, args = self.settings, self.args
-        rollouts_done = self._rollouts_done
+        config, args, rollouts_done = self.settings, self.args, self._rollouts_done
         args.check_replay_reach(rollouts_done)
         if self.state.iteration > 0 and is_last_rank():
             trim_logs(args.output_dir, self.state.iteration, rollouts_done)
