@@ -28,6 +28,18 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE
 export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
+workers=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py, the longest file first
+
+# Stages on the same packages share the preloaded processes of tests/forking: their imports take 60 CPU seconds.
+servers=$(mktemp -d)
+trap 'rm -rf "$servers"' EXIT # which ends them
+export TESTS_FORK_OWNER=$$
+share_servers() { # share_servers NAME_OF_PACKAGES: and end those of other packages
+    export TESTS_FORK_SERVERS=$servers/$1
+    find "$servers" -mindepth 1 -maxdepth 1 ! -name "$1" -exec rm -r {} +
+    mkdir -p "$TESTS_FORK_SERVERS"
+}
+share_servers locked
 
 step() { # step NAME COMMAND...
     echo "== $1"
@@ -51,7 +63,7 @@ tests_of() { # tests_of PYTEST_ARGUMENT...: two workers, without what is marked 
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
-    "${pytest[@]}" --alone no -n 2 --dist loadfile "$@"
+    "${pytest[@]}" --alone no "${workers[@]}" "$@"
 }
 
 tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone`
@@ -60,8 +72,11 @@ tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is 
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
     if [ "$status" = 5 ] && [ $# -gt 1 ]; then status=0; fi
     [ "$status" = 0 ] || return "$status"
-    "${pytest[@]}" "tests/$1" --alone yes "${@:2}" || status=$?
-    [ "$status" = 5 ] || return "$status" # not every folder has tests that measure time
+    local alone # only these files are collected: importing all others takes 10 to 20 s
+    mapfile -t alone < <(grep -rl --include 'test_*.py' 'mark\.alone' "tests/$1")
+    [ ${#alone[@]} -gt 0 ] || return 0 # not every folder has tests that measure time
+    "${pytest[@]}" "${alone[@]}" --alone yes "${@:2}" || status=$?
+    [ "$status" = 5 ] || return "$status"
 }
 
 # What depends on the version of megatron-core: a choice of layouts, the command, and ms-swift's own trainer.
@@ -73,6 +88,7 @@ newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
     local stack="$PWD/.stacks/megatron-core-$1"
+    share_servers "$1"
     shift
     PYTHONPATH="$stack${PYTHONPATH:+:$PYTHONPATH}" tests_of "$@"
 }
@@ -97,7 +113,7 @@ if [ -n "$quick" ]; then
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
-        tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no -n 2 --dist loadfile "$@"
+        tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no "${workers[@]}" "$@"
     exit
 fi
 for stage in "${stages[@]}"; do

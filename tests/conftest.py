@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
 
 from tests.forking.client import sockets_folder
+
+# The files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
+_LONGEST = (
+    "e2e/test_server.py", "e2e/test_stop.py", "e2e/test_commands_untouched.py", "e2e/test_cli.py",
+    "e2e/test_sync_check.py", "e2e/test_checkpoints.py", "e2e/test_composite.py", "e2e/test_async.py",
+    "e2e/test_scripts.py", "e2e/test_rollout_command.py", "e2e/test_accepted_flags.py", "e2e/test_multi_turn.py",
+    "e2e/test_server_attacks.py", "e2e/test_server_turns.py", "e2e/test_stuck.py",
+    "dist/test_composite_layouts.py", "dist/test_layouts.py", "dist/test_engine_runs.py",
+    "unit/plugin/test_torchrun.py", "unit/doctor/test_doctor.py", "unit/arguments/test_grpo_arguments.py",
+)  # fmt: skip
 
 settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
 settings.load_profile("patient")
@@ -28,6 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files, and apply --alone."""
+    place = {Path(__file__).parent / name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
     if choice := config.getoption("--alone"):
         groups: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
         for item in items:

@@ -31,7 +31,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_rope_scaling
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
-from swift_megatron_grpo.checkpoints.sources import check_quickly
+from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.protocol.model_identity import read_model_config
@@ -243,6 +243,8 @@ def _check_checkpoints(args: DerivedArguments) -> None:
     """Check the files that ms-swift reads next; the trainer verifies the large ones, in parallel."""
     if args.verify_checkpoint:
         check_quickly(args.checkpoint_sources)
+    if args.resumes and not args.no_load_optim:
+        check_optimizer_state(source for source in args.checkpoint_sources if source.flag != "mcore_ref_model")
 
 
 def _check_interleaving(args: DerivedArguments) -> None:

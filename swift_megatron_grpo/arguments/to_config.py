@@ -37,7 +37,12 @@ from swift_megatron_grpo.config import (
     VllmConfig,
 )
 from swift_megatron_grpo.protocol.api_key import read_api_key
-from swift_megatron_grpo.protocol.model_identity import position_identity, read_model_config, read_model_identity
+from swift_megatron_grpo.protocol.model_identity import (
+    position_identity,
+    precision_identity,
+    read_model_config,
+    read_model_identity,
+)
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
@@ -206,7 +211,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.max_completion_length,
-        model=read_model_identity(args.model_dir) | _positions(args),
+        model=read_model_identity(args.model_dir) | _positions(args) | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,
         images=args.most_images,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,8 @@ from swift_megatron_grpo.checkpoints.manifest import (
 )
 from swift_megatron_grpo.disk.checksums import file_checksum
 
-TRACKER = "latest_checkpointed_iteration.txt"  # ms-swift writes it into every checkpoint
+ARGUMENTS = "args.json"  # ms-swift writes it into every checkpoint, as the next one
+TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"checkpoint-(\d+)(-merged)?")
 _SMALL = 2**20  # bytes of a file whose checksum takes no time
 _SHOWN = 3  # files that an error names
@@ -75,6 +77,21 @@ def check_quickly(sources: Iterable[Source]) -> None:
         faults = quick_faults(source)
         if faults:
             raise refusal(source, faults, first_whole(source, lambda other: not quick_faults(other)))
+
+
+def check_optimizer_state(sources: Iterable[Source]) -> None:
+    """Raise BadCheckpoint for a checkpoint whose optimizer state is to be loaded and was not saved."""
+    for source in sources:
+        arguments = source.folder / ARGUMENTS
+        if not source.megatron or not arguments.is_file():
+            continue
+        if json.loads(arguments.read_text(encoding="utf-8")).get("no_save_optim"):
+            flag = "--adapters" if source.flag == "mcore_adapter" else "--model"
+            raise BadCheckpoint(
+                f"{source}: it was saved with --no_save_optim true, so it has no optimizer state to resume with; to "
+                f"start a new run from its weights, use {flag} {source.folder} without --{source.flag} and --finetune "
+                "false"
+            )
 
 
 def quick_faults(source: Source) -> list[str]:

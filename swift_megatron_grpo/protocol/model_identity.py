@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 # Keys of config.json. Models with equal values can load the same weights.
 MODEL_KEYS = (
     "architectures",
@@ -47,6 +49,11 @@ def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     return {"rope_type": kind, "rope_factor": None if kind == "default" else rope.get("factor")}
+
+
+def precision_identity(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the type of the weights, which --torch_dtype sets."""
+    return {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
 def read_model_config(folder: str | Path) -> dict[str, Any]:

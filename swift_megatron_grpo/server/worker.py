@@ -15,7 +15,7 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 
 from swift_megatron_grpo.protocol.messages import packed_logprobs
-from swift_megatron_grpo.protocol.model_identity import model_identity, position_identity
+from swift_megatron_grpo.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
@@ -135,7 +135,9 @@ class EngineCommands:
             "accepts_media": config.model_config.is_multimodal_model,
             "has_towers": has_towers(config.model_config),
             "images_per_prompt": images_per_prompt(config.model_config),
-            "model": model_identity(hf_config) | position_identity(hf_config),
+            "model": model_identity(hf_config)
+            | position_identity(hf_config)
+            | precision_identity(config.model_config.dtype),
         }
 
     async def probe(self) -> dict[str, Any]:

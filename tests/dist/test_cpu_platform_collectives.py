@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.paths import IMPORT_PATH
+from tests.forking.client import run_script
 
 HEADS, GROUPS, CHANNELS = 4, 2, 8
 
@@ -203,19 +203,8 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     output = tmp_path_factory.mktemp("collectives")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        __file__,
-        str(output),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORT_PATH}
-    ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert ranks.returncode == 0, ranks.stdout[-2000:] + ranks.stderr[-6000:]
-    assert ranks.stderr.count("the CPU platform uses gloo in place of nccl") == 1
+    printed = run_script(Path(__file__), output, ranks=2)
+    assert printed.count("the CPU platform uses gloo in place of nccl") == 1
     return {**json.loads((output / "0").read_text()), **json.loads((output / "1").read_text())}
 
 

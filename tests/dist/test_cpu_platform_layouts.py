@@ -1,6 +1,6 @@
 """Real megatron-core and mcore-bridge on the CPU platform: every layout matches one rank; the logits match HF's.
 
-One torchrun of two ranks runs all cases: first each rank alone, in a world of one, then both, with Megatron's groups
+One run of two ranks does all cases: first each rank alone, in a world of one, then both, with Megatron's groups
 destroyed and created between the cases. This file is also the script that the ranks run.
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.paths import IMPORT_PATH
+from tests.forking.client import run_script
 
 VOCABULARY, MICRO_BATCHES, LENGTHS = 264, 4, (16, 24, 8)
 
@@ -54,18 +52,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("layouts") / "results.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        __file__,
-        str(output),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": IMPORT_PATH, "HF_HUB_OFFLINE": "1"}
-    ranks = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert ranks.returncode == 0, ranks.stdout[-2000:] + ranks.stderr[-6000:]
+    run_script(Path(__file__), output, ranks=2)  # forked with transformers alone: the ranks import Megatron themselves
     return json.loads(output.read_text())
 
 

@@ -109,12 +109,13 @@ def megatron_rlhf(
     on_line: Callable[[str], object] | None = None,
     plugin: bool = True,
     rewards: bool = True,
+    kills_ranks: bool = False,
 ) -> Finished:
     """Run `megatron rlhf --rlhf_type grpo` on forked ranks; on a GPU, the real command.
 
     A forked rank has imported everything already and runs what torchrun would start. Entry point, torchrun and process
     shutdown are not covered: for these, use `megatron_command`. Without `plugin`, a rank is as if the entry point had
-    activated the CPU platform only.
+    activated the CPU platform only. With `kills_ranks` the first rank that fails ends the others as under torchrun.
     """
     if not plugin:
         environment = {**(environment or {}), SWITCH: "platform"}
@@ -124,7 +125,7 @@ def megatron_rlhf(
 
     def start(output: IO[str]) -> ForkedProcess:
         return fork_server("trainer" if plugin else "upstream").start(
-            "megatron rlhf", arguments, ranks, folder.parent, output, variables
+            "megatron rlhf", arguments, ranks, folder.parent, output, variables, kills_ranks
         )
 
     return _follow(start, folder, timeout, on_line)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo import SWITCH
+from tests.forking.client import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -41,47 +42,49 @@ def without_numbers(output: str) -> list[str]:
     return sorted(re.sub(r"\d+", "#", line) for line in output.splitlines())
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "swift sft --help",
-        "swift rlhf --rlhf_type grpo --help",
-        "megatron sft --model /no/such/model",
-        pytest.param("megatron pt --model /no/such/model", marks=pytest.mark.slow),
-        pytest.param("megatron export --model /no/such/model", marks=pytest.mark.slow),
-        "megatron rlhf --rlhf_type dpo --model /no/such/model",
-    ],
-)
-def test_other_commands_print_the_same_with_and_without_the_plugin(command: str) -> None:
+def compare_with_and_without_the_plugin(command: str) -> tuple[int, list[str]]:
+    """Run a command with the plugin on and off; return exit code and printed lines, which must be the same."""
     on, off = (finish(process) for process in [start(mode, *command.split()) for mode in ("on", "off")])
     assert on[0] == off[0]
     assert without_numbers(on[1]) == without_numbers(off[1])
     assert len(on[1].splitlines()) > 3  # it did print something
     assert "swift_megatron_grpo" not in on[1]
+    return on[0], without_numbers(on[1])
 
 
-def test_swift_megatron_runs_megatron() -> None:
-    """This holds for every command, not only for GRPO: ms-swift's `swift` script has no command `megatron`."""
-    command = ["export", "--model", "/no/such/model"]
-    handed_over, megatron, off = (
-        finish(process)
-        for process in [
-            start("on", "swift", "megatron", *command),
-            start("on", "megatron", *command),
-            start("off", "swift", "megatron", *command),
-        ]
-    )
-    assert handed_over[0] == megatron[0]
-    assert without_numbers(handed_over[1]) == without_numbers(megatron[1])
-    assert "KeyError: 'megatron'" in off[1]
+# Each start costs 17 CPU seconds of imports. By default, the two commands that are most like
+# `megatron rlhf --rlhf_type grpo` are run; tests/unit/plugin/test_autoload.py classifies all command lines.
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("swift sft --help", marks=pytest.mark.slow),
+        "swift rlhf --rlhf_type grpo --help",
+        pytest.param("megatron sft --model /no/such/model", marks=pytest.mark.slow),
+        pytest.param("megatron pt --model /no/such/model", marks=pytest.mark.slow),
+        pytest.param("megatron export --model /no/such/model", marks=pytest.mark.slow),
+    ],
+)
+def test_other_commands_print_the_same_with_and_without_the_plugin(command: str) -> None:
+    compare_with_and_without_the_plugin(command)
 
 
-def test_swift_megatron_rlhf_parses_our_flags() -> None:
-    """The command reaches the rank, on the CPU platform if needed, and our argument class parses the flags."""
-    code, output = run("on", "swift", "megatron", "rlhf", "--rlhf_type", "grpo")
+def test_another_type_of_rlhf_prints_the_same_also_as_swift_megatron() -> None:
+    """`swift megatron` works for every command, not only for GRPO: ms-swift's `swift` script has no such command."""
+    command = "megatron rlhf --rlhf_type dpo --model /no/such/model"
+    expected = compare_with_and_without_the_plugin(command)
+    code, handed_over = run("on", "swift", *command.split())
+    assert (code, without_numbers(handed_over)) == expected
+    _, off = run("off", "swift", *command.split())
+    assert "KeyError: 'megatron'" in off
+
+
+def test_swift_megatron_parses_our_flags_in_all_ranks() -> None:
+    """The command reaches torchrun and its ranks, on the CPU platform if needed, and they use our argument class."""
+    ranks = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    code, output = run("on", "swift", "megatron", "rlhf", "--rlhf_type=grpo", **ranks)
     assert code != 0
-    assert re.search(r"run sh: `.*/rlhf\.py --rlhf_type grpo`", output)
-    assert "no model is set; use --model" in output
+    assert re.search(r"run sh: `.*/rlhf\.py --rlhf_type=grpo`", output)
+    assert output.count("ValueError: no model is set; use --model") == 2
 
 
 def test_a_config_file_is_parsed_with_our_flags(tmp_path: Path) -> None:
@@ -90,12 +93,6 @@ def test_a_config_file_is_parsed_with_our_flags(tmp_path: Path) -> None:
     code, output = run("on", "megatron", "rlhf", str(config))
     assert code != 0
     assert "no model is set; use --model" in output
-
-
-def test_ranks_under_torchrun_parse_our_flags() -> None:
-    code, output = run("on", "megatron", "rlhf", "--rlhf_type=grpo", NPROC_PER_NODE="2", MASTER_PORT="29417")
-    assert code != 0
-    assert output.count("ValueError: no model is set; use --model") == 2
 
 
 def test_an_invalid_value_of_the_switch_is_explained() -> None:

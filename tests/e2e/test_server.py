@@ -1,4 +1,4 @@
-"""Server mode: real `swift rollout` processes and real trainers. The numbers match vLLM in the trainer."""
+"""Server mode: forked `swift rollout` processes and real trainers. The numbers match vLLM in the trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ NUMBERS = ("loss", "grad_norm", "reward", "completions/mean_length")
 
 @pytest.fixture(scope="module")
 def servers(folder: Path, dense: Path) -> Iterator[list[RolloutServer]]:
-    real = RolloutServer(dense, folder / "server0.txt", command=True)  # `swift rollout`, as a user starts it
-    running = [real.start(), RolloutServer(dense, folder / "server1.txt").start()]
+    running = [RolloutServer(dense, folder / f"server{number}.txt").start() for number in range(2)]
     for server in running:
         server.wait()
     yield running
@@ -67,7 +66,7 @@ def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[Rollout
     server = servers[0]
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
-    assert KEY not in server.log.read_text() and KEY not in str([process.cmdline() for process in server.processes()])
+    assert KEY not in server.log.read_text()  # nor in its command line: test_rollout_command.py
     ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
     posts = [*ours, "/infer/", "/update_flattened_params/"]
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:
@@ -260,6 +259,7 @@ class OtherServer(BaseHTTPRequestHandler):
         ({"urls": ("http://127.0.0.1:1",)}, "rollout server http://127.0.0.1:1 did not answer within"),
         ({"api_key": None}, "requires its --api_key"),
         ({"model": {"hidden_size": 65}}, "hidden_size is 64 there and 65 here"),
+        ({"model": {"torch_dtype": "bfloat16"}}, "is 'float32' there .* start it .* with --torch_dtype bfloat16"),
         ({"lora_rank": 8}, "start it with --vllm_enable_lora true"),
         (
             {"turns": RemoteTurnsConfig("--max_turns 3", max_turns=3)},

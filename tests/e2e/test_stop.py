@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import time
@@ -14,6 +13,7 @@ import pytest
 
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.messages import Routes
+from tests.e2e.ends import alive_after, check_server_ends
 from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
@@ -27,18 +27,6 @@ CAUSE = "received SIGTERM: the run stops after the current step and saves a chec
 def last_line(run: Finished) -> str:
     lines = [line for line in run.output.splitlines() if line.strip() and not line.startswith("rank ")]
     return lines[-1]  # the fork server's leader, in torchrun's place, adds a line that begins with "rank"
-
-
-def alive_after(seconds: float, processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that are alive after that time. An orphan in a container may stay a zombie."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and any(is_alive(process) for process in processes):
-        time.sleep(0.05)
-    return [process for process in processes if is_alive(process)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def check_stopped(run: Finished, step: int) -> str:
@@ -151,22 +139,9 @@ def prompts(run: Finished) -> list[tuple[int, str]]:
     return [(row["rollout"], str(row["prompt"])) for row in rows]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_a_rollout_server_with_all_of_its_processes(
-    inputs: tuple[Path, Path, Path], tmp_path: Path, number: signal.Signals
+def test_ctrl_c_ends_a_rollout_server_with_all_of_its_processes(
+    inputs: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
-    """SIGTERM is sent to the real command alone, SIGINT to all processes of a forked one, as Ctrl-C does."""
-    is_command = number == signal.SIGTERM
-    server = RolloutServer(inputs[1], tmp_path / "server.txt", command=is_command).start().wait()
-    assert server.process is not None
-    root = psutil.Process(server.process.pid)
-    processes = [root, *root.children(recursive=True)]
-    assert len(processes) >= 3
-    began = time.monotonic()
-    root.send_signal(number) if number == signal.SIGTERM else os.killpg(root.pid, number)
-    assert server.process.wait(timeout=30) == 128 + number
-    assert time.monotonic() - began < 10
-    assert alive_after(2, processes) == []
-    log = server.log.read_text()
-    assert log.count(f"the rollout server received {number.name} and ends, with all of its processes") == 1
-    assert "Traceback" not in log
+    """Ctrl-C sends SIGINT to all of its processes. See test_rollout_command.py for SIGTERM."""
+    server = RolloutServer(inputs[1], tmp_path / "server.txt").start().wait()
+    check_server_ends(server, signal.SIGINT, to_all=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
@@ -24,7 +23,7 @@ def run(
     name: str,
     flags: list[str],
     environment: dict[str, str] | None = None,
-    start: Callable[..., Finished] = megatron_command,
+    kills_ranks: bool = False,
 ) -> Finished:
     folder, model, dataset = inputs
     plugins = [
@@ -35,7 +34,9 @@ def run(
         str(HERE / "canned_completions.py"),
         str(HERE / "stuck.py"),
     ]
-    return start(model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400)
+    return megatron_rlhf(
+        model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400, kills_ranks=kills_ranks
+    )
 
 
 def sections(run: Finished) -> dict[str, str]:
@@ -51,7 +52,7 @@ def sections(run: Finished) -> dict[str, str]:
 @pytest.mark.alone
 @pytest.mark.parametrize(("function", "name"), [("sleeps", "Sleeps"), ("awaits", "Awaits")])
 def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], function: str, name: str) -> None:
-    done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"], start=megatron_rlhf)
+    done = run(inputs, function, ["--reward_funcs", function, "--reward_timeout", "3"])
     assert done.code != 0  # the function would sleep for an hour
     message = (
         rf"RewardError: reward function {name} has not returned after [23]\.\d s \(--reward_timeout\), on 4 completions"
@@ -62,7 +63,7 @@ def test_a_reward_timeout_names_the_function(inputs: tuple[Path, Path, Path], fu
 
 
 def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, Path]) -> None:
-    done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "15"], start=megatron_rlhf)
+    done = run(inputs, "phase", ["--reward_funcs", "sleeps", "--phase_timeout", "15"])
     ranks = sections(done)
     assert "phase grading has not finished after 15 s (--phase_timeout 15)" in done.output
     assert "stuck.py" in ranks["1"] and "in __call__" in ranks["1"]
@@ -71,8 +72,7 @@ def test_the_watchdog_reports_a_stuck_reward_function(inputs: tuple[Path, Path, 
 
 
 def test_the_watchdog_reports_a_rank_that_is_stuck_in_training(inputs: tuple[Path, Path, Path]) -> None:
-    # the real command, because torchrun ends ranks too
-    done = run(inputs, "train", ["--phase_timeout", "15"], {"STUCK": "train"})
+    done = run(inputs, "train", ["--phase_timeout", "15"], {"STUCK": "train"}, kills_ranks=True)
     ranks = sections(done)
     assert "phase train has not finished after 15 s" in done.output
     assert "get_stuck" in ranks["1"] and "phase train: since" in ranks["0"]

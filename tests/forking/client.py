@@ -21,7 +21,8 @@ from typing import IO, Any
 
 from tests.paths import IMPORT_PATH, REPOSITORY
 
-_SOCKETS = "TESTS_FORK_SERVERS"
+_SOCKETS = "TESTS_FORK_SERVERS"  # their folder; scripts/test.sh sets it, so that its stages share the servers
+_OWNER = "TESTS_FORK_OWNER"  # the process that they end with
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
@@ -53,7 +54,7 @@ class ForkServer:
     """A preloaded process, of one kind of programs.py, that forks runs on request."""
 
     def __init__(self, kind: str) -> None:
-        """Connect to the server of this session; the first process that needs it starts it."""
+        """Connect to the server of this session or of scripts/test.sh; the first process that needs it starts it."""
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = Path(sockets_folder()) / kind
         with path.with_suffix(".lock").open("w") as lock:
@@ -103,7 +104,7 @@ def fork_server(kind: str) -> ForkServer:
 
 def _start_server(kind: str, path: Path) -> None:
     """Start a server and wait until it has imported everything."""
-    command = [sys.executable, "-m", "tests.forking.server", kind, str(path)]
+    command = [sys.executable, "-m", "tests.forking.server", kind, str(path), os.environ[_OWNER]]
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": IMPORT_PATH}
     process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
     while not path.exists():
@@ -116,23 +117,24 @@ def sockets_folder() -> str:
     """Return the folder of the servers' sockets. Child processes, such as pytest's workers, share it."""
     if _SOCKETS not in os.environ:
         os.environ[_SOCKETS] = tempfile.mkdtemp(prefix="fork-servers-")
+        os.environ[_OWNER] = str(os.getpid())
         atexit.register(shutil.rmtree, os.environ[_SOCKETS], ignore_errors=True)
     return os.environ[_SOCKETS]
 
 
-def run_script(script: Path, *arguments: object) -> str:
-    """Run a script of plain transformers in a fork and return its output."""
-    return _output("plain", "script", str(script), *map(str, arguments))
+def run_script(script: Path, *arguments: object, ranks: int = 0) -> str:
+    """Run a script in a fork that has imported plain transformers, or in one per rank, and return its output."""
+    return _output("plain", "script", str(script), *map(str, arguments), ranks=ranks)
 
 
-def run_code(kind: str, code: str) -> str:
-    """Run code in a fork and return its output."""
-    return _output(kind, "code", code)
+def run_code(kind: str, code: str, *arguments: str, folder: Path = REPOSITORY, ranks: int = 0) -> str:
+    """Run code in a fork, or in one per rank, and return its output."""
+    return _output(kind, "code", code, *arguments, folder=folder, ranks=ranks)
 
 
-def _output(kind: str, program: str, *arguments: str) -> str:
+def _output(kind: str, program: str, *arguments: str, folder: Path = REPOSITORY, ranks: int = 0) -> str:
     with tempfile.TemporaryFile("w+") as output:
-        process = fork_server(kind).start(program, arguments, 0, REPOSITORY, output, {})
+        process = fork_server(kind).start(program, arguments, ranks, folder, output, {})
         code = process.wait()
         output.seek(0)
         printed = output.read()

@@ -71,6 +71,7 @@ def preload_rollout() -> None:
         "vllm.model_executor.models.qwen3_moe",
     )
     skip_repeated_work()
+    fork_engines()
 
 
 def preload_upstream() -> None:
@@ -113,6 +114,13 @@ def skip_repeated_work() -> None:
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.unfreeze = lambda: None
+
+
+def fork_engines() -> None:
+    """Let vLLM fork the process of its engine, which on a CPU it always spawns, with 17 CPU seconds of imports."""
+    from vllm.v1.engine import utils
+
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def map_in_this_process() -> None:
@@ -175,7 +183,8 @@ def run_script(arguments: list[str]) -> None:
 
 
 def run_code(arguments: list[str]) -> None:
-    """Run `python -c CODE`."""
+    """Run `python -c CODE ARGUMENTS`."""
+    sys.argv = ["-c", *arguments[1:]]
     exec(compile(arguments[0], "<code>", "exec"), {"__name__": "__main__"})
 
 

@@ -1,10 +1,11 @@
-"""A process that has imported everything and forks the ranks of a run: `python -m tests.forking.server KIND SOCKET`.
+"""A process that has imported everything and forks ranks: `python -m tests.forking.server KIND SOCKET OWNER`.
 
-The test processes of one pytest session share it. Requests arrive as JSON over a Unix socket, each with two file
-descriptors: the output of the run, and a pipe for its exit code. The server has one thread, because a fork copies only
-the calling thread. For each request it forks a leader with a new process group, which replaces torchrun: it forks the
-ranks, ends all of them when one fails, and reports the exit code. When a test process disconnects, its runs end, and
-the server ends with the last one.
+The test processes of one pytest session, or of all stages of scripts/test.sh, share it. Requests arrive as JSON over a
+Unix socket, each with two file descriptors: the output of the run, and a pipe for its exit code. The server has one
+thread, because a fork copies only the calling thread. For each request it forks a leader with a new process group,
+which replaces torchrun: it forks the ranks, ends all of them when one fails, and reports the exit code. When a test
+process disconnects, its runs end. The server ends when no test process is connected and its socket is removed or its
+owner, a process id, has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import Any, NoReturn
 from tests.forking.programs import PRELOAD, PROGRAMS
 
 _LARGEST_REQUEST = 2**20
+_OWNER_CHECK = 1.0  # seconds between two looks at the owner
 _GRACE = 30.0  # seconds between SIGTERM and SIGKILL, as torchrun's
 
 
-def main(kind: str, path: str) -> None:
+def main(kind: str, path: str, owner: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # these are for pytest; the server and all runs end after it
     for stream in (sys.stdout, sys.stderr):
@@ -40,15 +42,18 @@ def main(kind: str, path: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a forked process would copy the pages of every imported object
     with _listen(path) as listener:
-        connection, _ = listener.accept()
-        leaders: dict[socket.socket, list[int]] = {connection: []}
-        while leaders:
-            ready, _, _ = select.select([listener, *leaders], [], [])
+        leaders: dict[socket.socket, list[int]] = {}
+        while leaders or (os.path.exists(path) and _is_alive(owner)):
+            ready, _, _ = select.select([listener, *leaders], [], [], _OWNER_CHECK)
             for connection in ready:
                 if connection is listener:
                     leaders[listener.accept()[0]] = []
                 else:
                     _serve(connection, leaders, listener)
+
+
+def _is_alive(process: int) -> bool:
+    return os.path.exists(f"/proc/{process}")
 
 
 def _listen(path: str) -> socket.socket:
@@ -164,4 +169,4 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -32,7 +32,6 @@ LISTENS = {
     # look whether a port is free, and close it
     "doctor/machine.py": {"create_server"},
     "server/arguments.py": {"create_server"},
-    "tools/check_script.py": {"create_server"},
 }
 SECRET = re.compile(r"secret|api_key|^_key$|^mac$|^proof$")
 

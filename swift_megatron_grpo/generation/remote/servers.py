@@ -290,17 +290,19 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             f"it runs swift_megatron_grpo {status.plugin}, which uses another protocol version; "
             "install the same version"
         ]
-    different = [
-        f"{key} is {value!r} there and {config.model[key]!r} here"
+    different = {
+        key: f"{key} is {value!r} there and {config.model[key]!r} here"
         for key, value in status.model.items()
         if key in config.model and config.model[key] != value
-    ]
+    }
     if different:
         advice = "start it with the --model of this run"
-        if any(key.startswith("rope_") for key in config.model if status.model.get(key) != config.model[key]):
+        if "torch_dtype" in different:
+            advice += f", and with --torch_dtype {config.model['torch_dtype']}"
+        if any(key.startswith("rope_") for key in different):
             advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
             advice += "--rope_scaling"
-        problems.append(f"it runs another model: {', '.join(different)}; {advice}")
+        problems.append(f"it runs another model: {', '.join(different.values())}; {advice}")
     if status.max_model_len < config.least_length:
         problems.append(
             f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET
-from tests.paths import IMPORT_PATH
+from tests.forking.client import run_code
 from tests.unit.model_config import QWEN3
 
 
@@ -323,17 +320,8 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (folder / "tiny" / "config.json").write_text(json.dumps(QWEN3))
     command = "--rlhf_type grpo --model tiny --model_type qwen3 --template qwen3 --dataset train.jsonl "
     command += "--reward_funcs format --train_iters 2 --ddp_backend gloo"
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    process = subprocess.run(
-        [sys.executable, "-c", ACCEPTED, *command.split()],
-        cwd=folder,
-        env=os.environ | rank | {"PYTHONPATH": IMPORT_PATH},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    result: dict[str, Any] = json.loads(process.stdout.split("RESULT")[1])
+    printed = run_code("trainer", ACCEPTED, *command.split(), folder=folder, ranks=1)
+    result: dict[str, Any] = json.loads(printed.split("RESULT")[1])
     return result
 
 

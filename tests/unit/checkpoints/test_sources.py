@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.checkpoints import sources
 from swift_megatron_grpo.checkpoints.identity import TokenizerIdentity, dataset_identity
 from swift_megatron_grpo.checkpoints.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
-from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source, alternatives, check_quickly
+from swift_megatron_grpo.checkpoints.sources import (
+    BadCheckpoint,
+    Source,
+    alternatives,
+    check_optimizer_state,
+    check_quickly,
+)
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets, deal, verify_files
 from swift_megatron_grpo.disk.checksums import file_checksum
 from tests.unit.checkpoints.saved import FILES, IDENTITY, ROWS, OneRank, save
@@ -171,6 +177,18 @@ def test_models_that_are_no_checkpoints_need_no_manifest(tmp_path: Path) -> None
     model.mkdir()
     (model / "config.json").write_text("{}")
     assert check_sources([Source("model", model, False)], {}, None, True, OneRank(), 1) == []
+
+
+@pytest.mark.parametrize(("flag", "instead"), [("mcore_model", "--model"), ("mcore_adapter", "--adapters")])
+def test_a_checkpoint_without_optimizer_state_cannot_be_resumed(tmp_path: Path, flag: str, instead: str) -> None:
+    saved = Source(flag, tmp_path, megatron=True)
+    check_optimizer_state([saved])  # without args.json: not by ms-swift
+    (tmp_path / "args.json").write_text('{"no_save_optim": null}')
+    check_optimizer_state([saved])
+    (tmp_path / "args.json").write_text('{"no_save_optim": true}')
+    check_optimizer_state([Source("model", tmp_path, megatron=False)])
+    with pytest.raises(BadCheckpoint, match=f"--{flag} .* no optimizer state .* use {instead} {tmp_path}"):
+        check_optimizer_state([saved])
 
 
 def test_a_merged_copy_is_compared_with_other_merged_copies_only(run: Path) -> None:
