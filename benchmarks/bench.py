@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
         add("--goal", default="", help="text for the column `goal` of the page")
-        add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3 or Qwen3.5")
+        add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
         add("--generations", type=int, default=8, help="completions per prompt")
         add("--lengths", default="lognormal:700:0.9:4096",
@@ -109,6 +109,8 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
 def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int], gpu: bool) -> list[str]:
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
+    image_tokens = SHAPES[args.shape].image_tokens
+    room = longest_prompt + longest + image_tokens + (2 if image_tokens else 0)  # and the tokens around an image
     kind = SHAPES[args.shape].model_type
     return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", kind, "--template", kind,
             "--dataset", str(dataset), "--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
@@ -116,7 +118,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--add_version", "false", "--check_model", "false", "--reward_funcs", "hash",
             "--num_generations", str(args.generations), "--global_batch_size", str(args.completions),
             "--max_length", str(longest_prompt), "--max_completion_length", str(longest),
-            "--vllm_mode", "colocate", "--vllm_max_model_len", str(longest_prompt + longest),
+            "--vllm_mode", "colocate", "--vllm_max_model_len", str(room),
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
             "--recompute_granularity", "none", "--attention_backend", "fused" if gpu else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
@@ -173,6 +175,9 @@ def run(args: argparse.Namespace) -> int:
     args.work, args.json = args.work.resolve(), args.json.resolve()
     if args.servers and (args.kind == "train" or not args.lengths.startswith("constant:")):
         raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")
+    shape = SHAPES[args.shape]
+    if shape.vision is not None and args.kind == "train":
+        raise SystemExit(f"bench: --shape {args.shape} has images, whose tokens come from vLLM; use the kind step")
     settings, ranks = settings_of(args)
     workload = workload_of(args)
     if args.completions // ranks % args.generations:
@@ -181,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     model, template_tokens = make_model(args)
     prompts, completions = workload.prompt_tokens(template_tokens + 8), workload.completion_tokens()
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
-    write_dataset(dataset, prompts, template_tokens)
+    write_dataset(dataset, prompts, template_tokens, shape.image_side)
 
     device, versions = machine(args.revision)
     job = Job("", args.kind == "train", "", prompts, completions, SHAPES[args.shape].vocabulary, args.seed,

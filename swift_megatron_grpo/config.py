@@ -147,6 +147,7 @@ class ServerConfig:
     model: dict[str, Any]  # values of config.json that must be equal on the server
     lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
+    images: int = 0  # the most in a row of the datasets
 
     @property
     def least_length(self) -> int:
@@ -243,6 +244,7 @@ class PackingConfig:
     max_tokens: int | None  # None: micro_batch_size completions each
     infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
     infer_micro_batch_size: int | None  # in forward-only passes, in completions
+    tower_share: float = 0.0  # share of a trained tower's work that a training pass has
 
 
 @dataclass(frozen=True, slots=True)

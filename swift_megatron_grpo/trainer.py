@@ -27,6 +27,7 @@ from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer
 from swift_megatron_grpo.checkpoints.manifest import has_manifest
 from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.disk.checksums import threads_of_a_rank
 from swift_megatron_grpo.disk.folder_lock import LockedFolders
@@ -182,8 +183,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return None, None
 
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
-        config, args = self.settings, self.args
-        rollouts_done = self._rollouts_done
+        config, args, rollouts_done = self.settings, self.args, self._rollouts_done
         args.check_replay_reach(rollouts_done)
         if self.state.iteration > 0 and is_last_rank():
             trim_logs(args.output_dir, self.state.iteration, rollouts_done)
@@ -191,6 +191,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         inputs = RunInputs(
             template=self.template,
             train_rows=train_rows,
+            pictures=PictureReader(self.template) if args.most_images else None,
             rewards=self.rewards,
             servers=self.remote,
             coordinator=self.coordinator,

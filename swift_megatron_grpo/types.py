@@ -6,8 +6,12 @@ m completion tokens of a packed micro batch, s samples.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,45 @@ class TokenValues:
     entropies: list[float] | None  # [c] of the full distribution at each token; None: not requested
 
 
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Picture:
+    """One image as a model takes it. Samples that show the same image share one object."""
+
+    digest: str  # of its file
+    grid: tuple[int, int, int]  # patches in time, height and width
+    merge: int  # a token stands for merge * merge patches
+    channels: tuple[tuple[float, float], ...]  # per colour a, b: the model takes a * byte + b
+    encode: Callable[
+        [], torch.Tensor
+    ]  # reads and cuts the image: bytes [patches, values of a patch], colours outermost
+
+    @property
+    def token_grid(self) -> tuple[int, int, int]:
+        """Tokens in time, height and width."""
+        time, height, width = self.grid
+        return time, height // self.merge, width // self.merge
+
+    @property
+    def num_tokens(self) -> int:
+        return prod(self.token_grid)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A picture in a sequence: its tokens are those from `start` on."""
+
+    picture: Picture
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """A text whose log-probs engines compute. With an image, one of the tokens is its placeholder."""
+
+    tokens: list[int]
+    image: bytes | None = None  # a PNG of which no side is resized
+
+
 @dataclass(slots=True)
 class Sample:
     """One training sequence and its per-token and per-sequence values."""
@@ -81,4 +124,4 @@ class Sample:
     rollout_logprobs: list[float] | None = None  # [c]
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
-    extras: dict[str, Any] = field(default_factory=dict)  # model inputs beyond tokens (images)
+    pictures: tuple[Placed, ...] = ()  # in the order of their tokens

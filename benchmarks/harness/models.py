@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -31,16 +32,24 @@ from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 from .workload import SHAPES, TEMPLATE_TOKENS_FILE, Shape
 
 # ms-swift's template for Qwen3 puts this in front of every completion, as part of the prompt.
+IMAGE_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
 NOT_THINKING = "<think>\n\n</think>\n\n"
 
 
 def make_checkpoint(folder: Path, shape: Shape) -> None:
-    if shape.delta_nets is None:
+    if shape.vision is not None:
+        tokenizer, model = make_qwen_vl(shape, shape.vision[1])
+    elif shape.delta_nets is None:
         tokenizer, model = make_qwen3(shape)
     else:
         tokenizer, model = make_qwen3_5(shape, shape.delta_nets)
     model.save_pretrained(folder)
-    if shape.delta_nets is not None:
+    if shape.delta_nets is not None or shape.vision is not None:
         write_processor(folder, shape.model_type)
     tokenizer.save_pretrained(folder)
     (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer)))
@@ -107,15 +116,49 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
               "num_heads": width // 64, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
               "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": shape.hidden,
               "deepstack_visual_indexes": []}  # fmt: skip
-    ids = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
-           "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
     config = AutoConfig.for_model(
         shape.model_type,
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=shape.tied,
         dtype="bfloat16",
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in ids.items()},
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
+    )
+    with random_weights():
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        return tokenizer, model
+
+
+def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return a Qwen2.5-VL or Qwen3-VL."""
+    tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
+    side = shape.head_dim // 2 * 3 // 8
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [shape.head_dim // 2 - 2 * side, side, side]}
+    if shape.model_type == "qwen3_vl":
+        rope["mrope_interleaved"] = True
+    text = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 40960,
+        "rope_parameters": rope,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "bfloat16",
+    }
+    config = AutoConfig.for_model(
+        shape.model_type,
+        text_config=text,
+        vision_config={**vision, "out_hidden_size": shape.hidden},
+        tie_word_embeddings=shape.tied,
+        dtype="bfloat16",
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
     )
     with random_weights():
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)

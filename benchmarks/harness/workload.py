@@ -7,6 +7,9 @@ import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from PIL import Image
 
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 
@@ -16,7 +19,7 @@ TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, wri
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a dense Qwen3 or Qwen3.5; the names follow its config.json where those are short."""
+    """Sizes of a dense Qwen3, Qwen3.5 or Qwen-VL; the names follow its config.json where those are short."""
 
     layers: int
     hidden: int
@@ -28,13 +31,97 @@ class Shape:
     tied: bool = True
     delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
     tower_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
+    vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of a Qwen-VL; rows have an image
+    image_side: int = 0  # pixels of the square image in each row
 
     @property
     def model_type(self) -> str:
+        if self.vision is not None:
+            return self.vision[0]
         return "qwen3" if self.delta_nets is None else "qwen3_5"
 
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the image of a row."""
+        if self.vision is None:
+            return 0
+        return (self.image_side // (2 * int(self.vision[1]["patch_size"]))) ** 2
 
+
+_QWEN2_5_VL = {
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "patch_size": 14,
+    "window_size": 112,
+}
+_QWEN3_VL = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 16}
 SHAPES = {
+    "toy-qwen3-vl": Shape(
+        layers=4,
+        hidden=128,
+        ffn=256,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        image_side=64,
+        vision=(
+            "qwen3_vl",
+            {
+                **_QWEN3_VL,
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "num_position_embeddings": 64,
+                "deepstack_visual_indexes": [0, 1],
+            },
+        ),
+    ),
+    "3b-qwen2.5-vl": Shape(
+        layers=36,
+        hidden=2048,
+        ffn=11008,
+        heads=16,
+        kv_heads=2,
+        head_dim=128,
+        vocabulary=151936,
+        image_side=756,
+        vision=(
+            "qwen2_5_vl",
+            {
+                **_QWEN2_5_VL,
+                "depth": 32,
+                "hidden_size": 1280,
+                "intermediate_size": 3420,
+                "num_heads": 16,
+                "fullatt_block_indexes": [7, 15, 23, 31],
+            },
+        ),
+    ),
+    "2b-qwen3-vl": Shape(
+        layers=28,
+        hidden=2048,
+        ffn=6144,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=151936,
+        image_side=768,
+        vision=(
+            "qwen3_vl",
+            {
+                **_QWEN3_VL,
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "num_heads": 16,
+                "num_position_embeddings": 2304,
+                "deepstack_visual_indexes": [5, 11, 17],
+            },
+        ),
+    ),
     "toy": Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
     "tiny": Shape(layers=2, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
     "0.6b": Shape(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
@@ -160,10 +247,19 @@ def row_of(content: str) -> int:
     return int(content.split(" ", 1)[0])
 
 
-def write_dataset(path: Path, prompts: list[int], template_tokens: int) -> None:
-    """Write prompts of the given lengths, which include `template_tokens` from the chat template."""
+def write_dataset(path: Path, prompts: list[int], template_tokens: int, image_side: int = 0) -> None:
+    """Write prompts of the given lengths, which include `template_tokens` from the chat template.
+
+    With `image_side`, each has an image of noise as well, whose tokens the lengths do not include.
+    """
     with path.open("w") as file:
         for row, tokens in enumerate(prompts):
             number = f"{row} "
             content = number + FILLER * (tokens - template_tokens - len(number))
-            file.write(json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n")
+            row_values: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
+            if image_side:
+                picture = path.with_name(f"{path.stem}-{row}.jpg")
+                pixels = random.Random(row).randbytes(3 * image_side**2)
+                Image.frombytes("RGB", (image_side, image_side), pixels).save(picture, quality=90)
+                row_values = {"messages": [{"role": "user", "content": content + "<image>"}], "images": [str(picture)]}
+            file.write(json.dumps(row_values) + "\n")

@@ -11,9 +11,12 @@ flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
 model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
+image_rows.py        the images of the datasets, counted and checked on all ranks
+image_checks.py      parts of a model that are trained, layouts and limits against images
 pipeline_stages.py   the stages of --pipeline_model_parallel_layout
 rope.py              positions that differ from the checkpoint's, for vLLM as for the trainer
 long_prompts.py      --truncation_strategy delete and raise
+rows_on_ranks.py     work on every row of a dataset, distributed over the ranks
 batch_plan.py        resolve the batch sizes of a run
 batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
 rollout_checks.py    flags of recording, asynchronous generation and time limits

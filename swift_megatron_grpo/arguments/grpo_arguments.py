@@ -16,10 +16,12 @@ from swift.template import Template
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.image_rows import read_images
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
+from swift_megatron_grpo.data.image_checks import check_images
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 
 
@@ -30,6 +32,8 @@ class GRPOArguments(DerivedArguments):
     # ms-swift declares Optional[Union[str, List[str]]], of which transformers' parser accepts only the order list, str.
     # typing caches unions whatever their order is, so the order depends on who has written one before.
     cp_comm_type: str | None = None
+
+    most_images = 0  # no flag: the most images that a row of the datasets has
 
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
@@ -96,16 +100,20 @@ class GRPOArguments(DerivedArguments):
             datasets: tuple[Any, Any] = super().load_dataset()
         return datasets
 
-    def without_long_prompts(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
-        """Apply --truncation_strategy delete and raise to the datasets."""
-
-        def keep(dataset: Any, name: str) -> Any:
-            return without_long_prompts(dataset, template, self.max_length, self.truncation_strategy or "left", name)
-
-        for dataset in (train_dataset, val_dataset):
+    def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
+        """Check all rows, count their images, and apply --truncation_strategy delete and raise."""
+        strategy = self.truncation_strategy or "left"
+        rows = {"dataset": train_dataset, "val_dataset": val_dataset}
+        most = []
+        for name, dataset in rows.items():
             if dataset is not None:
-                check_rows(dataset)
-        return keep(train_dataset, "dataset"), keep(val_dataset, "val_dataset")
+                check_rows(dataset, self.is_multimodal)
+                images = read_images(dataset, template, self.is_multimodal)
+                most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
+                rows[name] = without_long_prompts(dataset, images, template, self.max_length, strategy, name)
+        self.most_images = max(most)
+        checks.check_images(self, self.most_images)
+        return rows["dataset"], rows["val_dataset"]
 
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
         """Set the number of iterations; the datasets are loaded and checked by now. The model loads later."""

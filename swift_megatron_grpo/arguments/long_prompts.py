@@ -6,14 +6,15 @@ be encoded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
-import torch.distributed as dist
 from swift.template import Template
 from swift.utils import get_logger
 
+from swift_megatron_grpo.arguments.rows_on_ranks import on_all_ranks
+from swift_megatron_grpo.data.image_checks import ImagesOfRow
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 
@@ -22,13 +23,15 @@ STRATEGIES = ("delete", "raise")
 _LISTED = 5
 
 
-def without_long_prompts(dataset: Any, template: Template, max_length: int | None, strategy: str, name: str) -> Any:
+def without_long_prompts(
+    dataset: Any, images: Sequence[ImagesOfRow], template: Template, max_length: int | None, strategy: str, name: str
+) -> Any:
     """Return the rows of a dataset whose prompts fit. Every rank calls this, and encodes its share of the rows.
 
-    `name`: the flag of the dataset, for messages. Raises ValueError for the first rows that do not fit if the strategy
-    is "raise", and if no row is left.
+    An image counts with all its tokens. `name`: the flag of the dataset, for messages. Raises ValueError for the first
+    rows that do not fit if the strategy is "raise", and if no row is left.
     """
-    if dataset is None or max_length is None or strategy not in STRATEGIES:
+    if max_length is None or strategy not in STRATEGIES:
         return dataset
     prompts = PromptSource(dataset, 0, shuffle=False, default_system=template.template_meta.default_system)
     encoder = copy(template)
@@ -38,9 +41,10 @@ def without_long_prompts(dataset: Any, template: Template, max_length: int | Non
     def length(row: int) -> int:
         prompts.taken = row
         [prompt] = prompts.take(1)
-        return len(encoder.encode(infer_request(prompt))["input_ids"])
+        expansion = images[row].tokens - images[row].images  # in place of one placeholder per image
+        return len(encoder.encode(infer_request(prompt))["input_ids"]) + expansion
 
-    long = find_long(_on_all_ranks(length, len(dataset)), max_length)
+    long = find_long(on_all_ranks(length, len(dataset)), max_length)
     if not long:
         return dataset
     listed = ", ".join(f"row {row} has {tokens} tokens" for row, tokens in long[:_LISTED])
@@ -58,23 +62,3 @@ def without_long_prompts(dataset: Any, template: Template, max_length: int | Non
 def find_long(lengths: Sequence[int], max_length: int) -> list[tuple[int, int]]:
     """Return row and length of every prompt above the limit."""
     return [(row, tokens) for row, tokens in enumerate(lengths) if tokens > max_length]
-
-
-def _on_all_ranks(length: Callable[[int], int], rows: int) -> list[int]:
-    """Return the length of every row; rank r encodes rows r, r + ranks, ..."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    shares: list[list[int] | Exception] = [[]] * ranks
-    share: list[int] | Exception
-    try:
-        share = [length(row) for row in range(rank, rows, ranks)]
-    except Exception as error:  # a rank that left here would keep the others waiting
-        share = error
-    dist.all_gather_object(shares, share)
-    for failed in shares:
-        if isinstance(failed, Exception):
-            raise failed
-    lengths = [0] * rows
-    for first, values in enumerate(shares):
-        assert isinstance(values, list)
-        lengths[first::ranks] = values
-    return lengths

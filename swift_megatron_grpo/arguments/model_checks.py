@@ -1,7 +1,7 @@
-"""Checks of composite models: a language model with image, video or audio towers, of which text rows are trained.
+"""Checks of composite models: a language model with image, video or audio towers.
 
-Pure functions on plain values. A type is supported if a test trains a tiny model of it and compares it with plain
-transformers. docs/models.md has the list with what is trained, frozen and sent.
+Pure functions on plain values. A type is supported if a test trains a tiny model of it on text and images, and compares
+it with plain transformers. docs/models.md has the list with what is trained, frozen and sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swift_megatron_grpo.protocol.model_identity import language_config
 _PICTURES = ("image", "video")
 
 # model_type of config.json: the kinds of media that vLLM would otherwise prepare for
-TEXT_OF_COMPOSITE: Mapping[str, tuple[str, ...]] = {
+COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen2_vl": _PICTURES,
     "qwen2_5_vl": _PICTURES,
     "qwen3_vl": _PICTURES,
@@ -56,35 +56,27 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
 def check_composite(
     model: str, model_type: str, freeze_llm: bool, freeze_vit: bool, freeze_aligner: bool, stock_trainer: str
 ) -> None:
-    """Raise ValueError unless text rows of this composite model can be trained with these flags.
+    """Raise ValueError unless this composite model can be trained with these flags.
 
     `model_type`: of config.json. `stock_trainer`: the advice to run ms-swift's own trainer.
     """
-    if model_type not in TEXT_OF_COMPOSITE:
+    if model_type not in COMPOSITE:
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
-            f"{reason}; use a text model, or a model of one of the types {', '.join(TEXT_OF_COMPOSITE)}, or "
+            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or "
             f"{stock_trainer}"
         )
-    problems = []
-    if freeze_llm:
-        problems.append(
-            "--freeze_llm true: the language model is the only part that is trained; use --freeze_llm false"
+    if freeze_llm and freeze_vit and freeze_aligner:
+        raise ValueError(
+            "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
+            "false"
         )
-    for flag, frozen in (("freeze_vit", freeze_vit), ("freeze_aligner", freeze_aligner)):
-        if not frozen:
-            problems.append(
-                f"--{flag} false: only text rows are trained so far, and they have no gradient for the image and video "
-                f"parts; use --{flag} true"
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def text_only_limits(model_type: str) -> dict[str, int]:
     """Return vLLM's limit_mm_per_prompt with which it builds no towers."""
-    return dict.fromkeys(TEXT_OF_COMPOSITE[model_type], 0)
+    return dict.fromkeys(COMPOSITE[model_type], 0)
 
 
 def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> None:

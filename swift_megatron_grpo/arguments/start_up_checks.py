@@ -19,6 +19,7 @@ from swift.utils import import_external_file
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import image_checks as images
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
@@ -93,6 +94,35 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: _check_cpu_optimizer(args),
         ]
     )
+
+
+def check_images(args: DerivedArguments, most: int) -> None:
+    """Check what depends on the images of the datasets. `most`: in one row."""
+    limits = None if args.uses_servers else args.vllm_limit_mm_per_prompt
+    check_all(
+        [
+            lambda: images.check_parts(
+                most,
+                args.freeze_vit or not args.is_multimodal,
+                args.freeze_aligner or not args.is_multimodal,
+                args.language_model_only,
+                args.vllm_enable_lora,
+                args.has_adapter,
+                args.vit_lr,
+                args.aligner_lr,
+            ),
+            lambda: images.check_limit(limits, most),
+            lambda: _check_image_part(args) if most else None,
+        ]
+    )
+
+
+def _check_image_part(args: DerivedArguments) -> None:
+    """Check that Megatron and vLLM can divide the image part of the model."""
+    vision = read_model_config(args.model_dir).get("vision_config") or {}
+    if not args.uses_servers:
+        images.check_tower_heads(vision, args.vllm_tensor_parallel_size, args.vllm_engine_kwargs)
+    images.check_deepstack(vision, args.layout, layouts.read_model_shape(args.model_dir).layers)
 
 
 def check_adopted(args: DerivedArguments) -> None:

@@ -36,7 +36,6 @@ _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
 _ORIGIN = "the reference is --ref_model or, with LoRA, the model without its adapter"
-_TOWERS = "image, video and audio parts of a model are frozen, because only text rows are trained so far"
 _LENGTHS = "packed micro batches differ in length"
 
 NOTED: Mapping[str, Note] = {
@@ -82,7 +81,7 @@ NOT_YET: Mapping[str, Refusal] = {
     "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
     "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
     # model
-    "tuner_type": Refusal(("full", "lora"), _TOWERS),
+    "tuner_type": Refusal(("full", "lora"), "an adapter beside a trained image part is not supported yet"),
     "lora_bias": Refusal(
         ("none",), "biases of the model are frozen, and an adapter is saved without them", stock=False
     ),
@@ -94,8 +93,6 @@ NOT_YET: Mapping[str, Refusal] = {
     "quant_method": Refusal((None,), _LOW_BITS, stock=False),
     "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
     "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
-    "vit_lr": Refusal((None,), _TOWERS),
-    "aligner_lr": Refusal((None,), _TOWERS),
     # precision
     "fp16": Refusal((None, False), "fp16 needs a loss scaler, which skips steps, and a failed step stops the run"),
     "fp8_format": Refusal((None,), _LOW_BITS),
@@ -195,7 +192,8 @@ USED_BY_SWIFT = _flags(
     align_grad_reduce nccl_comm_warmup expert_model_parallel_size expert_tensor_parallel_size
     logging_steps tensorboard_dir tensorboard_queue_size wandb_project wandb_exp_name swanlab_project swanlab_exp_name
     eval_iters eval_steps callbacks
-    freeze_llm freeze_vit freeze_aligner language_model_only vit_attn_impl
+    freeze_llm freeze_vit freeze_aligner language_model_only vit_attn_impl vit_gradient_checkpointing
+    vit_gradient_checkpointing_kwargs vit_lr aligner_lr max_pixels norm_bbox
     moe_router_load_balancing_type moe_router_dtype moe_token_dispatcher_type moe_enable_deepep moe_grouped_gemm
     moe_permute_fusion moe_aux_loss_coeff moe_z_loss_coeff moe_shared_expert_overlap moe_expert_capacity_factor
     moe_pad_expert_input_to_capacity moe_token_drop_policy
@@ -213,8 +211,7 @@ NO_EFFECT = _flags(
     num_labels problem_type max_new_tokens num_beams stream logprobs top_logprobs use_swift_lora
     decision_drop_instructions decision_subsample_options decision_state_as_text decision_shuffle_fields
     attn_impl experts_impl device_map max_memory init_strategy
-    max_pixels norm_bbox vit_gradient_checkpointing
-    vit_gradient_checkpointing_kwargs padding_side sequence_parallel_size lazy_tokenize
+    padding_side sequence_parallel_size lazy_tokenize
 
     teacher_tag_key teacher_kl_coef
     _teacher_use_disable_adapter ref_model_sync_steps ref_model_mixup_alpha

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.image_checks import tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
@@ -81,7 +82,10 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         packing=PackingConfig(
-            args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
+            args.max_tokens_per_micro_batch,
+            args.infer_max_tokens_per_micro_batch,
+            args.infer_batch_size,
+            tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0,
         ),
         loss=_loss(args),
         reference=ReferenceConfig(args.beta, frozen_copy, args.mcore_ref_model is not None, args.reference_layout),
@@ -165,7 +169,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         enforce_eager=args.vllm_enforce_eager,
         enable_prefix_caching=args.vllm_enable_prefix_caching,
         disable_cascade_attn=args.vllm_disable_cascade_attn,
-        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _without_towers(args),
+        limit_mm_per_prompt=args.vllm_limit_mm_per_prompt or _limits_on_media(args),
         mm_processor_cache_gb=args.vllm_mm_processor_cache_gb,
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
@@ -175,9 +179,11 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
     )
 
 
-def _without_towers(args: GRPOArguments) -> dict[str, int] | None:
-    """Return the limits with which vLLM builds no towers; None for a text model."""
-    return text_only_limits(read_model_config(args.model_dir)["model_type"]) if args.is_multimodal else None
+def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
+    """Return what a prompt may have: vLLM builds no tower without images; None for a text model."""
+    if not args.is_multimodal:
+        return None
+    return text_only_limits(read_model_config(args.model_dir)["model_type"]) | {"image": args.most_images}
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:
@@ -208,4 +214,5 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         model=read_model_identity(args.model_dir) | _positions(args) | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,
+        images=args.most_images,
     )

@@ -55,6 +55,11 @@ def tokens_left(limit: int | None, turns: Sequence[Turn]) -> int | None:
     return None if limit is None else max(0, limit - sum(len(turn.completion_ids) for turn in turns))
 
 
+def sampled_any(tokens: frozenset[int], turns: Sequence[Turn]) -> bool:
+    """Return True if the policy sampled any of these tokens in the last turn."""
+    return bool(turns) and not tokens.isdisjoint(turns[-1].completion_ids)
+
+
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:
     """Join turns into one sequence. `messages`: loss masks, which may exclude tokens that the policy sampled."""
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids

@@ -2,6 +2,8 @@
 
 checks.py        refuse datasets that cannot be trained on, before a model loads
 dropped_rows.py  refuse rows that ms-swift would drop
+image_checks.py  refuse rows whose images cannot be trained on
+media.py         the images of prompts as models take them, and their places among the tokens
 prompts.py       take prompts in an order that depends only on the seed
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.

@@ -8,11 +8,14 @@ from typing import Any
 from swift_megatron_grpo.data.dropped_rows import no_prompt_column, refuse_rows
 
 _TEACHER_COLUMNS = ("teacher_prompt", "teacher_images")
-_MEDIA_COLUMNS = ("images", "videos", "audios")  # of ms-swift's preprocessed rows
+_MEDIA_COLUMNS = {"images": "images", "videos": "videos", "audios": "audio"}  # of ms-swift's preprocessed rows
 
 
-def check_rows(dataset: Any) -> None:
-    """Raise ValueError unless every row of this preprocessed dataset is text with a user turn to respond to."""
+def check_rows(dataset: Any, takes_images: bool) -> None:
+    """Raise ValueError unless every row of this preprocessed dataset has a user turn to respond to.
+
+    `takes_images`: the model has an image part. Other media, and images without it, are refused.
+    """
     columns = list(dataset.column_names)
     if len(dataset) == 0:
         raise ValueError(f"the dataset has no rows (columns: {_listed(columns)}); check --dataset")
@@ -26,15 +29,15 @@ def check_rows(dataset: Any) -> None:
         )
     messages = (row["messages"] for row in dataset.select_columns("messages"))
     problems = [(row, problem) for row, problem in enumerate(map(_problem, messages)) if problem]
-    advice = f"(columns: {_listed(columns)}); remove these rows"
+    advice = f" (columns: {_listed(columns)}); remove these rows"
     if len(problems) == len(dataset):
         advice += """, or map the column with the prompt: --columns '{"<your column>": "query"}'"""
     refuse_rows(problems, len(dataset), "have no prompt to respond to", advice)
-    _check_media(dataset, columns)
+    _check_media(dataset, [column for column in columns if column != "images" or not takes_images])
 
 
 def _check_media(dataset: Any, columns: Iterable[str]) -> None:
-    """Refuse rows with images, videos or audio, by row and column."""
+    """Refuse rows with media in these columns, by row and column."""
     columns = [column for column in columns if column in _MEDIA_COLUMNS]
     if not columns:
         return
@@ -44,10 +47,11 @@ def _check_media(dataset: Any, columns: Iterable[str]) -> None:
         for column in columns
         if values[column]
     ]
+    kinds = " and ".join(_MEDIA_COLUMNS[column] for column in columns)
     refuse_rows(
         problems,
         len(dataset),
-        "have images, videos or audio, which are not trained yet",
+        f"have media, and {kinds} cannot be trained with this model",
         "; remove these rows, or remove the column to train on their text alone",
     )
 

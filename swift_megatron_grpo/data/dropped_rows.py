@@ -39,11 +39,14 @@ def no_prompt_dropped() -> Iterator[None]:
 
 
 def refuse_rows(problems: Sequence[tuple[int, str]], size: int, fault: str, advice: str) -> None:
-    """Raise ValueError if there are problems: pairs of a row's index and what is wrong with it."""
+    """Raise ValueError if there are problems: pairs of a row's index and what is wrong with it.
+
+    `advice` follows the rows directly.
+    """
     if problems:
         rows = ", ".join(f"row {row} {problem}" for row, problem in problems[:_SHOWN])
         more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise ValueError(f"{len(problems)} of {size} rows of the dataset {fault}: {rows}{more} {advice}")
+        raise ValueError(f"{len(problems)} of {size} rows of the dataset {fault}: {rows}{more}{advice}")
 
 
 def no_prompt_column(size: int, columns: Sequence[str]) -> str:
@@ -69,7 +72,7 @@ def _check_dropped(preprocessor: Any, raw: Any, kept: int, auto_mapping: bool) -
         dropped = [(row, _cause(raw[row], prompts, error)) for row, error in _dropped(preprocessor, raw, auto_mapping)]
     finally:
         logging.disable(logging.NOTSET)
-    advice = f"(columns: {', '.join(columns)}); correct these rows, or remove them"
+    advice = f" (columns: {', '.join(columns)}); correct these rows, or remove them"
     refuse_rows(dropped, len(raw), "would not be trained", advice)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import Prompt, Rollout, ScoredText
 
 T = TypeVar("T")
 AdapterConfig = dict[str, Any]  # of peft
@@ -129,9 +129,10 @@ class GenerationEngine(Protocol):
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
         """Return log-probs of every token but the first, for each engine that this rank queries; after wake_cache.
 
+        An image has as many tokens as the engine puts in place of its placeholder.
         Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
         Engines with weights of another version are left out.
         """

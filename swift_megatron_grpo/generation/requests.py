@@ -38,6 +38,11 @@ def infer_request(prompt: Prompt, include_extra: bool = False) -> RolloutInferRe
     return request
 
 
+def without_images(prompt: Prompt) -> Prompt:
+    """Return the prompt without its images, which a server is sent separately."""
+    return Prompt(prompt.prompt_id, {name: value for name, value in prompt.row.items() if name != "images"})
+
+
 def conversation_request(request: Request) -> RolloutInferRequest:
     """Create the request of a conversation, with all columns of the dataset and a unique id.
 

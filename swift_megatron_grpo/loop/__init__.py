@@ -2,6 +2,7 @@
 
 step.py             one step, top to bottom: start reading here
 rollouts.py         its first half, from prompts to graded completions, also ahead of training
+samples.py          graded completions as training samples, with the images of their prompts
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 weight_sync.py      sends weights to the engine and verifies that it runs them
 canary.py           the fixed text whose log-probs the verification compares

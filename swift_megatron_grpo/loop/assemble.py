@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.config import CANARY_TOKENS, GRPOConfig
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
-from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary
+from swift_megatron_grpo.images.files import image_digests
+from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary, canary_image
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.stages import Stages
@@ -37,6 +39,7 @@ from swift_megatron_grpo.training.reference import (
     Reference,
 )
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.types import ScoredText
 from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.tensor_names import tower_prefixes
 
@@ -71,6 +74,7 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
+    pictures: PictureReader | None  # None: no row has images
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     coordinator: Coordinator
@@ -100,6 +104,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     return Stages(
         prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
         spare_prompts=_spare_prompts(config, run),
+        pictures=run.pictures,
         generation=generation,
         rewards=run.rewards,
         training=training,
@@ -118,7 +123,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         ),
         dump=None
         if recording.dump is None
-        else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master),
+        else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master, image_digests),
         replay=_replay(config, run),
         watchdog=_start_watchdog(config, run),
         stop=run.stop,
@@ -143,6 +148,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
         max_tokens=packing.max_tokens,
         infer_max_tokens=packing.infer_max_tokens,
         infer_micro_batch_size=packing.infer_micro_batch_size,
+        tower_share=packing.tower_share,
     )
 
 
@@ -180,7 +186,7 @@ def _replay(config: GRPOConfig, run: RunInputs) -> RolloutReplay | None:
     recording = config.recording
     if recording.replay is None:
         return None
-    return RolloutReplay(recording.replay, Limits(recording.vocabulary, len(run.rewards.names)))
+    return RolloutReplay(recording.replay, Limits(recording.vocabulary, len(run.rewards.names)), image_digests)
 
 
 def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
@@ -199,12 +205,21 @@ def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> Gen
 
 
 def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
-    text: list[int] = run.template.tokenizer.encode(CANARY_TEXT, add_special_tokens=False)
+    def tokens(text: str) -> list[int]:
+        encoded: list[int] = run.template.tokenizer.encode(text, add_special_tokens=False)
+        return encoded
+
+    text, reader = tokens(CANARY_TEXT), run.pictures
     server = config.server
     room = config.vllm.max_model_len if server is None else server.least_length
     longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM samples one more token
     passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
-    return Canary(text[:longest], passes, run.coordinator)
+    if reader is None:
+        return Canary(ScoredText(text[:longest]), None, None, passes, run.coordinator)
+    image = canary_image(reader.token_side)
+    picture, placeholder = reader.exact(image), tokens("<|vision_start|><|image_pad|><|vision_end|>")
+    text = [*placeholder, *text[: longest - len(placeholder) - picture.num_tokens]]
+    return Canary(ScoredText(text, image), picture, reader.format.placeholder, passes, run.coordinator)
 
 
 def _start_watchdog(config: GRPOConfig, run: RunInputs) -> Watchdog:

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -45,6 +45,7 @@ class _PendingRollout:
     """A rollout whose generation has started."""
 
     generation: Generation
+    prompts: Sequence[Prompt]
     group_size: int  # completions of one prompt
     missing: int  # completions not received yet
     versions: set[int]  # of weights that may generate it
@@ -155,7 +156,7 @@ class Rollouts:
             self._engine_version = step.version
         requests = requests_for(prompts, num_generations, self._config.sampling.seed, self._engine_version)
         generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
-        return _PendingRollout(generation, num_generations, len(requests), {self._engine_version})
+        return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version})
 
     def _engine_is_idle(self) -> bool:
         """Return True if no generation is running. With servers, only rank 0 has this information."""
@@ -180,10 +181,19 @@ class Rollouts:
 
     def _wait(self, pending: _PendingRollout, step: Step) -> list[Progress]:
         """Wait for the progress of a generation, on all ranks."""
-        coordinator, wait = self._stages.coordinator, partial(pending.generation.next, step.version)
+        coordinator = self._stages.coordinator
+
+        def wait() -> Progress:
+            """Leave out the rows, which every rank has: their images may be many megabytes."""
+            return _with_rows(pending.generation.next(step.version), lambda index, prompt: Prompt(prompt.prompt_id, {}))
+
+        def own_row(index: int, prompt: Prompt) -> Prompt:
+            return pending.prompts[index // pending.group_size]
+
         with step.timer("generation"):
             try:
-                return coordinator.all_gather_or_raise(wait, "generating completions")
+                gathered = coordinator.all_gather_or_raise(wait, "generating completions")
+                return [_with_rows(progress, own_row) for progress in gathered]
             except SharedFailure:
                 assert self._stages.generation is not None
                 self._stages.generation.sleep()  # all ranks save a checkpoint next, which may need the memory
@@ -250,6 +260,14 @@ class Rollouts:
             if stop.out_of_time():
                 raise stop.give_up(what) from None
             raise
+
+
+def _with_rows(progress: Progress, prompt_of: Callable[[int, Prompt], Prompt]) -> Progress:
+    """Return the same progress with other prompts, by index of the request."""
+    finished = {
+        index: replace(rollout, prompt=prompt_of(index, rollout.prompt)) for index, rollout in progress.finished.items()
+    }
+    return replace(progress, finished=finished)
 
 
 def _check_versions(rollouts: Iterable[Rollout], allowed: set[int]) -> None:

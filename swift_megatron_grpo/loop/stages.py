@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
@@ -26,6 +27,7 @@ class Stages:
 
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
+    pictures: PictureReader | None  # None: the prompts are text
     generation: GenerationEngine | None  # None: completions are replayed
     rewards: RewardFunctions
     training: MegatronEngine

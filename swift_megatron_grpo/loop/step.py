@@ -42,6 +42,7 @@ from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.loop.samples import samples_of
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
@@ -127,7 +128,7 @@ class GRPOLoop:
         """Fill the queue of batches with the samples of one rollout."""
         graded = self._graded_rollout(step)
         size, grading = self.config.batch.global_batch_size, self.config.grading
-        samples = [_to_sample(g, i // grading.num_generations, grading.overlong_filter) for i, g in enumerate(graded)]
+        samples = samples_of(graded, grading.num_generations, grading.overlong_filter, self.stages.pictures)
         batches = [samples[i : i + size] for i in range(0, len(samples), size)]
         self._compare_with_engine(batches[0], step.timer)
         from_engine = old_logprobs_from_engine([g.rollout for g in graded], step.version, self.config.loss.correction)
@@ -185,7 +186,7 @@ class GRPOLoop:
         Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
         """
         assert self.stages.reference is not None
-        samples = [_to_sample(completion, group=0, overlong_filter=False) for completion in graded]
+        samples = samples_of(graded, len(graded), overlong_filter=False, pictures=self.stages.pictures)
         with step.timer("kl_in_reward"):
             policy = self.stages.training.infer(samples)
             self.stages.residency.for_reference()
@@ -240,19 +241,3 @@ def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correcti
             "a folder with logprobs"
         )
     return correction.mode is None
-
-
-def _to_sample(graded: Graded, group: int, overlong_filter: bool) -> Sample:
-    rollout = graded.rollout
-    valid = graded.reward is not None
-    too_long = valid and overlong_filter and rollout.truncated
-    trained = valid and not too_long
-    return Sample(
-        tokens=rollout.prompt_ids + rollout.completion_ids,
-        completion_mask=[False] * len(rollout.prompt_ids) + [trained and sampled for sampled in rollout.sampled_mask],
-        advantage=graded.advantage,
-        group=group,
-        truncated=rollout.truncated,
-        rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
-        left_out=rollout.length if too_long else 0,
-    )

@@ -205,10 +205,11 @@ class WeightSync:
         repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
         holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}"
         runs = f"runs the adapter of {tensors} tensors"
+        image = "" if self.canary.text.image is None else " with an image"
+        text = f"a fixed text of {len(self.canary.tokens)} tokens{image}"
         return (
-            f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of a fixed text of "
-            f"{len(self.canary.tokens)} tokens differ from the trainer's by {difference.mean:.2g} on average, at most "
-            f"by {difference.max:.2g}"
+            f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of {text} "
+            f"differ from the trainer's by {difference.mean:.2g} on average, at most by {difference.max:.2g}"
         )
 
     # ---- problems: collective over ranks, with the same result on each
@@ -245,10 +246,10 @@ class WeightSync:
     def _logprob_differences(self, expected: Sequence[Sequence[float]]) -> dict[str, Difference]:
         """Return the difference of every engine's log-probs from those of the data-parallel rank farthest from it."""
         gathered = self._coordinator.all_gather_or_raise(
-            lambda: self._engine.score_text(self.canary.tokens), "scoring a fixed text on the engines"
+            lambda: self._engine.score_text(self.canary.text), "scoring a fixed text on the engines"
         )
         return {
-            engine: Difference.largest(Difference.of(logprobs, of_rank) for of_rank in expected)
+            engine: Difference.largest(Difference.of(self.canary.compared(logprobs), of_rank) for of_rank in expected)
             for scores in gathered
             for engine, logprobs in scores.items()
         }

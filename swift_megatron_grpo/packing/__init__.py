@@ -2,6 +2,7 @@
 
     plan.py     which rank trains which sample in which micro batch (pure Python)
     flops.py    the cost of a sequence, for equal work on all ranks (pure Python)
+    media.py    images of a micro batch, and positions on three axes
     collate.py  samples of a micro batch to the tensors of a packed forward pass
 
 Tests: tests/unit/packing.

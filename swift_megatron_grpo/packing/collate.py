@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from swift_megatron_grpo.packing.media import PackedPictures, pack_pictures, positions_of
 from swift_megatron_grpo.packing.plan import Alignment, padded_lengths, zigzag_positions
 from swift_megatron_grpo.types import Sample
 
@@ -50,13 +51,14 @@ class ModelInputs:
     packed_ids: (
         torch.Tensor
     )  # [1, n] of all context-parallel ranks: a composite model embeds them before it takes its own
-    position_ids: torch.Tensor  # [1, l]
+    position_ids: torch.Tensor  # [1, l]; in a micro batch with images [3, 1, l]
     cu_seqlens: torch.Tensor  # [s + 1] int32, of the n packed tokens
     max_seqlen: int
     head_positions: torch.Tensor  # [k] rows of this rank's hidden states that predict a completion token
     head_targets: torch.Tensor  # [k] the tokens they predict
     cp_counts: tuple[int, ...]  # k of every context-parallel rank
     cp_order: torch.Tensor  # [m] index of completion token i in the concatenation of all ranks' k values
+    pictures: PackedPictures | None  # None: the micro batch is text
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ def collate(
     """Pack the samples at `indices` into the micro batch of this context-parallel rank."""
     chosen = [samples[i] for i in indices]
     lengths = padded_lengths([len(sample.tokens) for sample in chosen], align)
-    tokens, positions, targets = _pack(chosen, lengths)
+    tokens, targets = _pack(chosen, lengths)
+    positions = _positions(chosen, lengths)
+    shown, of_pictures = pack_pictures(chosen, lengths)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
 
@@ -111,13 +115,14 @@ def collate(
         inputs=ModelInputs(
             input_ids=to_device(tokens[local][None]),
             packed_ids=to_device(tokens[None]),
-            position_ids=to_device(positions[local][None]),
+            position_ids=to_device(positions[..., None, local]),
             cu_seqlens=to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)),
             max_seqlen=max(lengths),
             head_positions=to_device(places),
             head_targets=to_device(tokens[targets[numbers]]),
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
+            pictures=PackedPictures(shown, to_device(of_pictures[None])) if shown else None,
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
@@ -132,8 +137,8 @@ def collate(
     )
 
 
-def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return tokens [n] and positions [n] of the packed micro batch, and the packed positions [m] of trained tokens."""
+def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens [n] of the packed micro batch, and the packed positions [m] of trained tokens."""
     # Padding follows its sequence, so a causal mask hides it, and any token will do.
     tokens = torch.zeros(sum(lengths), dtype=torch.long)
     trained = torch.zeros(sum(lengths), dtype=torch.bool)
@@ -145,8 +150,16 @@ def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tens
         tokens[start:end] = torch.tensor(sample.tokens)
         trained[start:end] = torch.tensor(sample.completion_mask)
         start += length
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    return tokens, positions, trained.nonzero()[:, 0]
+    return tokens, trained.nonzero()[:, 0]
+
+
+def _positions(samples: Sequence[Sample], lengths: Sequence[int]) -> torch.Tensor:
+    """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images."""
+    if not any(sample.pictures for sample in samples):
+        return torch.cat([torch.arange(length) for length in lengths])
+    return torch.cat(
+        [positions_of(length, sample.pictures) for sample, length in zip(samples, lengths, strict=True)], dim=1
+    )
 
 
 def _rows_held(rows: torch.Tensor, held: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Estimates the training FLOPs of a sequence, so that ranks get equal work. Pure Python."""
+"""Estimates the training FLOPs of a sequence and of its images, so that ranks get equal work. Pure Python."""
 
 from __future__ import annotations
 
@@ -77,3 +77,23 @@ class FlopsModel:
         """Return the FLOPs of one sequence."""
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TowerFlops:
+    """FLOPs of one forward pass of an image part over one image, in which every patch attends to every other one.
+
+    With windows, only `full_layers` do; in the others a patch attends to `window` patches.
+    """
+
+    layers: int
+    full_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    window: int  # patches
+
+    def of_image(self, patches: int) -> float:
+        """Return the FLOPs of an image of so many patches."""
+        projections = self.hidden_size * (4 * self.hidden_size + 2 * self.ffn_hidden_size)
+        attended = self.full_layers * patches + (self.layers - self.full_layers) * min(self.window, patches)
+        return 2.0 * patches * (self.layers * projections + 2 * self.hidden_size * attended)

@@ -83,6 +83,7 @@ def plan_by_tokens(
     align: Alignment,
     micro_batch_multiple: int = 1,
     completion_lengths: Sequence[int] | None = None,
+    image_work: Sequence[float] | None = None,
 ) -> StepPlan:
     """Plan micro batches of at most `max_tokens` packed tokens, padding included, with equal FLOPs on all ranks.
 
@@ -100,7 +101,8 @@ def plan_by_tokens(
     - On every rank the largest micro batch comes first: a budget that does not fit into memory fails at once, and
       expert-parallel ranks, which wait for each other in every layer, run micro batches of similar size together.
 
-    `completion_lengths`: tokens that the head processes; None: all tokens.
+    `completion_lengths`: tokens that the head processes; None: all tokens. `image_work`: FLOPs of the images of each
+    sample; None: there are none.
     """
     _check_samples(lengths, dp_size, micro_batch_multiple)
     padded = [-(-length // align.sequence) * align.sequence for length in lengths]
@@ -109,7 +111,10 @@ def plan_by_tokens(
     room = max(max_tokens // align.total, 1) * align.total
 
     completions = lengths if completion_lengths is None else completion_lengths
-    work = [cost.of_sequence(tokens, head) for tokens, head in zip(padded, completions, strict=True)]
+    images = [0.0] * len(lengths) if image_work is None else image_work
+    work = [
+        cost.of_sequence(tokens, head) + image for tokens, head, image in zip(padded, completions, images, strict=True)
+    ]
     keys = list(zip(padded, work, strict=True))
     longest_first = sorted(range(len(lengths)), key=keys.__getitem__, reverse=True)
 

@@ -74,7 +74,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
 
     def prepare_dataset(self: Any) -> Any:
         datasets = stock_prepare_dataset(self)
-        return datasets if self.args.rlhf_type != "grpo" else self.args.without_long_prompts(*datasets, self.template)
+        return datasets if self.args.rlhf_type != "grpo" else self.args.checked_datasets(*datasets, self.template)
 
     pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset
     pipeline._prepare_vllm_client = prepare_vllm_client

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swift_megatron_grpo.recording.folder import has_checksums, read_lines, rollout_path
-from swift_megatron_grpo.recording.rows import Rewards, from_line
+from swift_megatron_grpo.recording.rows import Digests, Rewards, from_line, no_images, once_per_prompt
 from swift_megatron_grpo.recording.values import BadRow, Limits
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -18,8 +18,8 @@ class ReplayError(RuntimeError):
 class RolloutReplay:
     """Reader of dumped rollouts. Every rank reads the files on its own."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, limits: Limits, digests: Digests = no_images) -> None:
+        self._folder, self._digests = folder, digests
         self._limits = limits
         self._checksums = has_checksums(folder)
 
@@ -32,10 +32,10 @@ class RolloutReplay:
         requests = [prompt for prompt in prompts for _ in range(num_generations)]
         if len(lines) != len(requests):
             raise ReplayError(f"{path} has {len(lines)} completions, but this run needs {len(requests)}")
-        rollouts, rewards = [], []
+        rollouts, rewards, images = [], [], once_per_prompt(self._digests)
         for number, (line, prompt) in enumerate(zip(lines, requests, strict=True), start=1):
             try:
-                completion, scores = from_line(line, prompt, self._limits)
+                completion, scores = from_line(line, prompt, images(prompt), self._limits)
             except BadRow as problem:
                 raise ReplayError(f"{path}, line {number}: {problem}") from None
             rollouts.append(completion)

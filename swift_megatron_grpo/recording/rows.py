@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,33 @@ Rewards = list[float | None]  # one per reward function
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
-def to_line(graded: Graded) -> str:
-    """Serialise a completion and its rewards."""
+Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images, which are no part of a line
+
+
+def no_images(prompt: Prompt) -> Sequence[str]:
+    """Return the digests of a prompt of text."""
+    return ()
+
+
+def once_per_prompt(digests: Digests) -> Digests:
+    """Return the same function, which reads the images of a prompt once for all its completions."""
+    known: dict[str, Sequence[str]] = {}
+
+    def of_prompt(prompt: Prompt) -> Sequence[str]:
+        if prompt.prompt_id not in known:
+            known[prompt.prompt_id] = digests(prompt)
+        return known[prompt.prompt_id]
+
+    return of_prompt
+
+
+def to_line(graded: Graded, images: Sequence[str]) -> str:
+    """Serialise a completion and its rewards. `images`: the digests of those of the prompt."""
     rollout = graded.rollout
     row = {
         "prompt_id": rollout.prompt.prompt_id,
         "messages": rollout.prompt.row["messages"],
+        "images": list(images),
         "prompt_ids": rollout.prompt_ids,
         "completion_ids": rollout.completion_ids,
         "logprobs": rollout.logprobs,
@@ -54,12 +75,13 @@ def check_line(line: bytes, must_have_checksum: bool) -> None:
         raise BadRow("the line is damaged: its checksum does not match; copy the file again from the original dump")
 
 
-def from_line(line: bytes, prompt: Prompt, limits: Limits) -> tuple[Rollout, Rewards]:
+def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits) -> tuple[Rollout, Rewards]:
     """Parse a line that `check_line` has accepted as a completion of `prompt`; raise BadRow if it is not one."""
     row = _parse(line)
     try:
         check_values(row, limits)
         _check_prompt(row, prompt)
+        _check_images(row, prompt, images)
         rollout = Rollout(
             prompt=prompt,
             prompt_ids=row["prompt_ids"],
@@ -94,6 +116,14 @@ def _check_prompt(row: dict[str, Any], prompt: Prompt) -> None:
             f"it completes prompt {row['prompt_id']}, {_shown(row['messages'])}, but the next prompt of this run is "
             f"{prompt.prompt_id}, {_shown(expected)}; use the same --dataset, --data_seed, --seed and "
             "--train_dataloader_shuffle as the dumped run"
+        )
+
+
+def _check_images(row: dict[str, Any], prompt: Prompt, images: Sequence[str]) -> None:
+    if row.get("images", []) != list(images):  # dumps of earlier versions have no images
+        raise BadRow(
+            f"prompt {prompt.prompt_id} was completed with other images than those of the dataset; use the files of "
+            "the dumped run"
         )
 
 

@@ -23,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 _POSITIVE = {  # flags with an example of a value
     "health_timeout": 360, "max_body_bytes": 2**26, "max_prompt_characters": 2**20, "max_messages": 4096,
     "max_nesting": 32, "max_requests": 16384, "max_connections": 16384, "body_timeout": 60, "idle_timeout": 60,
+    "max_media_bytes": 2**31,
 }  # fmt: skip
 
 
@@ -52,6 +53,13 @@ class GRPORolloutArguments(RolloutArguments):
     )
     max_body_bytes: int = field(
         default=2**26, metadata={"help": "Largest body of a request in bytes. Default: 67108864 (64 MiB)."}
+    )
+    max_media_bytes: int = field(
+        default=2**31,
+        metadata={
+            "help": "Memory in bytes for images that trainers have sent, as base64. Those used last are kept; "
+            "others are sent again when they are needed. Default: 2147483648 (2 GiB)."
+        },
     )
     max_prompt_characters: int | None = field(
         default=None,

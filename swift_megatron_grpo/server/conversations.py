@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from swift.infer_engine import GRPOVllmEngine, RequestConfig
+from swift.infer_engine import RequestConfig
 from swift.infer_engine.protocol import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -32,12 +32,13 @@ from swift_megatron_grpo.conversations.scheduling import (
     has_room,
     to_turn,
 )
-from swift_megatron_grpo.conversations.turns import Turn, tokens_left, turn_seed
+from swift_megatron_grpo.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.server.pipe import InvalidRequest
+from swift_megatron_grpo.vllm_shared.towers import EngineForImages, placeholder_tokens
 
 
-class ConversationEngine(GRPOVllmEngine):
+class ConversationEngine(EngineForImages):
     """ms-swift's engine, which records requests made within a conversation as turns of it."""
 
     async def infer_async(
@@ -46,7 +47,8 @@ class ConversationEngine(GRPOVllmEngine):
         turns, infer = _conversation.get(), partial(super().infer_async, infer_request, **options)
         if turns is None:
             return await infer(request_config)
-        return await turns.generate(infer_request, request_config or RequestConfig(), infer)
+        placeholders = placeholder_tokens(self.template) if infer_request.images else frozenset()
+        return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
@@ -76,14 +78,18 @@ class _TurnRecorder:
         request: RolloutInferRequest,
         config: RequestConfig,
         infer: Callable[[RequestConfig], Awaitable[ChatCompletionResponse]],
+        placeholders: frozenset[int],
     ) -> ChatCompletionResponse:
-        """Generate the next turn. A conversation without room for it gets an empty response, which ends it."""
+        """Generate the next turn. A conversation without room for it gets an empty response, which ends it.
+
+        So does one in which the policy has sampled a placeholder: the engine would put an image in its place.
+        """
         if self._ended:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
         self._requested += 1
         config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=True)
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
-        if left == 0:
+        if left == 0 or sampled_any(placeholders, self.recorded):
             self._ended = True
             return empty_response(request)
         if left is not None:

@@ -8,6 +8,7 @@ weights.
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 import signal
 import time
@@ -28,6 +29,7 @@ from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
 
 from swift_megatron_grpo import __version__
+from swift_megatron_grpo.images.files import check_sent, digest_of
 from swift_megatron_grpo.protocol.messages import (
     CONFLICT,
     ENGINE_GONE,
@@ -49,7 +51,7 @@ from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.connections import allow_open_files, bounded_protocol
 from swift_megatron_grpo.server.gate import Gate, checked_body
 from swift_megatron_grpo.server.health import EngineHealth
-from swift_megatron_grpo.server.limits import ContentLimits, prompt_characters
+from swift_megatron_grpo.server.limits import MAX_PIXELS, ContentLimits, prompt_characters
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.server.run_lease import RunLease
 from swift_megatron_grpo.server.schema import GenerateRequest, JoinRequest, ReceiveRequest, ScoreRequest
@@ -163,6 +165,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.JOIN)(self.join)
         self.app.post(Routes.RECEIVE)(self.receive)
         self.app.post(Routes.SCORE)(self.score_text)
+        self.app.put(Routes.MEDIA + "{digest}")(self.put_media)
         self.app.get(Routes.HELD_WEIGHTS)(self.held_weights)
         self.app.post(Routes.LEAVE)(self.leave)
         self.app.exception_handler(RequestValidationError)(_without_values)
@@ -217,6 +220,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
                 has_towers=self.description["has_towers"],
+                images_per_prompt=self.description["images_per_prompt"],
                 conversations=self._conversation_settings,
                 model=self.description["model"],
             )
@@ -226,16 +230,30 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         """Generate a completion with the weights that the trainer expects."""
         body: GenerateRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        arguments = body.model_dump(include={"request", "sampling", "tokens_of_all_turns"}, exclude_unset=True)
+        arguments = body.model_dump(include={"request", "sampling", "tokens_of_all_turns", "media"}, exclude_unset=True)
         completion = await while_connected(client, self._call_engine("generate", **arguments))
         self.engine_health.record_token()
         return {**completion, "weights_version": body.weights_version}
+
+    async def put_media(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
+        """Keep an image, which requests may name by its digest until others need the room."""
+        self._require_lease(run)
+        content = await client.body()
+        if not self.content_limits.accepts_media:
+            raise HTTPException(INVALID, "this server's model takes text only")
+        if digest_of(content) != digest:
+            raise HTTPException(INVALID, "the body does not have the digest in the path")
+        try:
+            check_sent(content, MAX_PIXELS)
+        except ValueError as error:
+            raise HTTPException(INVALID, f"the body {error}") from None
+        return await self._call_engine("put_media", digest=digest, image=base64.b64encode(content).decode("ascii"))
 
     async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
         """Return the log-probs of every token but the first, from each replica of the model."""
         body: ScoreRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        return await self._call_engine("score_text", tokens=body.tokens)
+        return await self._call_engine("score_text", tokens=body.tokens, image=body.image)
 
     async def held_weights(self, run: Run) -> dict[str, Any]:
         """Return what each worker has of the weights that it received last."""

@@ -30,6 +30,8 @@ _SHOWN = 500  # characters of an error that a client may read
 class InvalidRequest(ValueError):
     """The request of a client is at fault, and the client may read why."""
 
+    status = INVALID
+
 
 class CommandError(RuntimeError):
     """The command failed in the engine process."""
@@ -106,7 +108,7 @@ async def serve(connection: Connection, commands: Mapping[str, Command]) -> None
             reason = "cancelled, because new weights arrived or it was requested again"
             response = {"id": number, "status": CANCELLED, "error": reason}
         except InvalidRequest as error:
-            response = {"id": number, "status": INVALID, "error": str(error)}
+            response = {"id": number, "status": error.status, "error": str(error)}
         except Exception as error:
             place = uuid.uuid4().hex[:8]
             logger.exception(f"error {place}: the command {message['command']} failed")

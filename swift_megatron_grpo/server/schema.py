@@ -6,6 +6,7 @@ Nothing else reaches vLLM: a value of a wrong type can end the engine's input th
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -24,11 +25,13 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
+from swift_megatron_grpo.images.files import check_sent
 from swift_megatron_grpo.protocol.messages import Routes
 from swift_megatron_grpo.server.limits import ContentLimits
 
 B = TypeVar("B", bound=BaseModel)
 _INT64 = 2**63
+_PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
 _SHOWN = 3  # problems that an error names
 _TOOL_ROLES = ("tool", "tool_call", "tool_response")  # their content may be any JSON
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
@@ -43,6 +46,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Host = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[A-Za-z0-9.:_%-]+$")]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Version = Annotated[int, Field(ge=-1, lt=_INT64)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -165,13 +169,23 @@ class Prompt(StockPrompt):
 class GenerateRequest(Strict):
     request: Prompt
     sampling: Sampling
+    media: Annotated[list[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
     weights_version: Version  # that the trainer expects
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
 
 class ScoreRequest(Strict):
     tokens: list[Int32]
+    image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64
     weights_version: Version
+
+    @field_validator("image")
+    @classmethod
+    def check_image(cls, image: str | None, info: ValidationInfo) -> str | None:
+        if image is not None:
+            _checked_media(image, _limits(info))
+            check_sent(base64.b64decode(image), _PROBE_PIXELS, formats=("PNG",))
+        return image
 
     @field_validator("tokens")
     @classmethod

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -19,9 +20,11 @@ from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
+from swift_megatron_grpo.server.media import MediaStore
 from swift_megatron_grpo.server.prober import Prober
-from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
-from swift_megatron_grpo.vllm_shared.towers import has_towers
+from swift_megatron_grpo.types import ScoredText
+from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
+from swift_megatron_grpo.vllm_shared.towers import has_towers, images_per_prompt
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5  # between two checks of vLLM's core
@@ -50,7 +53,7 @@ async def _run_worker(
     built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
-        commands = EngineCommands(*await built)
+        commands = EngineCommands(*await built, args.max_media_bytes)
         await asyncio.wait(
             [
                 asyncio.create_task(pipe.serve(command_pipe, commands.commands)),
@@ -93,14 +96,16 @@ def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Convers
 class EngineCommands:
     """The commands that the web server can send to the engine."""
 
-    def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None) -> None:
+    def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None, max_media_bytes: int) -> None:
         self._engine = engine
         single = Completer(engine)
         self._single, self._conversations = single, conversations
         self._prober = Prober(single, engine.engine)
+        self._media = MediaStore(max_media_bytes)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (
-            self.describe, self.probe, self.generate, self.join, self.receive, self.score_text, self.held_weights,
+            self.describe, self.probe, self.generate, self.put_media, self.join, self.receive, self.score_text,
+            self.held_weights,
         )  # fmt: skip
         self.commands: dict[str, pipe.Command] = {
             command.__name__: partial(self._unless_engine_failed, command) for command in commands
@@ -129,6 +134,7 @@ class EngineCommands:
             "vocab_size": config.model_config.get_vocab_size(),
             "accepts_media": config.model_config.is_multimodal_model,
             "has_towers": has_towers(config.model_config),
+            "images_per_prompt": images_per_prompt(config.model_config),
             "model": model_identity(hf_config)
             | position_identity(hf_config)
             | precision_identity(config.model_config.dtype),
@@ -140,15 +146,25 @@ class EngineCommands:
         return {}
 
     async def generate(
-        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None = None
+        self,
+        request: dict[str, Any],
+        sampling: dict[str, Any],
+        tokens_of_all_turns: int | None = None,
+        media: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Generate a completion, or a conversation if this server has a scheduler."""
+        """Generate a completion, or a conversation if this server has a scheduler. `media`: digests of its images."""
+        if media:
+            request = {**request, "images": self._media.get(media)}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
             work = self._conversations.complete(request, sampling, tokens_of_all_turns)
         completion = await self._cancelled_by_new_weights(work)
         return completion.to_json()
+
+    async def put_media(self, digest: str, image: str) -> dict[str, Any]:
+        self._media.put(digest, image)
+        return {}
 
     async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.ensure_future(work)
@@ -174,22 +190,23 @@ class EngineCommands:
         await engine.reset_encoder_cache()
         return {"workers": reports}
 
-    async def score_text(self, tokens: list[int]) -> dict[str, Any]:
+    async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
         """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
+        text = ScoredText(tokens, None if image is None else base64.b64decode(image))
         replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
-        logprobs = await asyncio.gather(*(self._score(tokens, replica) for replica in range(replicas)))
+        logprobs = await asyncio.gather(*(self._score(text, replica) for replica in range(replicas)))
         return {"replicas": [packed_logprobs(values) for values in logprobs]}
 
-    async def _score(self, tokens: list[int], replica: int) -> list[float]:
+    async def _score(self, text: ScoredText, replica: int) -> list[float]:
         results = self._engine.engine.generate(
-            {"prompt_token_ids": tokens},
+            scoring_input(text),
             scoring_params(),
             f"score-{uuid.uuid4().hex}",
             lora_request=await self._engine._get_grpo_lora_request_async(),
             data_parallel_rank=replica,
         )
         [*_, last] = [result async for result in results]
-        return text_logprobs(last, tokens)
+        return text_logprobs(last)
 
     async def held_weights(self) -> dict[str, Any]:
         return {"workers": await self._engine.engine.collective_rpc("grpo_held_weights")}

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boolean
 
 ROWS = 32
@@ -121,8 +123,9 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
     if not missing and "dataset" in flags:
         flags["dataset"] = [os.path.abspath(os.path.expanduser(path)) for path in flags["dataset"]]
     else:
-        flags["dataset"] = [str(_write_rows(folder / "rows.jsonl"))]
-        notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows")
+        images = any(map(_has_images, missing))
+        flags["dataset"] = [str(_write_rows(folder / "rows.jsonl", images))]
+        notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows{' with images' if images else ''}")
     for name in ("val_dataset", "split_dataset_ratio", "cached_dataset"):
         if name in flags:
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out")
@@ -168,11 +171,23 @@ def _is_environment(name: str) -> bool:
     return name in envs
 
 
-def _write_rows(path: Path) -> Path:
-    rows = [
+def _has_images(dataset: str) -> bool:
+    """Return True if ms-swift lists this dataset, with images."""
+    from swift.dataset import DATASET_MAPPING
+
+    name = dataset.split("#")[0].split(":")[0]
+    return any(name in key and "vision" in meta.tags for key, meta in DATASET_MAPPING.items())
+
+
+def _write_rows(path: Path, images: bool) -> Path:
+    rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": f"{n} + {n + 1} = ?"}], "solution": f"\\boxed{{{2 * n + 1}}}"}
         for n in range(ROWS)
     ]
+    for n, row in enumerate(rows if images else []):
+        file = path.with_name(f"row{n}.png")
+        Image.new("RGB", (56 + n, 84), (8 * n, 255 - 8 * n, 100)).save(file)
+        row["images"] = [str(file)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -4,7 +4,7 @@
     passes.py            assigns samples to micro batches and runs them
     schedule.py          Megatron's pipeline schedule over packed micro batches
     preparation.py       what is changed in models that are loaded
-    towers.py            the language model and the frozen towers of a composite model
+    towers.py            the language model of a composite model, and a guard in front of its tower
     reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
     reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
     parameter_gather.py  weights that are updated but not gathered yet (--overlap_param_gather)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,7 @@ from mcore_bridge import ModelConfig, unwrap_model
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
-from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, TowerFlops
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
@@ -32,6 +33,7 @@ class EngineSettings:
     max_tokens: int | None = None  # token budget of a packed micro batch
     infer_micro_batch_size: int | None = None  # for forward-only passes; None for both: same as in training
     infer_max_tokens: int | None = None
+    tower_share: float = 0.0  # share of a trained tower's work that a training pass has; 0: its rows are kept
 
 
 class Passes:
@@ -62,9 +64,18 @@ class Passes:
             return plan
         lengths = [len(sample.tokens) for sample in samples]
         completions = [sum(sample.completion_mask) for sample in samples]
+        images = self._image_work(samples)
         return plan_by_tokens(
-            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._group_size, completions
+            lengths, self.parallel.dp_size, budget, self._flops, self._align, self._group_size, completions, images
         )
+
+    def _image_work(self, samples: Sequence[Sample]) -> list[float] | None:
+        """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""
+        share = self.settings.tower_share
+        if share == 0 or not any(sample.pictures for sample in samples):
+            return None
+        tower = _tower_flops(self.config.hf_config.vision_config)
+        return [share * sum(tower.of_image(prod(p.picture.grid)) for p in sample.pictures) for sample in samples]
 
     def run(
         self,
@@ -154,6 +165,19 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
         kv_channels=config.kv_channels,
         gated_linear_unit=config.gated_linear_unit,
         delta_nets=_delta_nets(config),
+    )
+
+
+def _tower_flops(vision: Any) -> TowerFlops:
+    """Return the FLOPs of a tower, by its config of transformers."""
+    windows = hasattr(vision, "fullatt_block_indexes")  # Qwen2.5-VL: in all other layers
+    hidden = vision.embed_dim if hasattr(vision, "embed_dim") else vision.hidden_size  # Qwen2-VL
+    return TowerFlops(
+        layers=vision.depth,
+        full_layers=len(vision.fullatt_block_indexes) if windows else vision.depth,
+        hidden_size=hidden,
+        ffn_hidden_size=int(hidden * vision.mlp_ratio) if hasattr(vision, "mlp_ratio") else vision.intermediate_size,
+        window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
     )
 
 

@@ -11,7 +11,7 @@ from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import unmark_gathered_projections
 from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
-from swift_megatron_grpo.training.towers import skip_towers
+from swift_megatron_grpo.training.towers import guard_towers
 
 
 def prepare_trained(
@@ -23,7 +23,7 @@ def prepare_trained(
     """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
     mark_experts(models)
     unmark_gathered_projections(models)
-    skip_towers(models)
+    guard_towers(models, frozen=False)
     if fast_kernels:
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
     return freeze_router_bias(models, extra_kwargs)
@@ -31,6 +31,6 @@ def prepare_trained(
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
     """Install kernels in the frozen reference copy."""
-    skip_towers(models)
+    guard_towers(models, frozen=True)
     if fast_kernels:
         use_fast_kernels(models, trained=False, recompute_elementwise=False)

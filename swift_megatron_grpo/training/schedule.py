@@ -70,6 +70,7 @@ def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, par
             position_ids=inputs.position_ids,
             attention_mask=None,
             packed_seq_params=packed,
+            **({} if inputs.pictures is None else {"pictures": inputs.pictures}),
         )
     return output
 

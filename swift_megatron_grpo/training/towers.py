@@ -1,16 +1,28 @@
 """Composite models: a language model, and towers that embed images, video or audio for it.
 
-mcore-bridge builds them as a wrapper with `language_model` and, on the first pipeline stage, `visual`. This trainer
-trains the language model on text. The towers are loaded, kept as they are, and saved.
+mcore-bridge builds them as a wrapper with `language_model` and, on the first pipeline stage, `visual`. A guard stands
+between a micro batch and the tower:
+
+* The tower embeds each image of a micro batch once, however many completions show it.
+* A frozen tower embeds an image once: its rows are kept for as long as any sample shows the image.
+* A policy may sample the token that stands for a part of an image. There it is a word, and vLLM embeds it as one.
+* Images are read, cut and normalised here, so only on ranks that embed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from mcore_bridge.model import GPTModel, MultimodalGPTModel
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+from swift_megatron_grpo.packing.media import PackedPictures
+from swift_megatron_grpo.types import Picture
 
 
 def is_composite(model: torch.nn.Module) -> bool:
@@ -22,13 +34,114 @@ def language_model(model: torch.nn.Module) -> GPTModel:
     return model.language_model if isinstance(model, MultimodalGPTModel) else model
 
 
-def skip_towers(models: Iterable[torch.nn.Module]) -> None:
-    """Embed text without running the towers.
-
-    Upstream runs a tower on a blank image in every micro batch without images, and adds 0 times the result, so that its
-    weights have a gradient. Frozen towers need none. What a model does to the embeddings themselves stays.
-    """
+def guard_towers(models: Iterable[torch.nn.Module], frozen: bool) -> None:
+    """Put a guard in front of every tower. `frozen`: no weight is trained; otherwise the tower's own marks count."""
     for model in models:
         towers: Any = model.visual if is_composite(model) else None
         if towers is not None:
-            towers.get_inputs_embeds = towers.get_inputs_embeds_language_model
+            trained = not frozen and any(parameter.requires_grad for parameter in towers.parameters())
+            towers.get_inputs_embeds = TowerGuard(towers, trained).embed
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows that a tower computes for images, one per token. The names are those of transformers' output."""
+
+    pooler_output: torch.Tensor  # [tokens, h]
+    deepstack_features: list[torch.Tensor]  # of each of the first layers of the language model [tokens, h]
+
+    def split(self, sizes: Sequence[int]) -> list[_Rows]:
+        deep = [feature.split(sizes) for feature in self.deepstack_features]
+        parts = self.pooler_output.split(sizes)
+        return [_Rows(part, [feature[i] for feature in deep]) for i, part in enumerate(parts)]
+
+    @classmethod
+    def join(cls, parts: Sequence[_Rows]) -> _Rows:
+        deep = zip(*(part.deepstack_features for part in parts), strict=True)
+        return cls(torch.cat([part.pooler_output for part in parts]), [torch.cat(features) for features in deep])
+
+
+class TowerGuard:
+    """Replaces `get_inputs_embeds` of one tower."""
+
+    def __init__(self, towers: Any, trained: bool) -> None:
+        self._towers = towers  # mcore-bridge's wrapper around the tower of transformers
+        self._upstream = towers.get_inputs_embeds
+        self._trained = trained
+        config = towers.config
+        self._cuts_sequence = config.sequence_parallel and config.tensor_model_parallel_size > 1
+        self._kept: WeakKeyDictionary[Picture, _Rows] = WeakKeyDictionary()
+
+    def embed(
+        self,
+        inputs_embeds: torch.Tensor,
+        *,
+        input_ids: torch.Tensor,
+        pictures: PackedPictures | None = None,
+        **others: Any,
+    ) -> Any:
+        """Return the embeddings [1, n, h] with images in them, or what else mcore-bridge's own method returns."""
+        towers = self._towers
+        if pictures is None:
+            # Upstream embeds a blank image and adds 0 times the result, so that every trained weight has a gradient.
+            embed = (
+                self._upstream if self._trained and torch.is_grad_enabled() else towers.get_inputs_embeds_language_model
+            )
+            return embed(inputs_embeds, input_ids=input_ids, **others)
+        # To upstream, only tokens of these images are placeholders; sampled ones are embedded as words already.
+        marks = torch.where(pictures.mask, towers.hf_config.image_token_id, 0)
+        nothing = inputs_embeds.new_zeros(0)  # in place of pixels and grids: the rows are there
+        with _answering(towers.visual, self._rows_of(pictures.shown)):
+            return self._upstream(
+                inputs_embeds, input_ids=marks, pixel_values=nothing, image_grid_thw=nothing, **others
+            )
+
+    def _rows_of(self, shown: Sequence[Picture]) -> _Rows:
+        """Return the rows of pictures, in order; those that occur several times are computed once."""
+        distinct = list(dict.fromkeys(shown))
+        known = {picture: self._kept[picture] for picture in distinct if picture in self._kept}
+        missing = [picture for picture in distinct if picture not in known]
+        if missing:
+            computed = self._compute(missing).split([picture.num_tokens for picture in missing])
+            known |= zip(missing, computed, strict=True)
+            if not self._trained:
+                self._kept.update(zip(missing, computed, strict=True))
+        rows = _Rows.join([known[picture] for picture in shown])
+        if not self._cuts_sequence:
+            return rows
+        # Upstream takes this rank's part of these rows, and Megatron averages gradients of the tower over the ranks.
+        return _Rows(rows.pooler_output, [copy_to_tensor_model_parallel_region(row) for row in rows.deepstack_features])
+
+    def _compute(self, pictures: Sequence[Picture]) -> _Rows:
+        tower = self._towers.visual
+        device = torch.device(torch.cuda.current_device())
+        patches = torch.cat([_normalised(picture, device) for picture in pictures]).to(tower.dtype)
+        grids = torch.tensor([picture.grid for picture in pictures], device=device)
+        with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
+            output = tower(patches, grid_thw=grids)
+        deep = output.deepstack_features if "deepstack_features" in output else None
+        return _Rows(output.pooler_output, list(deep or []))
+
+
+@contextmanager
+def _answering(tower: torch.nn.Module, rows: _Rows) -> Iterator[None]:
+    """Make calls of a tower return these rows inside the context."""
+    vars(tower)["forward"] = lambda *pixels, **grids: rows
+    try:
+        yield
+    finally:
+        del vars(tower)["forward"]
+
+
+def _normalised(picture: Picture, device: torch.device) -> torch.Tensor:
+    """Return the values [patches, values of a patch] that the tower takes."""
+    pixels = picture.encode()
+    if device.type == "cuda":
+        pixels = pixels.pin_memory()
+    pixels = pixels.to(device, non_blocking=True)
+    factor, offset = (
+        torch.tensor(picture.channels, device=device)
+        .repeat_interleave(pixels.shape[1] // len(picture.channels), dim=0)
+        .unbind(1)
+    )
+    return pixels.float() * factor + offset

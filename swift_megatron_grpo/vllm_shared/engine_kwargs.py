@@ -42,6 +42,7 @@ SERVED = _names(
     show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces kv_cache_metrics
     kv_cache_metrics_sample custom_histogram_buckets cudagraph_metrics enable_mfu_metrics
     per_request_spec_decode_metrics fail_on_environ_validation shutdown_timeout
+    mm_encoder_tp_mode mm_encoder_attn_backend mm_processor_cache_type skip_mm_profiling enable_mm_processor_stats
     """
 )
 
@@ -106,12 +107,12 @@ _REASONS = {
     "every request of a rollout must be completed by this engine, from its tokens": """
         max_num_queued_reqs max_num_queued_tokens kv_transfer_config kv_events_config ec_transfer_config
         ec_manager_config tokens_only enable_prompt_embeds renderer_num_workers""",
-    "only text rows are trained, for which vLLM builds no image or audio part": """
+    "the template cuts images, and the engine embeds them as the trainer does": """
         language_model_only enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
-        mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode
-        mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
-        mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate video_pruning_method mm_tensor_ipc
-        enable_mm_processor_stats mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize
+        mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only
+        mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+        mm_encoder_fp8_scale_save_margin video_pruning_rate video_pruning_method mm_tensor_ipc
+        mm_processor_device mm_ipc_gpu_memory_gb mm_device_do_normalize
         disable_chunked_mm_input allowed_local_media_path allowed_media_domains""",
 }
 REFUSED: Mapping[str, str] = {name: f"use --{flag}" for name, flag in _FLAGS.items()} | {

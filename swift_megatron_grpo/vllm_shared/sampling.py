@@ -6,12 +6,15 @@ then detokenizes every token again for its log-prob. On an H200 that took a quar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from io import BytesIO
 from typing import Any
 
+from PIL import Image
 from swift.infer_engine import GRPOVllmEngine, RequestConfig
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+
+from swift_megatron_grpo.types import ScoredText
 
 
 def sampling_params(engine: GRPOVllmEngine, inputs: dict[str, Any], request: RequestConfig) -> SamplingParams:
@@ -59,6 +62,19 @@ def scoring_params() -> SamplingParams:
     return SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
 
 
-def text_logprobs(output: Any, tokens: Sequence[int]) -> list[float]:
-    """Return the log-probs of every token but the first, from the output of a request with scoring_params."""
+def scoring_input(text: ScoredText) -> dict[str, Any]:
+    """Return the prompt of a request for the log-probs of a text."""
+    prompt: dict[str, Any] = {"prompt_token_ids": list(text.tokens)}
+    if text.image is not None:
+        with Image.open(BytesIO(text.image), formats=["PNG"]) as image:
+            prompt |= {"multi_modal_data": {"image": image.convert("RGB")}, "mm_processor_kwargs": {"do_resize": False}}
+    return prompt
+
+
+def text_logprobs(output: Any) -> list[float]:
+    """Return the log-probs of every token but the first, from the output of a request with scoring_params.
+
+    Those of an image, which vLLM has put in place of its placeholder, are among them.
+    """
+    tokens = output.prompt_token_ids
     return [at[token].logprob for at, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from mcore_bridge import GPTBridge, LoraParallelLinear
 from mcore_bridge.model import GPTModel
+from peft.tuners.lora import LoraLayer
 
 ADAPTER = "default"
 
@@ -34,7 +35,7 @@ class WeightExport:
         self._bridge = bridge
         self._models = list(models)
         self._left_out = left_out
-        self._merged: set[LoraParallelLinear] = set()
+        self._merged: set[LoraLayer] = set()
         self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -56,7 +57,7 @@ class WeightExport:
 
 
 def export_weights(
-    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
+    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraLayer] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Export all weights, with adapters merged, on all ranks together.
 
@@ -93,7 +94,7 @@ def adapter_config(model: GPTModel) -> dict[str, Any]:
 
 @contextmanager
 def merged_on_read(
-    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraParallelLinear] | None = None
+    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraLayer] | None = None
 ) -> Iterator[None]:
     """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
     adapted = {module for model in models for module in _adapted(model)}
@@ -114,17 +115,17 @@ def merged_on_read(
         yield
 
 
-def _adapted(module: torch.nn.Module) -> list[LoraParallelLinear]:
-    return [part for part in module.modules() if isinstance(part, LoraParallelLinear)]
+def _adapted(module: torch.nn.Module) -> list[LoraLayer]:
+    return [part for part in module.modules() if isinstance(part, LoraLayer)]
 
 
 @contextmanager
-def _merged(modules: Iterable[LoraParallelLinear], merged: set[LoraParallelLinear]) -> Iterator[None]:
+def _merged(modules: Iterable[LoraLayer], merged: set[LoraLayer]) -> Iterator[None]:
     """Point the weights of `modules` to base + delta inside the context, and add the modules to `merged`."""
     bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     with torch.no_grad():
         for module in modules:
-            for weight, delta in zip(_base_weights(module), module.get_delta_weights(ADAPTER), strict=True):
+            for weight, delta in zip(_base_weights(module), _deltas(module), strict=True):
                 bases.append((weight, weight.data))
                 # In fp32, because adding a small delta in bf16 loses most of it.
                 weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
@@ -136,8 +137,17 @@ def _merged(modules: Iterable[LoraParallelLinear], merged: set[LoraParallelLinea
             weight.data = base
 
 
-def _base_weights(module: LoraParallelLinear) -> list[torch.nn.Parameter]:
+def _deltas(module: LoraLayer) -> list[torch.Tensor]:
+    if not isinstance(module, LoraParallelLinear):  # in a tower, which is a model of transformers
+        return [module.get_delta_weight(ADAPTER)]
+    deltas: list[torch.Tensor] = module.get_delta_weights(ADAPTER)
+    return deltas
+
+
+def _base_weights(module: LoraLayer) -> list[torch.nn.Parameter]:
     base = module.get_base_layer()
+    if not isinstance(module, LoraParallelLinear):
+        return [base.weight]
     return [getattr(base, f"weight{i}") for i in range(base.num_gemms)] if module.is_grouped else [base.weight]
 
 

@@ -113,10 +113,10 @@ def test_a_tower_runs_on_a_blank_image_for_text() -> None:
 
 
 def test_the_bridge_names_the_towers_of_every_supported_type() -> None:
-    from swift_megatron_grpo.arguments.model_checks import TEXT_OF_COMPOSITE
+    from swift_megatron_grpo.arguments.model_checks import COMPOSITE
 
     for meta in MODEL_MAPPING.values():
-        if {*meta.model_types} & {*TEXT_OF_COMPOSITE}:
+        if {*meta.model_types} & {*COMPOSITE}:
             assert meta.visual_cls.module_mapping == {"model.visual": "visual"}
             old_names = meta.bridge_cls.hf_state_dict_mapping
             assert (old_names.get("visual") == "model.visual") == any(

@@ -63,6 +63,8 @@ _MODELS = {
     "qwen3_5-tied": ("qwen3_5", ["--tie"]),
 }
 _BATCHES = ["on-policy", "off-policy"]
+_RUN_IMAGES = "tests.dist.image_runs:run_layout"
+EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
 _RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
 
 
@@ -159,6 +161,27 @@ class Ranks:
             tasks.append(task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
             self._done.add(f"{kind}-descent")
         self.run(name, 1, tasks)
+
+    def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
+        """Run layouts, one rank and one step of gradient descent on samples with images, everything trained."""
+        tasks: dict[int, list[Task]] = {}
+        for (kind, tuner), names in layouts.items():
+            folder = self.folder / f"{kind}-{tuner}-images"
+            (folder / "descent").mkdir(parents=True)
+            flags = self.flags(kind, tuner, "float32", EVERYTHING)
+            if tuner == "lora":  # with adapters in the tower, too
+                adapter = str(folder / "adapter")
+                make = "swift_megatron_grpo.tools.check_layouts:make_adapter"
+                tasks.setdefault(1, []).append(task(make, flags=flags, adapter=adapter))
+                flags = [*flags, "--adapters", adapter]
+            for layout in ("one", *names):
+                arguments = {"name": layout, "flags": flags, "batches": _BATCHES, "folder": str(folder)}
+                tasks.setdefault(Variant.parse(layout).ranks, []).append(task(_RUN_IMAGES, **arguments))
+            if tuner == "full":
+                arguments = {"flags": [*flags, *DESCENT], "batches": ["given"], "folder": str(folder / "descent")}
+                tasks[1].append(task(_RUN_IMAGES, name="one", **arguments))
+        for ranks, of_ranks in tasks.items():
+            self.run(f"images-{ranks}", ranks, of_ranks)
 
     def losses(self, layout: str) -> dict[str, Any]:
         """Run one step of every loss on a layout and return its metrics."""

@@ -19,7 +19,7 @@ from swift_megatron_grpo.generation.interface import (
     Share,
 )
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.types import Rollout, ScoredText
 
 
 class RecordedCompletions:
@@ -60,7 +60,7 @@ class RecordedCompletions:
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def held_weights(self) -> list[WorkerWeights]:

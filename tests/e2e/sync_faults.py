@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from mcore_bridge import LoraParallelLinear
+from peft.tuners.lora import Linear as TowerLinear
 
 import swift_megatron_grpo.weights.export as export
 from swift_megatron_grpo.config import SamplingConfig
@@ -182,6 +183,24 @@ def one_adapter_of_a_layer_left_out(loop: GRPOLoop) -> AbstractContextManager[No
     return replaced(export, "_merged", lambda modules, merged: merge(list(modules)[1:], merged))
 
 
+def tower_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_export(lambda weights: ((name, tensor) for name, tensor in weights if ".visual." not in name))
+
+
+def tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
+    merge = export._merged
+
+    def without_towers(modules: Any, merged: Any) -> AbstractContextManager[None]:
+        return merge([module for module in modules if isinstance(module, LoraParallelLinear)], merged)
+
+    return replaced(export, "_merged", without_towers)
+
+
+def tower_adapters_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+    delta = TowerLinear.get_delta_weight
+    return replaced(TowerLinear, "get_delta_weight", lambda self, adapter: torch.zeros_like(delta(self, adapter)))
+
+
 SCENARIOS: dict[str, dict[int, list[Fault]]] = {
     "experts": {
         0: [tensor_lost_in_transfer],
@@ -191,6 +210,7 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
         5: [temperature_not_applied],
     },
     "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
+    "towers": {2: [tower_not_sent, tower_adapters_left_out, tower_adapters_merged_as_zeros]},
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
 LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine])}

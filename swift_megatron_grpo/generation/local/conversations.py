@@ -25,6 +25,7 @@ from swift_megatron_grpo.generation.local.turn_loop import NextTurn, converse, m
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.vllm_shared.towers import placeholder_tokens
 
 
 class MultiTurnVllm(LocalVllm):
@@ -51,7 +52,10 @@ class MultiTurnVllm(LocalVllm):
         conversations = [conversation_request(request) for request in requests]
         seeds = [request.seed for request in requests]
         limit = sampling.max_completion_length if sampling.limits_conversations else None
-        finished = converse(conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room, limit)
+        placeholders = placeholder_tokens(self._engine.template)
+        finished = converse(
+            conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room, limit, placeholders
+        )
         self._broadcast(None)
         return [
             to_rollout(request.prompt, conversation.to_completion(self._weights_version))

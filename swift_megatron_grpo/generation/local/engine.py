@@ -36,11 +36,11 @@ from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.stopping.request import StopRequest
-from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
-from swift_megatron_grpo.vllm_shared.sampling import scoring_params, text_logprobs
-from swift_megatron_grpo.vllm_shared.towers import has_towers
+from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
+from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
 
 logger = get_logger()
 
@@ -144,14 +144,14 @@ class LocalVllm:
             self._wake("kv_cache")
             self._asleep = False
 
-    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
-        vllm.add_request("score_text", {"prompt_token_ids": list(tokens)}, scoring_params(), lora_request=adapter)
+        vllm.add_request("score_text", scoring_input(text), scoring_params(), lora_request=adapter)
         output = None
         while vllm.has_unfinished_requests():
             [output] = vllm.step() or [output]
-        return {self._name: text_logprobs(output, tokens)}
+        return {self._name: text_logprobs(output)}
 
     def held_weights(self) -> list[WorkerWeights]:
         return [self._loaded_weights.worker_weights()]
@@ -215,7 +215,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.sequence_parallel_size = 1
     set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
     engine_kwargs = {**config.engine_kwargs, "hf_overrides": dict(config.hf_overrides)}
-    engine = GRPOVllmEngine(
+    engine = EngineForImages(
         config.model_dir,
         torch_dtype=config.dtype,
         model_type=config.model_type,

@@ -25,7 +25,7 @@ from swift_megatron_grpo.conversations.scheduling import (
     first_prompt_too_long,
     to_turn,
 )
-from swift_megatron_grpo.conversations.turns import Turn, tokens_left, turn_seed
+from swift_megatron_grpo.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,13 @@ def converse(
     infer: Infer,
     has_room: HasRoom,
     tokens_of_all_turns: int | None = None,
+    placeholders: frozenset[int] = frozenset(),
 ) -> list[FinishedConversation]:
     """Run conversations to their ends, in lockstep.
 
     `infer` generates one turn of each unfinished conversation; `has_room` returns True if another turn fits. A
-    conversation whose turns have used up `tokens_of_all_turns` ends like one without room.
+    conversation whose turns have used up `tokens_of_all_turns` ends like one without room, and so does one with images
+    in which the policy has sampled one of the `placeholders`: the engine would put an image in its place.
     """
     turns: dict[str, list[Turn]] = defaultdict(list)
     uuids = [request.uuid for request in requests]
@@ -70,7 +72,12 @@ def converse(
 
     def next_turn(pending: list[RolloutInferRequest], _: object = None) -> list[RolloutOutput]:
         left = {request.uuid: tokens_left(tokens_of_all_turns, turns[request.uuid]) for request in pending}
-        fitting = {request.uuid: request for request in pending if left[request.uuid] != 0 and has_room(request)}
+        ended = {
+            request.uuid
+            for request in pending
+            if left[request.uuid] == 0 or (request.images and sampled_any(placeholders, turns[request.uuid]))
+        }
+        fitting = {request.uuid: request for request in pending if request.uuid not in ended and has_room(request)}
         too_long = [request for request in pending if request.uuid not in fitting and not turns[request.uuid]]
         if too_long:
             raise first_prompt_too_long(too_long)

@@ -63,6 +63,9 @@ class Client:
         with _as_invalid("its completion"):
             return Completion.from_json(response)
 
+    async def put_media(self, digest: str, content: bytes, timeout: float) -> None:
+        await self._request("PUT", Routes.MEDIA + digest, timeout, content)
+
     async def join(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._request("POST", Routes.JOIN, timeout, payload)
 
@@ -85,7 +88,7 @@ class Client:
         await self._request("POST", Routes.LEAVE, timeout)
 
     async def _request(
-        self, method: str, route: str, timeout: float, payload: dict[str, Any] | None = None
+        self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None = None
     ) -> dict[str, Any]:
         """Send a request that `cancel_requests` can cancel."""
         task = asyncio.create_task(self._send(method, route, timeout, payload))
@@ -100,10 +103,13 @@ class Client:
         finally:
             self._in_flight.discard(task)
 
-    async def _send(self, method: str, route: str, timeout: float, payload: dict[str, Any] | None) -> dict[str, Any]:
+    async def _send(
+        self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None
+    ) -> dict[str, Any]:
+        body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
-            async with self._session.request(method, self.url + route, json=payload, timeout=limit) as response:
+            async with self._session.request(method, self.url + route, timeout=limit, **body) as response:
                 if response.status != 200:
                     raise Refused(response.status, await _reason(response))
                 return _json_object(await response.text(errors="replace"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
+from swift_megatron_grpo.types import ScoredText
 
 T = TypeVar("T")
 logger = get_logger()
@@ -216,8 +218,9 @@ class RemoteVllm:
                 if not server.verified:
                     server.invalidate_weights()
 
-    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
-        payload = {"tokens": list(tokens), "weights_version": self._version}
+    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+        image = None if text.image is None else base64.b64encode(text.image).decode("ascii")
+        payload = {"tokens": list(text.tokens), "image": image, "weights_version": self._version}
         by_server = self._request_all(lambda server, timeout: server.client.score_text(payload, timeout))
         return {
             url if len(replicas) == 1 else f"{url} replica {number}": logprobs

@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -31,8 +31,15 @@ from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatc
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.lost_requests import LostRequests
 from swift_megatron_grpo.generation.remote.servers import MAX_ATTEMPTS, Server, Servers
-from swift_megatron_grpo.generation.requests import conversation_payload, infer_request, request_config, to_rollout
-from swift_megatron_grpo.protocol.messages import CONFLICT, SERVER_UNUSABLE, Completion, ServerStatus
+from swift_megatron_grpo.generation.requests import (
+    conversation_payload,
+    infer_request,
+    request_config,
+    to_rollout,
+    without_images,
+)
+from swift_megatron_grpo.images.files import files_of
+from swift_megatron_grpo.protocol.messages import CONFLICT, MISSING_MEDIA, SERVER_UNUSABLE, Completion, ServerStatus
 from swift_megatron_grpo.types import Rollout
 
 logger = get_logger()
@@ -60,6 +67,7 @@ class RemoteGeneration:
         self._finished: dict[int, Rollout] = {}  # by place in `requests`; not returned yet
         self._lost_requests = LostRequests()
         self._prompts: dict[int, tuple[str, list[int]]] = {}  # server and tokens, by first place of the group
+        self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
         self._failure: Exception | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended
@@ -189,9 +197,10 @@ class RemoteGeneration:
 
     async def _complete(self, place: int, server: Server) -> None:
         """Send one request to a server and record its completion or failure."""
-        payload = self._payload(self._requests[place])
+        request = self._requests[place]
+        payload = self._payload(request)
         try:
-            completion = await server.client.generate(payload, self._servers.config.request_timeout)
+            completion = await self._generate(server, payload, dict(self._files(request)))
         except RequestTimeout as failure:
             self._retry_or_fail(place, server, failure)
         except InvalidResponse as failure:
@@ -209,6 +218,26 @@ class RemoteGeneration:
             self._failure = error
         else:
             self._accept(place, server, completion, payload["weights_version"])
+
+    async def _generate(self, server: Server, payload: dict[str, Any], files: dict[str, bytes]) -> Completion:
+        """Send a request after its images; once more if the server no longer has these."""
+        timeout = self._servers.config.request_timeout
+        await server.media.send(files, timeout)
+        try:
+            return await server.client.generate(payload, timeout)
+        except Refused as failure:
+            if failure.status != MISSING_MEDIA:
+                raise
+        server.media.forget(files)
+        await server.media.send(files, timeout)
+        return await server.client.generate(payload, timeout)
+
+    def _files(self, request: Request) -> list[tuple[str, bytes]]:
+        """Return digest and content of each image of a prompt; they are read once for all its completions."""
+        prompt = request.prompt
+        if prompt.prompt_id not in self._images:
+            self._images[prompt.prompt_id] = files_of(prompt.row)
+        return self._images[prompt.prompt_id]
 
     def _accept(self, place: int, server: Server, completion: Completion, version: int) -> None:
         """Record a completion, unless the server was lost in the meantime or the completion cannot be right."""
@@ -257,11 +286,14 @@ class RemoteGeneration:
 
     def _payload(self, request: Request) -> dict[str, Any]:
         one_turn, sampling = self._servers.config.turns is None, self._sampling
+        media = [digest for digest, _ in self._files(request)]
+        request = replace(request, prompt=without_images(request.prompt))
         limit = sampling.max_completion_length if sampling.limits_conversations and not one_turn else None
         return {
             "request": asdict(infer_request(request.prompt)) if one_turn else conversation_payload(request),
             "sampling": asdict(request_config(sampling, request.seed)),
             "tokens_of_all_turns": limit,
+            "media": media,
             "weights_version": self._version,
         }
 

@@ -22,6 +22,7 @@ from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
+from swift_megatron_grpo.generation.remote.media import MediaUploads
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.protocol.messages import (
     NO_WEIGHTS,
@@ -57,6 +58,7 @@ class Server:
         self.excluded_instance: str | None = None  # not used again, because its answers were wrong
         self.connection: WeightConnection | None = None
         self.requests_in_flight = 0  # of all generations
+        self.media = MediaUploads(client)
         self.loss_reason = "not contacted yet"
         self.last_response = self.lost_since = time.monotonic()
 
@@ -305,6 +307,11 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
         problems.append(
             f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
             f"start it with --vllm_max_model_len {config.needed_length}"
+        )
+    if status.images_per_prompt < config.images:
+        problems.append(
+            f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
+            f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'"""
         )
     if status.max_logprobs == 0:
         problems.append(

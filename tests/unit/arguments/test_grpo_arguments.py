@@ -285,7 +285,7 @@ def init(rows, **values):
     for name, value in values.items():
         setattr(full, name, value)
     try:
-        full.init_iters(*full.without_long_prompts(Dataset.from_list(rows), None, None))
+        full.init_iters(*full.checked_datasets(Dataset.from_list(rows), None, None))
         return full.train_iters
     except ValueError as error:
         return str(error)

@@ -87,6 +87,7 @@ def status(**changes: Any) -> ServerStatus:
         "plugin": "1.0", "protocol": PROTOCOL, "instance": "x", "run": None, "weights_version": -1, "world_size": 1,
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
         "has_towers": False,
+        "images_per_prompt": 0,
         "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip

@@ -1,0 +1,50 @@
+"""Graded completions as training samples, with the images of their prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swift_megatron_grpo.data.media import PictureReader
+from swift_megatron_grpo.types import Graded, Picture, Placed, Rollout, Sample
+
+NO_TOKEN = -1  # a token that the policy sampled stands for no image
+
+
+def samples_of(
+    graded: Sequence[Graded], group_size: int, overlong_filter: bool, pictures: PictureReader | None
+) -> list[Sample]:
+    """Return a sample for each completion. `pictures`: None if the prompts are text."""
+    read: dict[str, list[Picture]] = {}  # by prompt: its images are read once
+
+    def place(rollout: Rollout) -> tuple[Placed, ...]:
+        if pictures is None:
+            return ()
+        prompt, sampled = rollout.prompt, rollout.sampled_mask
+        inserted = [NO_TOKEN if own else token for token, own in zip(rollout.completion_ids, sampled, strict=True)]
+        changed = "images" in rollout.infos  # by a scheduler or an environment
+        if changed:
+            shown = pictures.pictures({**prompt.row, "images": rollout.infos["images"]})
+        else:
+            if prompt.prompt_id not in read:
+                read[prompt.prompt_id] = pictures.pictures(prompt.row)
+            shown = read[prompt.prompt_id]
+        return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
+
+    return [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
+
+
+def _to_sample(graded: Graded, group: int, overlong_filter: bool, pictures: tuple[Placed, ...]) -> Sample:
+    rollout = graded.rollout
+    valid = graded.reward is not None
+    too_long = valid and overlong_filter and rollout.truncated
+    trained = valid and not too_long
+    return Sample(
+        tokens=rollout.prompt_ids + rollout.completion_ids,
+        completion_mask=[False] * len(rollout.prompt_ids) + [trained and sampled for sampled in rollout.sampled_mask],
+        advantage=graded.advantage,
+        group=group,
+        truncated=rollout.truncated,
+        rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
+        left_out=rollout.length if too_long else 0,
+        pictures=pictures,
+    )

@@ -1,0 +1,60 @@
+"""Images of one micro batch: the tokens that stand for them, and the positions of all tokens.
+
+n: packed tokens, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swift_megatron_grpo.types import Picture, Placed, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPictures:
+    """The images of a micro batch. Their pixels are read by the first pipeline stage, when it embeds them."""
+
+    shown: tuple[Picture, ...]  # in the order of their tokens; a picture of several samples occurs once for each
+    mask: torch.Tensor  # [1, n] True for tokens that stand for a part of an image
+
+
+def pack_pictures(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[tuple[Picture, ...], torch.Tensor]:
+    """Return the pictures of samples that are padded to `lengths`, and the mask [n] of their tokens."""
+    mask = torch.zeros(sum(lengths), dtype=torch.bool)
+    shown: list[Picture] = []
+    start = 0
+    for sample, length in zip(samples, lengths, strict=True):
+        for placed in sample.pictures:
+            begin = start + placed.start
+            mask[begin : begin + placed.picture.num_tokens] = True
+            shown.append(placed.picture)
+        start += length
+    return tuple(shown), mask
+
+
+def positions_of(length: int, pictures: Sequence[Placed]) -> torch.Tensor:
+    """Return the positions [3, length] of a sequence in time, height and width, for a rotary embedding of three axes.
+
+    Text counts on along all axes together. The tokens of an image lie on a grid that begins at the next position, and
+    the text after it continues behind the longest side.
+    """
+    pieces: list[torch.Tensor] = []
+    done = following = 0  # tokens, and the position of the next one
+    for placed in pictures:
+        text = placed.start - done
+        pieces.append(_text(following, text))
+        following += text
+        time, height, width = placed.picture.token_grid
+        axes = torch.arange(time), torch.arange(height), torch.arange(width)
+        pieces.append(torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]) + following)
+        following += max(time, height, width)
+        done = placed.start + placed.picture.num_tokens
+    pieces.append(_text(following, length - done))
+    return torch.cat(pieces, dim=1)
+
+
+def _text(first: int, length: int) -> torch.Tensor:
+    return torch.arange(first, first + length).expand(3, -1)

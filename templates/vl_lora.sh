@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# GRPO of a LoRA adapter on a model that sees, with vLLM in the training processes.
+#   MODEL=Qwen/Qwen2.5-VL-3B-Instruct DATASET=data.jsonl OUTPUT=output templates/vl_lora.sh [flags that override these]
+# DATASET: one JSON object per line, with `messages` (an <image> for each image), `images` (paths, URLs or base64) and
+# the columns that the reward functions read (`solution` for accuracy).
+set -euo pipefail
+
+# Number of ranks on this machine. On several machines also set NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT.
+export NPROC_PER_NODE=${NPROC_PER_NODE:-4}
+# Avoid memory fragmentation when vLLM and the trainer use the GPU alternately.
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+
+args=(
+    --rlhf_type grpo                         # the algorithm
+    --model "${MODEL:-Qwen/Qwen2.5-VL-3B-Instruct}" # hub name or folder
+    --torch_dtype bfloat16                   # precision of weights and activations
+
+    # Adapter. vLLM receives base weights and adapter merged; the trainer never changes the base weights.
+    --tuner_type lora                        # train an adapter
+    --lora_rank 32                           # rank of the adapter matrices
+    --lora_alpha 64                          # the adapter is scaled by alpha / rank
+    --lora_dropout 0                         # dropout would make the trained policy differ from the one that generated
+    --target_modules all-linear              # layers with an adapter: those of the parts that are not frozen
+    --freeze_vit true                        # false: adapters in the tower as well
+    --freeze_aligner true                    # false: adapters between tower and language model as well
+    --merge_lora true                        # also save checkpoint-N-merged, which loads without peft
+
+    # Parallel layout: ranks = TP * PP * CP * DP.
+    --tensor_model_parallel_size 2           # TP: ranks that share each layer; each has the whole tower
+    --sequence_parallel true                 # divide activations between TP ranks as well
+    --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+    --recompute_granularity selective        # recompute attention in backward, to save memory
+
+    # Data and rewards.
+    --dataset "$DATASET"                     # one JSON object per line, with `messages` and `images`
+    --max_pixels 602112                      # larger images are scaled down: 768 tokens of 28 x 28 pixels
+    --reward_funcs accuracy format           # the reward is their sum
+
+    # Batch sizes count completions.
+    --num_generations 8                      # completions per prompt
+    --global_batch_size 64                   # completions per optimizer step
+    --micro_batch_size 4                     # completions per forward and backward pass
+    --max_length 2048                        # tokens of a prompt, an image counting as one
+    --max_completion_length 1024             # tokens of a completion, at most
+
+    # Generation with vLLM in the training processes.
+    --use_vllm true                          # generate with vLLM
+    --vllm_mode colocate                     # vLLM runs in the training processes
+    --vllm_tensor_parallel_size 2            # ranks that share one vLLM engine
+    --vllm_gpu_memory_utilization 0.5        # share of the GPU memory for vLLM
+    --vllm_max_model_len 4096                # tokens of a prompt, its images and a completion
+    --sleep_level 2                          # vLLM frees all memory while training; each sync sends merged weights
+    --offload_model true                     # weights may be offloaded during generation, if not everything fits
+
+    # Optimization.
+    --num_train_epochs 1                     # passes over the dataset
+    --lr 1e-5                                # ten times the learning rate of full-parameter training
+    --beta 0.001                             # weight of the KL term; the reference is the model without adapter
+
+    # Output.
+    --output_dir "${OUTPUT:-output}"         # logs and checkpoints
+    --save_steps 50                          # steps between checkpoints
+    --logging_steps 1                        # log every step
+    --log_completions true                   # write completions and rewards to a file
+)
+exec megatron rlhf "${args[@]}" "$@"

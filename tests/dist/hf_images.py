@@ -1,0 +1,64 @@
+"""Compute log-probs, loss and gradients of samples with images with plain transformers in fp64. No megatron, no ms-swift.
+
+python hf_images.py MODEL SAMPLES.pt SEED OUT.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from io import BytesIO
+
+import torch
+from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE
+from image_runs import image_rows
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+
+def main(folder: str, samples: str, seed: str, out: str) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    processor = AutoImageProcessor.from_pretrained(folder)
+    rows = image_rows(int(seed), 2 * processor.patch_size)
+    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    data = torch.load(samples)
+    for number, sample in enumerate(data):
+        files = [Image.open(BytesIO(image["bytes"])) for image in rows[number // 2]["images"]]
+        log_p = (logits(model, processor, sample, files) / TEMPERATURE).log_softmax(-1)
+        tokens = [i for i, trained in enumerate(sample["completion_mask"]) if trained]
+        now = torch.stack([log_p[i - 1, sample["tokens"][i]] for i in tokens])
+        logprobs.append(now.tolist())
+        ratio = (now - torch.tensor(sample["old_logprobs"], dtype=torch.float64)).exp()
+        clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
+        gap = torch.tensor(sample["ref_logprobs"], dtype=torch.float64) - now
+        surrogate = torch.min(ratio * sample["advantage"], clipped * sample["advantage"])
+        total = total - (surrogate - BETA * (gap.exp() - gap - 1)).mean() / len(data)
+    total.backward()
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    torch.save({"loss": total.item(), "logprobs": logprobs, "grads": grads}, out)
+
+
+def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
+    """Embed the images where the sample has them, and other tokens, sampled placeholders as well, as words."""
+    tokens = torch.tensor([sample["tokens"]])
+    embeds = model.get_input_embeddings()(tokens)
+    types = torch.zeros_like(tokens)
+    grids, deep = None, {}
+    if files:
+        inputs = processor(images=files, do_resize=False, return_tensors="pt")
+        grids = inputs["image_grid_thw"]
+        for start, length in zip(sample["starts"], sample["lengths"], strict=True):
+            types[0, start : start + length] = 1
+        seen = model.model.visual(inputs["pixel_values"].double(), grid_thw=grids)
+        mask = (types == 1)[..., None].expand_as(embeds)
+        embeds = embeds.masked_scatter(mask, seen.pooler_output)
+        if "deepstack_features" in seen and seen.deepstack_features:
+            deep = {"visual_pos_masks": types == 1, "deepstack_visual_embeds": seen.deepstack_features}
+    positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grids)
+    output = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
+    return model.lm_head(output.last_hidden_state)[0]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,196 @@
+"""Rows with images: generated, verified, trained, saved, dumped, replayed and resumed, colocated and with servers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from scripts.make_image_dataset import make_rows
+from swift_megatron_grpo.images.files import image_bytes
+from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from tests.e2e.runs import Finished, make_model, megatron_rlhf
+from tests.e2e.servers import KEY, RolloutServer
+from tests.paths import REPOSITORY
+
+pytestmark = pytest.mark.e2e
+COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py"), "--reward_funcs", "colours"]
+FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--max_completion_length", "16"]
+EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false"]
+SMALL = ["--micro_batch_size", "2", "--global_batch_size", "8", *COLOURS, *FP32]
+
+
+def make_dataset(folder: Path, rows: int, images: list[int]) -> Path:
+    folder.mkdir()
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(folder, rows, images, seed=0)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def colours(folder: Path) -> Path:
+    return make_dataset(folder / "colours", 32, [1, 0, 2])
+
+
+@pytest.fixture(scope="module")
+def qwen2_5_vl(folder: Path) -> Path:
+    return make_model(folder / "qwen2_5_vl", "qwen2_5_vl")
+
+
+def train(model: Path, dataset: Path, folder: Path, ranks: int, flags: list[str]) -> Finished:
+    run = megatron_rlhf(model, dataset, folder, ranks, [*SMALL, *flags], {API_KEY_VARIABLE: KEY}, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    return run
+
+
+def numbers(run: Finished) -> list[list[float]]:
+    return [[step[name] for name in ("loss", "grad_norm", "reward", "completions/mean_length")] for step in run.log]
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path, qwen2_5_vl: Path, colours: Path) -> Finished:
+    flags = ["--sync_check", "full", "--rollout_dump", str(folder / "dump"), "--train_iters", "3", "--save_steps", "3"]
+    return train(qwen2_5_vl, colours, folder / "one", 1, [*EVERYTHING, *flags])
+
+
+def test_the_engine_sees_what_the_trainer_sees(one_rank: Finished, qwen2_5_vl: Path) -> None:
+    tensors = load_file(qwen2_5_vl / "model.safetensors")
+    assert f"vLLM holds all {len(tensors)} tensors bit for bit" in one_rank.output
+    assert "tokens with an image differ from the trainer's by" in one_rank.output
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 and step["sync_check/max_diff"] < 1e-5 for step in one_rank.log)
+
+
+def test_tower_and_aligner_are_trained_and_saved(one_rank: Finished, qwen2_5_vl: Path) -> None:
+    before, after = (
+        load_file(qwen2_5_vl / "model.safetensors"),
+        load_file(one_rank.last_checkpoint / "model.safetensors"),
+    )
+    renamed = {name.removeprefix("model."): name for name in after}
+    unchanged = [
+        name
+        for name in before
+        if torch.equal(before[name].float(), after[renamed[name.removeprefix("model.")]].float())
+    ]
+    assert unchanged == []
+
+
+def test_a_replay_trains_the_same_and_other_images_are_refused(
+    folder: Path, one_rank: Finished, qwen2_5_vl: Path, colours: Path
+) -> None:
+    flags = [*EVERYTHING, "--rollout_replay", str(folder / "dump"), "--train_iters", "3"]
+    replayed = train(qwen2_5_vl, colours, folder / "replayed", 1, flags)
+    assert [(s["loss"], s["grad_norm"], s["reward"]) for s in replayed.log] == [
+        (s["loss"], s["grad_norm"], s["reward"]) for s in one_rank.log
+    ]
+    others = Path(shutil.copytree(colours.parent, folder / "others"))
+    for image in others.glob("*.png"):
+        shutil.copy(colours.parent / "0-0.png", image)
+    text = colours.read_text().replace(str(colours.parent), str(others))
+    (others / "data.jsonl").write_text(text)
+    run = megatron_rlhf(qwen2_5_vl, others / "data.jsonl", folder / "refused", 1, [*SMALL, *flags], rewards=False)
+    assert run.code != 0 and "was completed with other images than those of the dataset" in run.output
+
+
+def test_servers_generate_the_same_although_one_is_killed(
+    folder: Path, one_rank: Finished, qwen2_5_vl: Path, colours: Path
+) -> None:
+    """Images are sent to each server once, and sent again to the one that takes over; no path reaches a server."""
+    limits = ["--vllm_limit_mm_per_prompt", '{"image": 2, "video": 0}', "--max_length", "128"]
+    servers = [RolloutServer(qwen2_5_vl, folder / f"server{i}.txt", limits).start() for i in range(2)]
+    killed: list[str] = []
+
+    def kill(line: str) -> None:
+        if "may generate with weights 1" in line and not killed:
+            killed.append(line)
+            servers[0].kill()
+
+    try:
+        urls = [server.wait().url for server in servers]
+        flags = [*SMALL, *EVERYTHING, "--sync_check", "full", "--train_iters", "3", "--vllm_mode", "server",
+                 "--vllm_server_base_url", *urls]  # fmt: skip
+        run = megatron_rlhf(
+            qwen2_5_vl, colours, folder / "remote", 1, flags, {API_KEY_VARIABLE: KEY}, on_line=kill, rewards=False
+        )
+        assert run.code == 0, run.output[-4000:]
+        log = servers[1].log.read_text()
+    finally:
+        for server in servers:
+            server.stop()
+    assert killed and "is lost: " in run.output
+    for values, expected in zip(numbers(run), numbers(one_rank), strict=True):
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert 0 < log.count("PUT /grpo/media/") <= 31  # images of the dataset, once each; its completions are more
+
+
+def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qwen2_5_vl: Path, colours: Path) -> None:
+    """A conversation in which the policy samples a placeholder ends: the engine would put an image in its place."""
+    dump, showing = folder / "turns", Path(__file__).with_name("showing.py")
+    flags = [*SMALL, "--multi_turn_scheduler", "showing", "--max_turns", "3", COLOURS[0], COLOURS[1], str(showing),
+             "--vllm_limit_mm_per_prompt", '{"image": 3, "video": 0}', "--rollout_dump", str(dump),
+             "--global_batch_size", "16", "--val_dataset", str(colours), "--eval_steps", "2",
+             "--eval_iters", "1"]  # fmt: skip
+    shown = str(colours.parent / "0-0.png")
+    run = megatron_rlhf(qwen2_5_vl, colours, folder / "turned", 1, flags, {"SHOWN": shown}, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    rows = [json.loads(line) for file in dump.glob("rollout-*.jsonl") for line in file.read_text().splitlines()]
+    turns = [row["infos"]["num_turns"] for row in rows]
+    assert 3 in turns and 1 in turns
+    for row in rows:
+        if row["infos"]["num_turns"] == 3:
+            images = row["infos"]["images"]
+            assert image_bytes(images[-1]) == image_bytes(shown) and len(images) == len(row["images"]) + 1
+    assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Path) -> None:
+    """A policy that does not see earns at most the share of the most frequent colour."""
+    dataset = make_dataset(folder / "learned-colours", 24, [1])
+    answers = [json.loads(line)["colour"] for line in dataset.read_text().splitlines()]
+    blind = max(answers.count(colour) for colour in answers) / len(answers)
+    flags = [*SMALL, *EVERYTHING, "--train_iters", "40", "--save_steps", "40", "--lr", "1e-3", "--vit_lr", "2e-3",
+             "--aligner_lr", "2e-3", "--lr_decay_style", "constant", "--num_generations", "16", "--global_batch_size",
+             "128", "--micro_batch_size", "128", "--max_completion_length", "1", "--entropy_coef", "0.02"]  # fmt: skip
+    run = megatron_rlhf(qwen2_5_vl, dataset, folder / "learned", 1, flags, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    rewards = [step["reward"] for step in run.log][-10:]
+    assert sum(rewards) / len(rewards) > blind + 0.15, (blind, rewards)
+
+
+def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
+    """Qwen3-VL, tensor parallel with sequence parallelism: rows of the tower reach several layers."""
+    model = make_model(folder / "qwen3_vl", "qwen3_vl")
+    faults = Path(__file__).with_name("sync_faults.py")
+    flags = [*SMALL, *EVERYTHING, "--tuner_type", "lora", "--lr", "1e-2", "--train_iters", "4", "--save_steps", "4",
+             "--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--merge_lora", "true",
+             COLOURS[0], COLOURS[1], str(faults)]  # fmt: skip
+    run = megatron_rlhf(model, colours, folder / "lora", 2, flags, {"FAULTS": "towers"}, rewards=False)
+    assert run.code == 0, run.output[-4000:]
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
+    reports = json.loads((run.folder / "faults.0.json").read_text())
+    stopped = "EngineHasOtherWeights, generated 0 times"
+    assert reports["tower_not_sent, step 2"].startswith(stopped) and ".visual." in reports["tower_not_sent, step 2"]
+    assert reports["tower_adapters_left_out, step 2"].startswith(stopped)
+    assert "adapters were not merged" in reports["tower_adapters_left_out, step 2"]
+    assert reports["tower_adapters_merged_as_zeros, step 2"].startswith(stopped)  # only the image shows it
+    assert reports["frozen weights that changed"] == []
+
+
+def test_a_frozen_tower_runs_in_a_pipeline_and_a_resumed_run_matches(
+    folder: Path, qwen2_5_vl: Path, colours: Path
+) -> None:
+    """With LoRA, ms-swift's defaults for the parts, a reference policy and two updates per rollout."""
+    flags = ["--tuner_type", "lora", "--beta", "0.1", "--pipeline_model_parallel_size", "2", "--num_iterations", "2",
+             "--train_iters", "4", "--save_steps", "2", "--no_save_optim", "false", "--no_save_rng", "false",
+             "--max_pixels", "6000"]  # fmt: skip
+    whole = train(qwen2_5_vl, colours, folder / "whole", 2, flags)
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in whole.log[::2])
+    resume = ["--finetune", "false", "--mcore_adapter", str(whole.folder / "checkpoint-2")]
+    resumed = train(qwen2_5_vl, colours, folder / "resumed", 2, [*flags, *resume])
+    names = ("loss", "grad_norm", "kl")
+    assert [[s[name] for name in names] for s in resumed.log] == [[s[name] for name in names] for s in whole.log[2:]]

@@ -1,0 +1,128 @@
+"""Images of rows: read from what datasets hold, placed among the engine's tokens, cut as by the model's processor."""
+
+from __future__ import annotations
+
+import base64
+import random
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from swift.model import get_processor
+from swift.template import get_template
+
+from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
+from swift_megatron_grpo.data.media import MismatchedImages, PictureReader, placeholder_runs
+from swift_megatron_grpo.images.files import UnreadableImage, image_bytes, image_size
+from swift_megatron_grpo.tools.tiny_composites import Shape, save_composite
+from swift_megatron_grpo.tools.tiny_models import TINY
+
+PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], Any]:
+    made = {}
+    for kind in ("qwen2_5_vl", "qwen3_vl"):
+        folder = tmp_path_factory.mktemp(kind)
+        save_composite(folder, Shape(kind, TINY))
+        for max_pixels in (None, 5000):
+            processor = get_processor(str(folder), model_type=kind)
+            made[kind, max_pixels] = get_template(processor, template_type=kind, max_length=64, max_pixels=max_pixels)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reader(templates: dict[tuple[str, int | None], Any]) -> PictureReader:
+    return PictureReader(templates["qwen2_5_vl", None])
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    image, rng, file = Image.new("RGB", (width, height)), random.Random(seed), BytesIO()
+    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(width * height)])
+    image.save(file, format="PNG")
+    return file.getvalue()
+
+
+def row(content: str, *images: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], "images": list(images)}
+
+
+def test_paths_bytes_base64_and_pil_images_are_the_same_image(tmp_path: Path, reader: PictureReader) -> None:
+    content, path = png(56, 84), tmp_path / "a.png"
+    path.write_bytes(content)
+    encoded = base64.b64encode(content).decode()
+    sources = [str(path), {"bytes": None, "path": str(path)}, content, {"bytes": content, "path": None}]
+    sources += [encoded, f"data:image/png;base64,{encoded}"]
+    assert {image_bytes(source) for source in sources} == {content}
+    assert len({*map(id, reader.pictures(row("", *sources)))}) == 1  # one object, which towers embed once
+    opened = Image.open(BytesIO(content))
+    assert Image.open(BytesIO(image_bytes(opened))).tobytes() == opened.tobytes()
+
+
+@pytest.mark.parametrize("source", ["/nowhere/a.png", "no base64!", None, 3, {"bytes": None, "path": None}])
+def test_what_is_no_image_is_refused(source: Any) -> None:
+    with pytest.raises(UnreadableImage):
+        image_size(image_bytes(source))
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("max_pixels", [None, 5000])
+def test_pixels_are_those_of_the_template_and_the_processor(
+    templates: dict[tuple[str, int | None], Any], kind: str, max_pixels: int | None
+) -> None:
+    """Any size: the grid from the header of the file is the one into which the template cuts."""
+    template = templates[kind, max_pixels]
+    reader, rng = PictureReader(template), random.Random(0)
+    for _ in range(8):
+        content = png(rng.randint(20, 300), rng.randint(20, 300), seed=1)
+        options = rng.choice([{}, {"max_pixels": 6000}, {"resized_height": 90, "resized_width": 60}])
+        given = row("<image>", {"bytes": content, "path": None}) | {"chat_template_kwargs": options}
+        [picture] = reader.pictures(given)
+        patches = picture.encode()
+        assert patches.dtype == torch.uint8
+        template.set_mode("vllm")
+        cut = template.processor.image_processor(
+            images=template.encode(given)["images"], do_resize=False, return_tensors="pt"
+        )
+        assert tuple(cut["image_grid_thw"][0].tolist()) == picture.grid
+        factor, offset = torch.tensor(picture.channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
+        assert (patches * factor + offset - cut["pixel_values"]).abs().max() < 5e-7
+
+
+def test_images_are_placed_where_the_engine_has_expanded_them(reader: PictureReader) -> None:
+    pictures = reader.pictures(row("", png(56, 56), png(84, 56)))
+    token = reader.format.placeholder
+    tokens = reader.expand([1, token, 2, token, 3], pictures)
+    assert tokens == [1, *[token] * 4, 2, *[token] * 6, 3]
+    assert [placed.start for placed in reader.place("p", pictures, tokens)] == [1, 6]
+    for others in ([1, *[token] * 4, 2, 3], [*tokens, token], [1, *[token] * 10]):
+        with pytest.raises(MismatchedImages, match=r"prompt p: .* \[4, 6\]; use the same --model"):
+            reader.place("p", pictures, others)
+    assert placeholder_runs([], token) == []
+
+
+def test_rows_are_refused_with_their_problem(reader: PictureReader) -> None:
+    def problem(content: Any, *images: Any) -> str:
+        return str(check_row(row(content, *images), reader, PLACEHOLDERS).problem)
+
+    image = png(56, 56)
+    assert problem("<image><image>", image) == "has 2 tags <image> for 1 images"
+    assert "cannot be read: /nowhere/a.png: " in problem("<image>", "/nowhere/a.png")
+    assert "PIL" in problem("<image>", b"no image")
+    assert "cannot be resized" in problem("<image>", png(2000, 4))
+    assert problem("<|image_pad|>", image).startswith("has <|image_pad|> in its text; images are written <image>")
+    for content, images in (("<image>", [image]), ("no tag", [image]), ("text about <image>", [])):
+        assert check_row(row(content, *images), reader, PLACEHOLDERS) == ImagesOfRow(len(images), 4 * len(images))
+
+
+def test_the_most_images_of_a_row_are_counted_and_prompts_of_too_many_tokens_refused() -> None:
+    rows = [ImagesOfRow(0), ImagesOfRow(2, 60), ImagesOfRow(1, 100)]
+    assert check_images(rows, 200, 50) == 2 and check_images(rows, None, 50) == 2 and check_images([], 9, 1) == 0
+    with pytest.raises(ValueError, match=r"row 2 has 100; use a smaller --max_pixels, or .* above 150"):
+        check_images(rows, 150, 50)
+    with pytest.raises(ValueError, match=r"1 of 2 rows .* row 1 has 2 tags"):
+        check_images([ImagesOfRow(1), ImagesOfRow(1, problem="has 2 tags")], None, 1)
