@@ -35,4 +35,5 @@ def check_server_ends(server: RolloutServer, number: signal.Signals, to_all: boo
     assert alive_after(2, processes) == []
     log = server.log.read_text()
     assert log.count(f"the rollout server received {number.name} and ends, with all of its processes") == 1
-    assert "Traceback" not in log
+    if not to_all:  # vLLM's engine also ends by itself at Ctrl-C; if it is first, vLLM logs a traceback about it
+        assert "Traceback" not in log
