@@ -19,6 +19,7 @@ The two trainers alternate, and rounds after the first repeat only the settings 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -38,7 +39,14 @@ from benchmarks.harness.page import write_page
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import Plan, Setting, make_entry_point, measure
 from benchmarks.harness.results import PHASES, Process, Run
-from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, Workload, training_flops, write_dataset
+from benchmarks.harness.workload import (
+    IMAGE_TOKENS,
+    SHAPES,
+    TEMPLATE_TOKENS_FILE,
+    Workload,
+    training_flops,
+    write_dataset,
+)
 from swift_megatron_grpo.tools.check_layouts import Variant
 
 NEVER = "1000000"  # steps
@@ -109,8 +117,6 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
 def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int], gpu: bool) -> list[str]:
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
-    image_tokens = SHAPES[args.shape].image_tokens
-    room = longest_prompt + longest + image_tokens + (2 if image_tokens else 0)  # and the tokens around an image
     kind = SHAPES[args.shape].model_type
     return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", kind, "--template", kind,
             "--dataset", str(dataset), "--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
@@ -118,7 +124,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--add_version", "false", "--check_model", "false", "--reward_funcs", "hash",
             "--num_generations", str(args.generations), "--global_batch_size", str(args.completions),
             "--max_length", str(longest_prompt), "--max_completion_length", str(longest),
-            "--vllm_mode", "colocate", "--vllm_max_model_len", str(room),
+            "--vllm_mode", "colocate", "--vllm_max_model_len", str(longest_prompt + longest),
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
             "--recompute_granularity", "none", "--attention_backend", "fused" if gpu else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
@@ -139,6 +145,11 @@ def make_model(args: argparse.Namespace) -> tuple[Path, int]:
         command = [sys.executable, "-m", "benchmarks.harness.models", args.shape, str(folder)]
         subprocess.run(command, check=True, cwd=REPOSITORY)
     return folder, int(template_tokens.read_text())
+
+
+def media_tokens(model: Path) -> list[int]:
+    config = json.loads((model / "config.json").read_text())
+    return [config[name] for name in IMAGE_TOKENS]
 
 
 def machine(revision: str) -> tuple[str, dict[str, str]]:
@@ -184,13 +195,15 @@ def run(args: argparse.Namespace) -> int:
         raise SystemExit(f"bench: --completions {args.completions} cannot be divided into whole groups of "
                          f"{args.generations} on each of {ranks} ranks")  # fmt: skip
     model, template_tokens = make_model(args)
-    prompts, completions = workload.prompt_tokens(template_tokens + 8), workload.completion_tokens()
+    texts, completions = workload.prompt_tokens(template_tokens + 8), workload.completion_tokens()
+    prompts = [tokens + shape.image_tokens for tokens in texts]
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
-    write_dataset(dataset, prompts, template_tokens, shape.image_side)
+    write_dataset(dataset, texts, template_tokens, shape.image_side)
 
     device, versions = machine(args.revision)
-    job = Job("", args.kind == "train", "", prompts, completions, SHAPES[args.shape].vocabulary, args.seed,
-              args.memory_cap_gb, served=bool(args.servers), waits=args.ahead)  # fmt: skip
+    media = media_tokens(model) if shape.image_tokens else []
+    job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
+              media, served=bool(args.servers), waits=args.ahead)  # fmt: skip
     plan = Plan(job, common_flags(args, model, dataset, prompts, gpu), ranks, args.rounds, args.steps, args.warm_up,
                 args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip

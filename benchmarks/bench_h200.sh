@@ -4,6 +4,7 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora
 #       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -72,6 +73,12 @@ with_servers() {
     wait "${pids[@]}" || true
 }
 
+# images NAME SHAPE FLAGS      an image of 768 x 768 pixels in each prompt
+images() {
+    bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --steps 4 --warm-up 1 --rounds 1 \
+        --ours tokens16384 --stock mbs8 mbs16 --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
+}
+
 # memory SHAPE GOAL
 memory() {
     bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
@@ -131,6 +138,15 @@ group() {
             with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs8 --rounds 1 ;;
         qwen3.5-server-lora)
             with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+        # The image part is frozen, as in ms-swift's defaults.
+        vl-qwen2.5)
+            images qwen2.5-vl-3b 3b-qwen2.5-vl "" ;;
+        vl-qwen2.5-lora)
+            images qwen2.5-vl-3b-lora 3b-qwen2.5-vl "${lora[*]}" ;;
+        vl-qwen3)
+            images qwen3-vl-2b 2b-qwen3-vl "" ;;
+        vl-qwen3-lora)
+            images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

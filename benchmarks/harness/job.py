@@ -20,6 +20,7 @@ class Job:
     vocabulary: int
     seed: int
     memory_cap_gb: float | None  # per GPU
+    media_tokens: list[int]  # ids of the image placeholder and of the other tokens around images, if rows have some
     served: bool  # a server generates; otherwise vLLM runs in the training processes, unless completions are canned
     waits: bool  # for a file `go` in the folder, before the process uses the GPU
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from swift.template.templates.utils import DEFAULT_SYSTEM
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
@@ -29,16 +30,11 @@ from swift_megatron_grpo.packing.flops import DeltaNets
 from swift_megatron_grpo.tools.tiny_composites import tokenizer_for_images, write_processor
 from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 
-from .workload import SHAPES, TEMPLATE_TOKENS_FILE, Shape
+from .workload import IMAGE_TOKENS, SHAPES, TEMPLATE_TOKENS_FILE, Shape
 
-# ms-swift's template for Qwen3 puts this in front of every completion, as part of the prompt.
-IMAGE_TOKENS = {
-    "image_token_id": "<|image_pad|>",
-    "video_token_id": "<|video_pad|>",
-    "vision_start_token_id": "<|vision_start|>",
-    "vision_end_token_id": "<|vision_end|>",
-}
-NOT_THINKING = "<think>\n\n</think>\n\n"
+# What ms-swift's templates add to a row.
+NOT_THINKING, NOT_THINKING_BY_DEFAULT = "<think>\n\n</think>\n\n", ("qwen3", "qwen3_5")  # in front of a completion
+WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)
 
 
 def make_checkpoint(folder: Path, shape: Shape) -> None:
@@ -52,7 +48,7 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
     if shape.delta_nets is not None or shape.vision is not None:
         write_processor(folder, shape.model_type)
     tokenizer.save_pretrained(folder)
-    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer)))
+    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.model_type)))
 
 
 def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
@@ -189,10 +185,15 @@ def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreT
     )
 
 
-def count_template_tokens(tokenizer: PreTrainedTokenizerFast) -> int:
+def count_template_tokens(tokenizer: PreTrainedTokenizerFast, model_type: str) -> int:
     """Return the number of tokens that ms-swift's template adds to a user's turn."""
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
-    return len(tokenizer(text + NOT_THINKING).input_ids) - 1
+    messages = [{"role": "user", "content": "x"}]
+    if model_type in WITH_SYSTEM_PROMPT:
+        messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if model_type in NOT_THINKING_BY_DEFAULT:
+        text += NOT_THINKING
+    return len(tokenizer(text).input_ids) - 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 
 FILLER = "x"  # one token of the byte-level tokenizer
 TEMPLATE_TOKENS_FILE = "tokens_around_a_prompt"  # in a checkpoint's folder, written last; see models.py
+IMAGE_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}  # name in config.json: text in the tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +48,10 @@ class Shape:
 
     @property
     def image_tokens(self) -> int:
-        """Tokens of the image of a row."""
+        """Tokens of the image of a row, with the two around it."""
         if self.vision is None:
             return 0
-        return (self.image_side // (2 * int(self.vision[1]["patch_size"]))) ** 2
+        return (self.image_side // (2 * int(self.vision[1]["patch_size"]))) ** 2 + 2
 
 
 _QWEN2_5_VL = {
@@ -76,6 +82,27 @@ SHAPES = {
                 "num_heads": 2,
                 "num_position_embeddings": 64,
                 "deepstack_visual_indexes": [0, 1],
+            },
+        ),
+    ),
+    "toy-qwen2.5-vl": Shape(
+        layers=4,
+        hidden=128,
+        ffn=256,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        image_side=56,
+        vision=(
+            "qwen2_5_vl",
+            {
+                **_QWEN2_5_VL,
+                "depth": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "fullatt_block_indexes": [1],
             },
         ),
     ),

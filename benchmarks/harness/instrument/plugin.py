@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rewards import ORM, orms
+from swift.template.templates.qwen import Qwen2VLTemplate
 
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.job import Job
@@ -81,6 +82,8 @@ def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[An
     def prepare_fixed_length(self: Any, *args: Any, **kwargs: Any) -> Any:
         sampling = prepare_sampling(self, *args, **kwargs)
         sampling.max_tokens, sampling.ignore_eos = pending.pop(0), True
+        if JOB.media_tokens:  # ms-swift cannot train a completion that holds one
+            sampling.logit_bias = dict.fromkeys(JOB.media_tokens, -100.0)
         return sampling
 
     setattr(owner, method, generate_lengths)
@@ -127,6 +130,8 @@ def install() -> None:
         device = int(os.environ["LOCAL_RANK"])
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(JOB.memory_cap_gb * 1e9 / total, device)
+    if JOB.media_tokens:
+        Qwen2VLTemplate.image_token_id = JOB.media_tokens[0]  # ms-swift's source has the number of released models
     orms["hash"] = HashReward
     BaseMegatronTrainer.save_checkpoint = do_nothing
     arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")

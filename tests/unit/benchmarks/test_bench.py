@@ -44,7 +44,7 @@ def test_malformed_lengths_are_rejected(text: str) -> None:
 
 def test_prompts_have_exactly_the_given_lengths(tmp_path: Path) -> None:
     tokenizer = fill_vocabulary(make_tokenizer(), vocabulary=1000)
-    template_tokens = count_template_tokens(tokenizer)
+    template_tokens = count_template_tokens(tokenizer, "qwen3")
     write_dataset(tmp_path / "data.jsonl", [60, 61, 200], template_tokens)
     rows = [json.loads(line) for line in (tmp_path / "data.jsonl").read_text().splitlines()]
     contents = [row["messages"][0]["content"] for row in rows]
