@@ -50,7 +50,7 @@ eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
 qwen3_5() {
     local kind=$1 name=$2 flags=$3
     shift 3
-    bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 6 --warm-up 2 --flags "$flags" "$@"
+    bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 --flags "$flags" "$@"
 }
 
 # with_servers COMMAND...      runs the command with --servers, while a rollout server of each trainer is on the last GPU
@@ -131,13 +131,17 @@ group() {
         qwen3.5-lora)
             qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
         qwen3.5-step)
-            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs16 mbs8 --rounds 1 \
+                --goal "1.8 for the train phase" ;;
         qwen3.5-step-lora)
-            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 mbs8 \
+                --rounds 1 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
-            with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+            with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs16 --rounds 1 \
+                --goal "1.8 for the train phase" ;;
         qwen3.5-server-lora)
-            with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs8 --rounds 1 ;;
+            with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs16 --rounds 1 \
+                --goal "1.8 for the train phase" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" ;;
