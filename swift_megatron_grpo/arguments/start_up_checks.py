@@ -29,7 +29,7 @@ from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
-from swift_megatron_grpo.arguments.rope import check_rope_scaling
+from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
@@ -281,6 +281,7 @@ def _check_model(args: DerivedArguments) -> None:
     models.check_attention_layers(args.model, config)
     check_stacked_experts(args.model, args.model_dir, config)
     if args.model_meta.is_multimodal:
+        check_composite_rope(args.rope_scaling, config)
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )
