@@ -319,6 +319,7 @@ class SavedParts:
     adapter_only: bool
     copies: int  # of the trained weights: in Megatron's format, in that of transformers
     merged_copies: int  # of all weights, with the adapter merged in
+    whole_models: int  # of these copies, those with the checkpoint's untrained tensors
     optimizer_bytes: int  # for each trained weight
 
 

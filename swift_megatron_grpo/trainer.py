@@ -134,9 +134,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         check_trained(models, frozen_by=args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
         note = prepare_trained(models, args.fast_kernels, args.recompute_elementwise, args.megatron_extra_kwargs)
-        kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
+        self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
         saves_whole_model = args.tuner_type == "full" or args.merge_lora
-        for line in (note, kept if saves_whole_model else None):
+        for line in (note, self._kept.note if saves_whole_model else None):
             if line is not None:
                 logger.info(line)
         return peft_models
@@ -228,7 +228,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if not self.settings.recording.only:
             period = args.save_steps or args.train_iters
             next_save = (self.state.iteration // period + 1) * period
-            size = saved_bytes(self.unwrapped_models, self.settings.saved)
+            size = saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
             writer.announce_size(min(next_save, args.train_iters), size)
         return writer
 
@@ -254,7 +254,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             end_writers_with_rank()
         assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts
-        size = saved_bytes(self.unwrapped_models, self.settings.saved)
+        size = saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
         with self.checkpoints.writing(self.state.iteration, prompts, size):
             super().save_checkpoint()
             if self.loop.kl_controller.adapts and is_master():

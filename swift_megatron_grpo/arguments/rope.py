@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.protocol.model_identity import read_model_config
+from swift_megatron_grpo.protocol.model_identity import position_identity, read_model_config
 
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
 
@@ -20,15 +20,26 @@ def check_rope_scaling(value: str | Mapping[str, Any] | None) -> None:
     """Raise ValueError unless trainer and vLLM compute the same positions for this --rope_scaling."""
     if not value:
         return
-    try:
-        parsed = json.loads(value) if isinstance(value, str) and value.lstrip().startswith("{") else value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--rope_scaling {value}: it is not JSON: {error}; use --rope_scaling yarn") from error
-    kind = parsed if isinstance(parsed, str) else _type_of(parsed)
+    kind = _type_of(_parsed(value))
     if kind not in TYPES:
         raise ValueError(
             f"--rope_scaling {value}: {kind} depends on the length of a sequence, which trainer and vLLM measure "
             "differently, or is unknown; use --rope_scaling yarn or linear, with --max_model_len"
+        )
+
+
+def check_composite_rope(value: str | Mapping[str, Any] | None, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if --rope_scaling changes the positions of a composite model. `config`: of its config.json.
+
+    ms-swift fills in the checkpoint's own scaling where the flag is not given, which vLLM reads from config.json.
+    """
+    if not value:
+        return
+    asked, own = position_identity({"rope_parameters": _parsed(value)}), position_identity(config)
+    if asked["rope_type"] != own["rope_type"] or asked["rope_factor"] not in (None, own["rope_factor"]):
+        raise ValueError(
+            f"--rope_scaling {value}: vLLM takes the positions of a model with an image or video part from its "
+            "config.json only, so trainer and vLLM would differ; leave it out, or change rope_parameters in config.json"
         )
 
 
@@ -46,6 +57,18 @@ def config_overrides(
     if max_model_len is not None:
         overrides["max_position_embeddings"] = max_model_len
     return overrides
+
+
+def _parsed(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values of --rope_scaling, which is JSON or only a type."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value) if value.lstrip().startswith("{") else {"rope_type": value}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--rope_scaling {value}: it is not JSON: {error}; use --rope_scaling yarn") from error
+    values: Mapping[str, Any] = parsed
+    return values
 
 
 def _type_of(rope_scaling: Mapping[str, Any]) -> str:

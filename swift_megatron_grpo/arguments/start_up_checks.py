@@ -29,7 +29,8 @@ from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
-from swift_megatron_grpo.arguments.rope import check_rope_scaling
+from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
+from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
@@ -278,7 +279,9 @@ def _check_model(args: DerivedArguments) -> None:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
+    check_stacked_experts(args.model, args.model_dir, config)
     if args.model_meta.is_multimodal:
+        check_composite_rope(args.rope_scaling, config)
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )

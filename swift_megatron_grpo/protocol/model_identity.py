@@ -46,9 +46,17 @@ def language_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def position_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return how positions are scaled, which a run may change (--rope_scaling)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    text = language_config(config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    return {"rope_type": kind, "rope_factor": None if kind == "default" else rope.get("factor")}
+    if kind == "mrope":  # the former name of unscaled positions of images
+        kind = "default"
+    identity = {"rope_type": kind, "rope_factor": None if kind == "default" else rope.get("factor")}
+    known = {
+        "rope_theta": rope.get("rope_theta", text.get("rope_theta")),
+        "rope_original_length": None if kind == "default" else rope.get("original_max_position_embeddings"),
+    }
+    return identity | {key: value for key, value in known.items() if value is not None}
 
 
 def precision_identity(dtype: torch.dtype) -> dict[str, Any]:

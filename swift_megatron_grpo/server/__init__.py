@@ -3,6 +3,7 @@
 __main__.py              entry point: `python -m swift_megatron_grpo.server`
 arguments.py             the flags of `swift rollout`, with other defaults
 end_at_signals.py        SIGTERM and SIGINT end the server with all of its processes
+ignore_interrupts.py     SIGINT ends no other process of the server by itself
 deploy.py                the web server: routes, weight versions, access
 limits.py                the limits on connections, bodies and prompts
 connections.py           the limits on connections, in uvicorn's protocol

@@ -102,7 +102,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         command_pipe, worker_command_pipe = Pipe()
         worker_pipes = (worker_stock_pipe, worker_command_pipe)
         process = Process(target=run_worker, args=(self.args, 0, self.master_port, *worker_pipes))
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C reaches it through this process
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited; then the engine process ignores it itself
         process.start()
         signal.signal(signal.SIGINT, previous)
         for end in worker_pipes:  # open in the child only, so that each side detects the other's exit

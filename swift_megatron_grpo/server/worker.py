@@ -20,6 +20,7 @@ from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
+from swift_megatron_grpo.server.ignore_interrupts import ignore_interrupts
 from swift_megatron_grpo.server.media import MediaStore
 from swift_megatron_grpo.server.prober import Prober
 from swift_megatron_grpo.types import ScoredText
@@ -39,6 +40,7 @@ def run_worker(
     command_pipe: Connection,
 ) -> None:
     """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` that of pipe.py."""
+    ignore_interrupts()
     asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
 
 

@@ -12,10 +12,11 @@ from megatron.core.transformer.module import param_is_not_shared
 from swift_megatron_grpo.config import SavedParts
 
 
-def saved_bytes(models: Iterable[torch.nn.Module], parts: SavedParts) -> float:
+def saved_bytes(models: Iterable[torch.nn.Module], parts: SavedParts, kept_bytes: int) -> float:
     """Return the share of this rank in the size of a checkpoint. The shares of all ranks add up.
 
-    It is a lower bound: formats add a few percent to small models, and nearly nothing to large ones.
+    `kept_bytes`: of the tensors that are saved without being trained. The result is a lower bound: formats add a few
+    percent to small models, and nearly nothing to large ones.
     """
     weights = adapter = optimizer = 0.0
     for parameter in (parameter for model in models for parameter in model.parameters()):
@@ -25,7 +26,8 @@ def saved_bytes(models: Iterable[torch.nn.Module], parts: SavedParts) -> float:
             adapter += count * parameter.element_size()
             optimizer += count * parts.optimizer_bytes
     trained = adapter if parts.adapter_only else weights
-    return trained * parts.copies + weights * parts.merged_copies + optimizer
+    kept = kept_bytes / torch.distributed.get_world_size()
+    return trained * parts.copies + weights * parts.merged_copies + kept * parts.whole_models + optimizer
 
 
 def _share(parameter: torch.nn.Parameter) -> float:

@@ -8,18 +8,26 @@ speculatively would fail. It can copy them from the source checkpoint (--save_mi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_bridge.bridge.gpt_bridge import SafetensorLazyLoader
 from mcore_bridge.config import ModelConfig
 
+from swift_megatron_grpo.disk.stored_tensors import stored_tensors
 from swift_megatron_grpo.weights.tensor_names import is_copy_of_embedding, is_prediction_layer, is_unbuilt_tower
 
 _SHOWN = 3  # tensors that the note names
 
 
-def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: bool | None) -> str | None:
-    """Save such tensors with the model, unless `keep` is False, and return a note for the log; None: there are none.
+@dataclass(frozen=True, slots=True)
+class KeptTensors:
+    note: str | None  # for the log; None: there are no untrained tensors
+    bytes: int  # that they add to every whole model that is saved
+
+
+def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: bool | None) -> KeptTensors:
+    """Save such tensors with the model, unless `keep` is False.
 
     `source`: the folder of the checkpoint. `keep`: --save_missing_weights, which also copies any other tensor that the
     model does not have. A copy of a tied embedding is never saved: its values would be those before training.
@@ -39,7 +47,13 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
         copy_missing(saver, saved | stale | others, folder)
 
     bridge.save_weights, bridge._save_missing_weights = save_with_untrained, copy_untrained
-    return _note(untrained, saved=keep is not False) if untrained else None
+    note = _note(untrained, saved=keep is not False) if untrained else None
+    return KeptTensors(note, 0 if keep is False else _bytes_of(untrained, source))
+
+
+def _bytes_of(names: Sequence[str], source: str) -> int:
+    stored = stored_tensors(source) if names else {}
+    return sum(stored[name].bytes for name in names)
 
 
 def _note(names: Sequence[str], saved: bool) -> str:

@@ -26,8 +26,12 @@ def upstream() -> dict[str, Any]:
         from vllm.v1.worker import gpu_model_runner, worker_base
         import swift.cli.rollout as script
 
+        from swift_megatron_grpo.server import ignore_interrupts
+
         deploy = rollout.SwiftRolloutDeploy
+        ignore_interrupts.ignore_interrupts()
         result = {
+            "ignoring": [name for _, _, name in ignore_interrupts._entries],
             "route": swift_cli.ROUTE_MAPPING["rollout"],
             "script": source(script),
             "rollout_main": source(rollout.rollout_main),
@@ -162,6 +166,11 @@ def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
 def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
     """server/worker.py watches this property and exits when it is set."""
     assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
+
+
+def test_every_process_that_vllm_starts_ignores_ctrl_c() -> None:
+    """server/ignore_interrupts.py finds the functions that they run."""
+    assert upstream()["ignoring"] == ["run_engine_core", "run_coordinator", "worker_main"]
 
 
 def test_the_template_encodes_prompts_in_another_thread() -> None:

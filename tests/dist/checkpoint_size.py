@@ -19,10 +19,11 @@ def main(out: str, flags: list[str]) -> None:
     exported = trainer.bridge.export_weights(trainer.unwrapped_models, peft_format=adapter_only)
     weights = sum(tensor.numel() for _, tensor in exported)
     parts = {
-        "weights": SavedParts(adapter_only, copies=1, merged_copies=0, optimizer_bytes=0),
-        "all": SavedParts(adapter_only, copies=2, merged_copies=0, optimizer_bytes=12),
-        "merged": SavedParts(adapter_only, copies=0, merged_copies=1, optimizer_bytes=0),
+        "weights": SavedParts(adapter_only, copies=1, merged_copies=0, whole_models=0, optimizer_bytes=0),
+        "all": SavedParts(adapter_only, copies=2, merged_copies=0, whole_models=0, optimizer_bytes=12),
+        "merged": SavedParts(adapter_only, copies=0, merged_copies=1, whole_models=0, optimizer_bytes=0),
+        "kept": SavedParts(adapter_only, copies=0, merged_copies=0, whole_models=2, optimizer_bytes=0),
     }
-    shares = {name: saved_bytes(trainer.unwrapped_models, saved) for name, saved in parts.items()}
+    shares = {name: saved_bytes(trainer.unwrapped_models, saved, kept_bytes=100) for name, saved in parts.items()}
     report = {"weights": weights, "shares": shares}
     Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))

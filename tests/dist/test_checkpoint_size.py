@@ -25,6 +25,7 @@ def test_every_weight_counts_once(ranks: Ranks, layout: str) -> None:
     weights = exported - (4 * (2 + 1) * 64 * 8 if tuner == "lora" else 0)
     total = {name: sum(report["shares"][name] for report in reports) for name in reports[0]["shares"]}
     assert total["weights"] == pytest.approx(2 * weights, rel=1e-6)  # bf16
+    assert total["kept"] == 2 * 100
     assert total["all"] == pytest.approx((2 * 2 + 12) * weights, rel=1e-6)
     if tuner == "lora":
         assert total["merged"] > 5 * total["weights"]

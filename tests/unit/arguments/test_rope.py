@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from swift_megatron_grpo.arguments.rope import check_rope_scaling, config_overrides
+from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling, config_overrides
 from swift_megatron_grpo.protocol.model_identity import position_identity
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": None}
@@ -24,8 +25,9 @@ def test_the_base_of_the_checkpoint_is_kept(config: dict[str, Any], tmp_path: Pa
     rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert overrides == {"rope_parameters": rope, "max_position_embeddings": 8192}
     assert config_overrides(tmp_path, None, None) == {}
-    assert position_identity(config | overrides) == {"rope_type": "yarn", "rope_factor": 4.0}
-    assert position_identity(config) == {"rope_type": "default", "rope_factor": None}
+    assert position_identity(config | overrides) == {"rope_type": "yarn", "rope_factor": 4.0, "rope_theta": 5e5,
+                                                     "rope_original_length": 2048}  # fmt: skip
+    assert position_identity(config) == {"rope_type": "default", "rope_factor": None, "rope_theta": 5e5}
 
 
 @pytest.mark.parametrize("value", ["dynamic", '{"type": "dynamic", "factor": 2}', '{"rope_type": "longrope"}'])
@@ -39,3 +41,48 @@ def test_malformed_json_is_refused() -> None:
         check_rope_scaling(accepted)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="it is not JSON: "):
         check_rope_scaling('{"type": yarn}')
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "qwen3": {"rope_theta": 1e6, "rope_scaling": None},
+    "qwen3 scaled": {"model_type": "qwen3", "rope_theta": 1e6, "rope_scaling": YARN | {"rope_theta": 1e6}},
+    "qwen2_5_vl": {
+        "num_hidden_layers": 2,
+        "vision_config": {},
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    },
+    "qwen3_vl": {
+        "vision_config": {},
+        "text_config": {"rope_theta": 5e6, "rope_scaling": {"rope_type": "default", "mrope_section": [24, 20, 20]}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_server_of_the_same_checkpoint_has_the_same_positions(name: str, tmp_path: Path) -> None:
+    """The trainer reads config.json, as released; the server sends what transformers has made of it."""
+    config = {"model_type": name, **RELEASED[name]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert position_identity(AutoConfig.from_pretrained(tmp_path).to_dict()) == position_identity(config)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [{"rope_theta": 1e4}, {"factor": 2.0}, {"rope_type": "linear"}, {"original_max_position_embeddings": 4096}],
+)
+def test_a_server_that_was_started_with_another_scaling_is_refused(override: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 5e5}))
+    trainer = config_overrides(tmp_path, YARN, 8192)
+    server = {"rope_parameters": trainer["rope_parameters"] | override}
+    assert position_identity(server) != position_identity(trainer)
+
+
+@pytest.mark.parametrize("value", ["yarn", '{"type": "linear", "factor": 2}', YARN])
+def test_other_positions_of_a_model_that_sees_are_refused(value: Any) -> None:
+    config = {"text_config": {"rope_parameters": {"rope_type": "default", "mrope_section": [24, 20, 20]}}}
+    for own in (None, {}, config["text_config"]["rope_parameters"], {"type": "mrope", "mrope_section": [24, 20, 20]}):
+        check_composite_rope(own, config)  # what ms-swift fills in
+    check_composite_rope(YARN, {"text_config": {"rope_parameters": YARN}})
+    with pytest.raises(ValueError, match="so trainer and vLLM would differ; leave it out, or change rope_parameters"):
+        check_composite_rope(value, config)

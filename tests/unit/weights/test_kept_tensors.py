@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from swift_megatron_grpo.weights.kept_tensors import keep_untrained_tensors
 
 TRAINED, TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
+OTHERS = {"model.rotary_emb.inv_freq"}  # copied only if the user asks for every missing tensor
 NAMES = [TRAINED, TOWER, "lm_head.weight", "mtp.fc.weight", "model.rotary_emb.inv_freq"]
 
 
@@ -52,9 +53,11 @@ def source(tmp_path: Path) -> str:
 
 def saved(source: str, built: list[str], keep: bool | None, typed: str | bool = False, **settings: bool) -> Any:
     bridge = Bridge(built)
-    note = keep_untrained_tensors(bridge, config(**settings), source, keep)
+    kept = keep_untrained_tensors(bridge, config(**settings), source, keep)
     bridge.save_weights(None, "out", save_missing_weights=typed)
-    return note, bridge.saved
+    added = {*bridge.saved} - {*built} - OTHERS
+    assert kept.bytes == len(added) * 2 * 4  # the full-disk check counts them
+    return kept.note, bridge.saved
 
 
 def test_prediction_layers_are_saved_and_noted(source: str) -> None:

@@ -1,0 +1,34 @@
+"""Shapes and sizes of the tensors in a checkpoint of transformers, from the headers of its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
+    """Return the tensors in this folder by name; none are read."""
+    index = Path(folder) / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        names = ["model.safetensors"]
+    files = [file for file in (Path(folder) / name for name in names) if file.exists()]
+    return {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
+
+
+def _tensors_of(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return {
+        name: StoredTensor(tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
