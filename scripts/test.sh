@@ -45,6 +45,11 @@ share_servers() { # share_servers NAME_OF_PACKAGES: and end those of other packa
 }
 share_servers locked
 
+# Mypy uses one core for most of `checks`. On the other one, the process that workers are forked from imports packages.
+preload_workers() {
+    python -c 'from tests.forking.client import fork_server; fork_server("upstream")' >"$servers/preload.txt" 2>&1 &
+}
+
 step() { # step NAME COMMAND...
     echo "== $1"
     local began=$SECONDS status=0
@@ -114,12 +119,14 @@ core-0.19.2() {
 }
 
 if [ -n "$quick" ]; then
+    preload_workers
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
         tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no "${workers[@]}" "$@"
     exit
 fi
+if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then preload_workers; fi
 for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;
