@@ -114,9 +114,13 @@ def skip_repeated_work() -> None:
     """Do once, before any fork, what each fork would repeat for seconds over all objects of the imports.
 
     vLLM replaces its Triton kernels in every module, and unfreezes the garbage collector's objects when it shuts down.
+    It sets the level of each of its loggers, which empties a cache in all of thousands.
     """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
 
+    configure_logging_if_needed(LoggingConfig())
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.unfreeze = lambda: None
