@@ -28,7 +28,11 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 MODELSCOPE_OFFLINE
 export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of this repository to their version
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
-workers=(-n 2 --dist loadfile --no-loadscope-reorder) # in the order of tests/conftest.py, the longest file first
+# Three workers, because tests also wait. Each is a fork that has imported ms-swift, Megatron and vLLM. They take files
+# in the order of tests/conftest.py, the longest first.
+fork="popen//python=python -m tests.forking.worker"
+workers=(--tx "3*$fork" --dist loadfile --no-loadscope-reorder)
+one_worker=(--tx "$fork" --dist load)
 
 # Stages on the same packages share the preloaded processes of tests/forking: their imports take 60 CPU seconds.
 servers=$(mktemp -d)
@@ -40,6 +44,11 @@ share_servers() { # share_servers NAME_OF_PACKAGES: and end those of other packa
     mkdir -p "$TESTS_FORK_SERVERS"
 }
 share_servers locked
+
+# Mypy uses one core for most of `checks`. On the other one, the process that workers are forked from imports packages.
+preload_workers() {
+    python -c 'from tests.forking.client import fork_server; fork_server("upstream")' >"$servers/preload.txt" 2>&1 &
+}
 
 step() { # step NAME COMMAND...
     echo "== $1"
@@ -59,14 +68,14 @@ checks() {
     step "import contracts" lint-imports
 }
 
-tests_of() { # tests_of PYTEST_ARGUMENT...: two workers, without what is marked `alone` because it measures time
+tests_of() { # tests_of PYTEST_ARGUMENT...: several workers, without what is marked `alone` because it measures time
     local core='import importlib.util as u, runpy; [root] = u.find_spec("megatron").submodule_search_locations[:1]
 print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     echo "megatron.core $(python -c "$core"), Python $(python -c 'import platform; print(platform.python_version())')"
     "${pytest[@]}" --alone no "${workers[@]}" "$@"
 }
 
-tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is marked `alone`
+tests() { # tests FOLDER ARGUMENT...: several workers, then one with what is marked `alone`
     local status=0
     tests_of "tests/$1" "${@:2}" || status=$?
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
@@ -75,7 +84,7 @@ tests() { # tests FOLDER ARGUMENT...: two workers, then without workers what is 
     local alone # only these files are collected: importing all others takes 10 to 20 s
     mapfile -t alone < <(grep -rl --include 'test_*.py' 'mark\.alone' "tests/$1")
     [ ${#alone[@]} -gt 0 ] || return 0 # not every folder has tests that measure time
-    "${pytest[@]}" "${alone[@]}" --alone yes "${@:2}" || status=$?
+    "${pytest[@]}" "${alone[@]}" --alone yes "${one_worker[@]}" "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status"
 }
 
@@ -110,12 +119,14 @@ core-0.19.2() {
 }
 
 if [ -n "$quick" ]; then
+    preload_workers
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
         tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no "${workers[@]}" "$@"
     exit
 fi
+if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then preload_workers; fi
 for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from hypothesis import settings
 
 from tests.forking.client import sockets_folder
 
@@ -18,19 +16,27 @@ _LONGEST = (
     "e2e/test_multi_turn.py", "e2e/test_server_attacks.py", "e2e/test_server_turns.py", "e2e/test_stuck.py",
     "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py", "dist/test_engine_runs.py",
     "unit/plugin/test_torchrun.py", "unit/doctor/test_doctor.py", "unit/arguments/test_grpo_arguments.py",
+    "unit/deadlines/test_deadlines.py", "unit/stopping/test_second_signal.py",
+    "unit/training/megatron_fixes/test_result_queue.py", "unit/platforms/cpu/test_devices.py",
 )  # fmt: skip
 
-settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
-settings.load_profile("patient")
 
-if not torch.cuda.is_available():
-    from swift_megatron_grpo.platforms.cpu import activate
-
-    activate()
-
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     sockets_folder()  # before xdist starts its workers, which then share the fork servers
+    if not config.getoption("tx", None) or hasattr(config, "workerinput"):
+        prepare_for_tests()  # a process that only waits for workers saves its imports
+
+
+def prepare_for_tests() -> None:
+    import torch
+    from hypothesis import settings
+
+    settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
+    settings.load_profile("patient")
+    if not torch.cuda.is_available():
+        from swift_megatron_grpo.platforms.cpu import activate
+
+        activate()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -75,7 +75,7 @@ class RolloutServer:
                 return self
             except (urllib.error.URLError, ConnectionError):
                 assert self.process.poll() is None, self.log.read_text()[-4000:]
-                time.sleep(0.5)
+                time.sleep(0.1)
         raise TimeoutError(self.log.read_text()[-4000:])
 
     def kill(self) -> None:

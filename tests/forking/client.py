@@ -75,16 +75,18 @@ class ForkServer:
         output: IO[Any],
         environment: Mapping[str, str],
         kills_ranks: bool = False,
+        more_streams: Sequence[IO[Any]] = (),
     ) -> ForkedProcess:
         """Start a program of programs.py; with 0 ranks, a command without torchrun.
 
         With `kills_ranks` SIGKILL ends the other ranks once one has failed, as in torchrun with this package, and not
-        SIGTERM, which lets them print more.
+        SIGTERM, which lets them print more. `more_streams` are those of input and of errors, if it needs its own.
         """
         request = {"program": program, "arguments": list(arguments), "ranks": ranks, "folder": str(folder),
                    "environment": dict(environment), "port": free_port(), "kills_ranks": kills_ranks}  # fmt: skip
         status, server_status = os.pipe()
-        socket.send_fds(self._connection, [json.dumps(request).encode()], [output.fileno(), server_status])
+        descriptors = [output.fileno(), server_status, *(stream.fileno() for stream in more_streams)]
+        socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
         os.close(server_status)
         return ForkedProcess(self._receive()["pid"], status)
 
@@ -106,7 +108,9 @@ def _start_server(kind: str, path: Path) -> None:
     """Start a server and wait until it has imported everything."""
     command = [sys.executable, "-m", "tests.forking.server", kind, str(path), os.environ[_OWNER]]
     environment = {**os.environ, **OFFLINE, "PYTHONPATH": IMPORT_PATH}
-    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    # in its own session, because the group of the worker that starts it is killed when that worker ends
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr,
+                               start_new_session=True)  # fmt: skip
     while not path.exists():
         if process.poll() is not None:
             raise RuntimeError(f"the fork server of kind {kind} ended with exit code {process.returncode}")
@@ -122,9 +126,9 @@ def sockets_folder() -> str:
     return os.environ[_SOCKETS]
 
 
-def run_script(script: Path, *arguments: object, ranks: int = 0) -> str:
-    """Run a script in a fork that has imported plain transformers, or in one per rank, and return its output."""
-    return _output("plain", "script", str(script), *map(str, arguments), ranks=ranks)
+def run_script(script: Path, *arguments: object, ranks: int = 0, kind: str = "plain") -> str:
+    """Run a script in a fork, or in one per rank, and return its output. Plain: it has imported only transformers."""
+    return _output(kind, "script", str(script), *map(str, arguments), ranks=ranks)
 
 
 def run_code(kind: str, code: str, *arguments: str, folder: Path = REPOSITORY, ranks: int = 0) -> str:

@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import random
 import runpy
 import sys
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def preload_rollout() -> None:
 
 
 def preload_upstream() -> None:
-    """Import ms-swift, Megatron and vLLM without the plugin, for tests of what this package relies on."""
+    """Import ms-swift, Megatron and vLLM without the plugin: for pytest's workers, and for tests of these packages."""
     import torch
 
     if not torch.cuda.is_available():
@@ -88,6 +89,11 @@ def preload_upstream() -> None:
         "swift.pipelines.infer.rollout",
         "vllm.v1.engine.async_llm",
         "vllm.v1.worker.gpu_model_runner",
+        "hypothesis.strategies",
+        "peft",
+        "trl.experimental.utils",
+        "pandas",
+        "fastapi",
     )
 
 
@@ -108,9 +114,13 @@ def skip_repeated_work() -> None:
     """Do once, before any fork, what each fork would repeat for seconds over all objects of the imports.
 
     vLLM replaces its Triton kernels in every module, and unfreezes the garbage collector's objects when it shuts down.
+    It sets the level of each of its loggers, which empties a cache in all of thousands.
     """
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
 
+    configure_logging_if_needed(LoggingConfig())
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.unfreeze = lambda: None
@@ -188,6 +198,13 @@ def run_code(arguments: list[str]) -> None:
     exec(compile(arguments[0], "<code>", "exec"), {"__name__": "__main__"})
 
 
+def run_worker(arguments: list[str]) -> None:
+    """Run a worker of pytest-xdist, as `python -c CODE` does with the code of execnet, which it reads from stdin."""
+    random.seed()  # not the numbers of the other workers: ports are drawn from them
+    sys.argv = ["-c"]
+    exec(compile(arguments[0], "<execnet>", "exec"), {"__name__": "__main__"})
+
+
 def _script(name: str) -> str:
     """Return the path of a command's script in ms-swift, for sys.argv[0]."""
     package = importlib.util.find_spec("swift")
@@ -201,4 +218,5 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "tasks": run_tasks,
     "script": run_script,
     "code": run_code,
+    "worker": run_worker,
 }

@@ -1,8 +1,9 @@
 """A process that has imported everything and forks ranks: `python -m tests.forking.server KIND SOCKET OWNER`.
 
 The test processes of one pytest session, or of all stages of scripts/test.sh, share it. Requests arrive as JSON over a
-Unix socket, each with two file descriptors: the output of the run, and a pipe for its exit code. The server has one
-thread, because a fork copies only the calling thread. For each request it forks a leader with a new process group,
+Unix socket, each with two file descriptors: the output of the run, and a pipe for its exit code; two more are those of
+its input and of its errors, if these are separate. The server has one thread, because a fork copies only the calling
+thread. For each request it forks a leader with a new process group,
 which replaces torchrun: it forks the ranks, ends all of them when one fails, and reports the exit code. When a test
 process disconnects, its runs end. The server ends when no test process is connected and its socket is removed or its
 owner, a process id, has ended.
@@ -67,7 +68,7 @@ def _listen(path: str) -> socket.socket:
 
 def _serve(connection: socket.socket, leaders: dict[socket.socket, list[int]], listener: socket.socket) -> None:
     """Fork the leader of a requested run; end all runs of a client that has disconnected."""
-    data, fds, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 2)
+    data, fds, _, _ = socket.recv_fds(connection, _LARGEST_REQUEST, 4)
     leaders[connection] = [pid for pid in leaders[connection] if os.waitpid(pid, os.WNOHANG) == (0, 0)]
     if not data:
         for pid in leaders.pop(connection):
@@ -86,13 +87,16 @@ def _serve(connection: socket.socket, leaders: dict[socket.socket, list[int]], l
     connection.send(json.dumps({"pid": pid}).encode())
 
 
-def _lead(request: dict[str, Any], output: int, status: int) -> NoReturn:
+def _lead(request: dict[str, Any], output: int, status: int, *more_streams: int) -> NoReturn:
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os.close(output)
+    for descriptor, number in zip(more_streams, (0, 2), strict=False):
+        os.dup2(descriptor, number)
+    for descriptor in (output, *more_streams):
+        os.close(descriptor)
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
     ranks = request["ranks"]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.platforms.cpu import activate, is_active
+from tests.forking.client import run_code
 from tests.paths import IMPORT_PATH
 
 CPU = torch.device("cpu")
@@ -45,8 +46,7 @@ def test_activation_on_a_machine_with_cuda_is_refused() -> None:
         "try: activate()\n"
         "except RuntimeError as error: print(is_active(), error)\n"
     )
-    result = python(code)
-    assert result.stdout.startswith("False the CPU platform would hide a usable CUDA device"), result.stderr
+    assert "False the CPU platform would hide a usable CUDA device" in run_code("plain", code)
 
 
 def test_cuda_stays_unavailable_in_torchs_cuda_build_when_vllm_makes_it_count_devices() -> None:
@@ -61,8 +61,7 @@ def test_cuda_stays_unavailable_in_torchs_cuda_build_when_vllm_makes_it_count_de
         "torch.optim.Adam([weight], lr=0.5).step()\n"
         "print(torch.cuda.is_available(), torch.cuda.device_count(), [round(w, 4) for w in weight.tolist()])\n"
     )
-    result = python(code)
-    assert result.stdout == "False 1 [0.5, 0.5]\n", result.stderr
+    assert run_code("plain", code).endswith("False 1 [0.5, 0.5]\n")
 
 
 def test_a_process_that_does_not_activate_is_unchanged() -> None:
@@ -87,7 +86,7 @@ def test_activation_after_the_import_of_megatron_is_refused() -> None:
         "try: activate()\n"
         "except RuntimeError as error: print(error)\n"
     )
-    assert "megatron.core is already imported" in python(code).stdout
+    assert "megatron.core is already imported" in run_code("plain", code)
 
 
 @pytest.mark.parametrize("device", CUDA_DEVICES, ids=str)

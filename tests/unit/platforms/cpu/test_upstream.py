@@ -197,7 +197,7 @@ CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().i
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    return json.loads(run_script(Path(__file__)).splitlines()[-1])  # a fork that has imported transformers alone
+    return json.loads(run_script(Path(__file__), kind="upstream").splitlines()[-1])
 
 
 @pytest.mark.parametrize("check", CHECKS)
