@@ -19,13 +19,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from PIL import Image
-from qwen_vl_utils.vision_process import SPATIAL_MERGE_SIZE, smart_resize
 from swift.template import Template
 
 from swift_megatron_grpo.images.files import digest_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.types import Picture, Placed
 
-MERGE: int = SPATIAL_MERGE_SIZE  # a token stands for so many patches in height and in width
+MERGE = 2  # a token stands for so many patches in height and in width
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
 
 
@@ -67,6 +66,8 @@ class ImageFormat:
         if "resized_height" in options and "resized_width" in options:
             height, width = options["resized_height"], options["resized_width"]
             options = {}
+        from qwen_vl_utils.vision_process import smart_resize  # needed for images only
+
         rows, columns = smart_resize(height, width, factor, options.get("min_pixels"), options.get("max_pixels"))
         return 1, rows // self.patch, columns // self.patch
 

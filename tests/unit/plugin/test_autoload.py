@@ -141,7 +141,7 @@ print(sorted([*hooks._before, *hooks._after]) if hooks else "nothing")
 """
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
 HELP_PROCESS = RANK_PROCESS.replace(repr(GRPO), repr(["--help"]))
-TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers"]
+TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers", "vllm.utils.system_utils"]
 
 
 @pytest.mark.parametrize(
