@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
+from swift_megatron_grpo.platforms.cpu.routed_experts import allow_first_runner, capture_in_first_runner
 
 _MAX_SENDS_IN_FLIGHT = 64
 
@@ -229,6 +230,11 @@ def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
     runner._bookkeeping_sync = reset_and_bookkeep
 
 
+def fix_first_runner(gpu_model_runner: Any) -> None:
+    reset_generators_of_partial_prefills(gpu_model_runner)
+    capture_in_first_runner(gpu_model_runner)
+
+
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
     original = vars(owner)[method]
 
@@ -297,10 +303,11 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.pipeline_parallel.p2p_communication": copy_sent_tensors,
     "megatron.core.tensor_parallel.random": silence_rng_warning,
     "megatron.core.transformer.moe.token_dispatcher": convert_split_sizes_to_numpy,
+    "vllm.config.vllm": allow_first_runner,
     "vllm.distributed.parallel_state": skip_destroyed_groups,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": compute_in_torch,
     "vllm.model_executor.layers.utils": keep_unpacked_weights,
     "vllm.platforms.cpu": prefer_the_given_cache_size,
-    "vllm.v1.worker.gpu_model_runner": reset_generators_of_partial_prefills,
+    "vllm.v1.worker.gpu_model_runner": fix_first_runner,
 }
