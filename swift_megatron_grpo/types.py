@@ -134,4 +134,3 @@ class Sample:
     pictures: tuple[Placed, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
     routed_experts: ExpertRows | None = field(default=None, compare=False)
-    engine_experts: ExpertRows | None = field(default=None, compare=False)  # to compare with, not to replay

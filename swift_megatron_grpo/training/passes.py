@@ -18,6 +18,7 @@ from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count,
 from swift_megatron_grpo.packing.routing import routing_shape
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.training.expert_layers import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
@@ -49,6 +50,7 @@ class Passes:
         self.parallel = RankPosition.from_megatron()
         self.config: ModelConfig = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
+        self.expert_layers = _expert_layers(self.config)  # None: the model has no experts
         self._flops = _flops_model(self.config)
         # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
@@ -206,6 +208,13 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
         gated_linear_unit=config.gated_linear_unit,
         delta_nets=_delta_nets(config),
     )
+
+
+def _expert_layers(config: ModelConfig) -> ExpertLayers | None:
+    if config.num_moe_experts is None:
+        return None
+    layers = layers_with_experts(config.num_layers, config.moe_layer_freq)
+    return ExpertLayers(config.num_layers, layers, config.num_moe_experts, config.moe_router_topk)
 
 
 def _tower_flops(vision: Any) -> TowerFlops:
