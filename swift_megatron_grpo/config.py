@@ -17,6 +17,7 @@ RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
 UnreadTensors = Literal["stop", "warn"]
+RouterReplay = Literal["disabled", "R2", "R3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -118,6 +119,7 @@ class VllmConfig:
     seed: int
     lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
+    returns_experts: bool = False  # the engine reports which experts its routers choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,7 @@ class ServerConfig:
     lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
     images: int = 0  # the most in a row of the datasets
+    returns_experts: bool = False  # this run requests which experts the servers' routers choose
 
     @property
     def least_length(self) -> int:
@@ -267,6 +270,18 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Experts of a mixture: whose choice is replayed, and how many completions are compared with the engine's."""
+
+    replay: RouterReplay = "disabled"  # R2: the trainer's own, before the first update of a rollout. R3: the engine's
+    compared: int = 0  # completions of each rollout
+
+    def requested(self, completions: int) -> int:
+        """Return for how many of these completions the engine returns experts: the first ones."""
+        return completions if self.replay == "R3" else min(self.compared, completions)
+
+
+@dataclass(frozen=True, slots=True)
 class KlConfig:
     """Uses of the KL to the reference outside the loss."""
 
@@ -347,4 +362,5 @@ class GRPOConfig:
     deadlines: DeadlineConfig = DeadlineConfig()
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
+    routing: RoutingConfig = RoutingConfig()
     top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

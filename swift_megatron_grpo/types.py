@@ -1,7 +1,7 @@
 """The values that the stages of one step pass to each other.
 
 Shapes in the comments: p prompt tokens, c completion tokens, t = p + c, n tokens of a packed micro batch,
-m completion tokens of a packed micro batch, s samples.
+m completion tokens of a packed micro batch, s samples, k experts of a token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+# The experts that routers have chosen, by token and layer: [rows, layers of the model, k]. There may be fewer rows than
+# tokens: an engine does not run the last token. Layers without experts have zeros.
+ExpertRows = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class Rollout:
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
     messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, last answer included
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
+    routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the first tokens, by the engine
 
     @property
     def truncated(self) -> bool:
@@ -125,3 +132,5 @@ class Sample:
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
     pictures: tuple[Placed, ...] = ()  # in the order of their tokens
+    # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
+    routed_experts: ExpertRows | None = field(default=None, compare=False)

@@ -11,10 +11,12 @@ from tests.forking.client import sockets_folder
 # The files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
 _LONGEST = (
     "e2e/test_server.py", "e2e/test_stop.py", "e2e/test_commands_untouched.py", "e2e/test_cli.py",
-    "e2e/test_images.py", "e2e/test_sync_check.py", "e2e/test_checkpoints.py", "e2e/test_composite.py",
+    "e2e/test_images.py", "e2e/test_router_replay.py", "e2e/test_sync_check.py", "e2e/test_checkpoints.py",
+    "e2e/test_composite.py",
     "e2e/test_async.py", "e2e/test_scripts.py", "e2e/test_rollout_command.py", "e2e/test_accepted_flags.py",
     "e2e/test_multi_turn.py", "e2e/test_server_attacks.py", "e2e/test_server_turns.py", "e2e/test_stuck.py",
-    "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py", "dist/test_engine_runs.py",
+    "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py",
+    "dist/test_router_replay.py", "dist/test_engine_runs.py",
     "unit/plugin/test_torchrun.py", "unit/doctor/test_doctor.py", "unit/arguments/test_grpo_arguments.py",
     "unit/deadlines/test_deadlines.py", "unit/stopping/test_second_signal.py",
     "unit/training/megatron_fixes/test_result_queue.py", "unit/platforms/cpu/test_devices.py",

@@ -18,7 +18,7 @@ from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
 from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
 from swift_megatron_grpo.checkpoints.sources import Source
-from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig
+from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig, RoutingConfig
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.recording import folder as recording
@@ -139,6 +139,10 @@ class DerivedArguments(GRPOFlags):
         """Number of optimizer steps that train on one rollout."""
         iterations: int = self.num_iterations
         return self.batch_plan().steps_per_generation * iterations
+
+    @property
+    def routing(self) -> RoutingConfig:
+        return RoutingConfig(self.router_replay_mode, self.router_agreement_samples)
 
     @property
     def rollouts_ahead(self) -> int:

@@ -162,6 +162,16 @@ class GRPOFlags(MegatronRLHFArguments):
         metadata={"help": "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."},
     )
 
+    router_agreement_samples: int = field(
+        default=0,
+        metadata={
+            "help": "Number of completions of each rollout for which the experts that the trainer's routers choose are "
+            "compared with those that vLLM chose, in one forward pass: rollout/router_agreement is the share of tokens "
+            "and layers with the same experts. It shows whether --router_replay_mode R3 is worth its bytes: "
+            "docs/moe.md. Default: 0, no comparison."
+        },
+    )
+
     sync_check: SyncCheckMode = field(
         default="canary",
         metadata={

@@ -23,6 +23,7 @@ from swift_megatron_grpo.arguments import image_checks as images
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
+from swift_megatron_grpo.arguments import routing_checks as routing
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
@@ -91,6 +92,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: check_ranges(args),
             lambda: check_layout(args),
             lambda: _check_model(args),
+            lambda: _check_routing(args),
             lambda: _check_precision(args),
             lambda: _check_cpu_optimizer(args),
         ]
@@ -138,6 +140,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
             lambda: _check_model(args),
+            lambda: _check_routing(args),
             lambda: _check_algorithm(args),
             lambda: check_rewards(args),
             lambda: _check_turns(args),
@@ -285,6 +288,12 @@ def _check_model(args: DerivedArguments) -> None:
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )
+
+
+def _check_routing(args: DerivedArguments) -> None:
+    experts = layouts.read_model_shape(args.model_dir).experts
+    balancing = as_list(args.moe_router_load_balancing_type or [])
+    routing.check_routing(args.router_replay_mode, args.router_agreement_samples, args.model, experts, balancing)
 
 
 def _check_precision(args: DerivedArguments) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
+from swift_megatron_grpo.arguments import routing_checks as routing
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments.batch_plan import format_table
@@ -29,6 +30,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *servers.start_up_notes(args.vllm_mode, vars(args)),
         *recording.start_up_notes(args.replay_folder),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
+        *routing.start_up_notes(args.router_replay_mode, args.steps_per_rollout),
         *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
     ]
 

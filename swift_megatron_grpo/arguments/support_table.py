@@ -47,7 +47,6 @@ NOTED: Mapping[str, Note] = {
 
 NOT_YET: Mapping[str, Refusal] = {
     # algorithm
-    "router_replay_mode": Refusal(("disabled",), "routing is not replayed yet"),
     "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
     "loss_scale": Refusal(
         ("last_round", "last_round+ignore_empty_think"),
@@ -125,7 +124,7 @@ def _flags(names: str) -> frozenset[str]:
 USED_HERE = _flags(
     """
     max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size num_iterations
-    lora_dropout unread_tensors fast_kernels recompute_elementwise
+    lora_dropout unread_tensors fast_kernels recompute_elementwise router_replay_mode router_agreement_samples
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage

@@ -110,6 +110,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             args.dump_folder, args.replay_folder, args.rollout_only, read_model_identity(args.model_dir)["vocab_size"]
         ),
         max_staleness=args.rollouts_ahead,
+        routing=args.routing,
         top_entropy_quantile=args.top_entropy_quantile,
     )
 
@@ -177,6 +178,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         seed=args.seed,
         lora_rank=_vllm_lora_rank(args),
         hf_overrides=config_overrides(args.model_dir, args.rope_scaling, args.max_model_len),
+        returns_experts=args.routing.requested(1) > 0,
     )
 
 
@@ -216,4 +218,5 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,
         images=args.most_images,
+        returns_experts=args.routing.requested(1) > 0,
     )

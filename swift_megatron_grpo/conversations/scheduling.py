@@ -43,13 +43,14 @@ class FinishedConversation:
             sampled=self.conversation.sampled,
             messages=self.messages,
             infos=self.infos,
+            routed_experts=self.conversation.routed_experts,
         )
 
 
 def to_turn(response: ChatCompletionResponse) -> Turn:
     choice = response.choices[0]
     logprobs = None if choice.logprobs is None else [token["logprob"] for token in choice.logprobs["content"]]
-    return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs)
+    return Turn(list(response.prompt_token_ids), list(choice.token_ids), logprobs, choice.routed_experts)
 
 
 def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[int]], str]) -> FinishedConversation:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import takewhile
 
+from swift_megatron_grpo.types import ExpertRows
+
 
 @dataclass(frozen=True, slots=True)
 class Turn:
@@ -19,6 +21,7 @@ class Turn:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None  # of completion_ids
+    routed_experts: ExpertRows | None = None  # of the prompt and all but the last sampled token, if they are reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Conversation:
     sampled: list[bool]  # [c] True: sampled by the policy; False: from a tool or the environment
     logprobs: list[float] | None  # of the sampled tokens
     lost_turns: int  # turns whose text the scheduler has rewritten or removed: the policy never saw the new text
+    routed_experts: ExpertRows | None = None  # of all tokens but the last: the prompt of the last turn has the others
 
 
 def turn_seed(seed: int | None, number: int) -> int | None:
@@ -82,6 +86,7 @@ def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversatio
         sampled=[position in sampled for position in range(begin, len(tokens))],
         logprobs=known if len(known) == len(values) else None,
         lost_turns=lost,
+        routed_experts=turns[-1].routed_experts,
     )
 
 

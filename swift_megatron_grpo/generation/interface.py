@@ -40,6 +40,7 @@ class Request:
     index: int  # its place among all requests of this generation
     prompt: Prompt
     seed: int | None  # None: the engine's own generator samples it
+    returns_experts: bool = False  # the completion comes with the experts that the engine's routers chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +151,19 @@ class GenerationEngine(Protocol):
     def shutdown(self) -> None: ...
 
 
-def requests_for(prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int) -> list[Request]:
-    """Create `per_prompt` requests for every prompt, with consecutive seeds that change with the weights version."""
+def requests_for(
+    prompts: Sequence[Prompt], per_prompt: int, seed: int | None, version: int, with_experts: int = 0
+) -> list[Request]:
+    """Create `per_prompt` requests for every prompt, with consecutive seeds that change with the weights version.
+
+    `with_experts`: how many of them, the first ones, return the experts that routers chose.
+    """
     repeated = [prompt for prompt in prompts for _ in range(per_prompt)]
-    if seed is None:
-        return [Request(index, prompt, None) for index, prompt in enumerate(repeated)]
-    first = _first_seed(seed, version, prompts[0].prompt_id)
-    return [Request(index, prompt, first + index) for index, prompt in enumerate(repeated)]
+    first = None if seed is None else _first_seed(seed, version, prompts[0].prompt_id)
+    return [
+        Request(index, prompt, None if first is None else first + index, index < with_experts)
+        for index, prompt in enumerate(repeated)
+    ]
 
 
 def _first_seed(*parts: object) -> int:

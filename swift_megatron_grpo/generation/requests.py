@@ -63,9 +63,9 @@ def conversation_payload(request: Request) -> dict[str, Any]:
     return payload | {"data_dict": columns}
 
 
-def to_rollout(prompt: Prompt, completion: Completion) -> Rollout:
+def to_rollout(request: Request, completion: Completion) -> Rollout:
     return Rollout(
-        prompt=prompt,
+        prompt=request.prompt,
         prompt_ids=completion.prompt_ids,
         completion_ids=completion.completion_ids,
         logprobs=completion.logprobs,
@@ -75,4 +75,5 @@ def to_rollout(prompt: Prompt, completion: Completion) -> Rollout:
         sampled=completion.sampled,
         messages=completion.messages,
         infos=completion.infos,
+        routed_experts=completion.routed_experts if request.returns_experts else None,
     )

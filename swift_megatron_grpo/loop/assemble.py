@@ -21,6 +21,7 @@ from swift_megatron_grpo.images.files import image_digests
 from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary, canary_image
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
@@ -112,6 +113,9 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         residency=residency,
         sync=sync,
         logprob_check=LogprobCheck(training.passes, canary.passes, run.coordinator, config.sampling),
+        router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.compared)
+        if config.routing.compared
+        else None,
         coordinator=run.coordinator,
         log=CompletionLog(
             config.log,

@@ -22,6 +22,7 @@ from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.interface import Generation, Progress, Share, requests_for
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
+from swift_megatron_grpo.loop.expert_checks import check_experts
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
@@ -86,7 +87,7 @@ class Rollouts:
         for pending in self._pending:
             for groups in self._collect(pending, step):
                 pending.kept |= groups
-        return self._grade(self._start(prompts, num_generations, step), step)
+        return self._grade(self._start(prompts, num_generations, step, with_experts=0), step)
 
     # ---- the rollouts of the run, by their numbers
 
@@ -113,7 +114,9 @@ class Rollouts:
         stages, num_generations = self._stages, self._config.grading.num_generations
         if stages.replay is not None:
             with step.timer("replay"):
-                return total_rewards(*stages.replay.take(rollout, draw, prompts, num_generations), self._config.grading)
+                replayed, rewards = stages.replay.take(rollout, draw, prompts, num_generations)
+                self._check_experts(replayed)
+                return total_rewards(replayed, rewards, self._config.grading)
         if draw == 0 and self._pending:
             pending = self._pending.popleft()
         else:
@@ -147,14 +150,22 @@ class Rollouts:
 
     # ---- generation
 
-    def _start(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> _PendingRollout:
-        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has."""
+    def _start(
+        self, prompts: Sequence[Prompt], num_generations: int, step: Step, with_experts: int | None = None
+    ) -> _PendingRollout:
+        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has.
+
+        `with_experts`: the number of completions that come with their experts. Default: those that training reads.
+        """
         engine, sync = self._stages.generation, self._stages.sync
         assert engine is not None and sync is not None
         if self._engine_is_idle():
             step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
-        requests = requests_for(prompts, num_generations, self._config.sampling.seed, self._engine_version)
+        if with_experts is None:
+            with_experts = self._config.routing.requested(len(prompts) * num_generations)
+        seed = self._config.sampling.seed
+        requests = requests_for(prompts, num_generations, seed, self._engine_version, with_experts)
         generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
         return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version})
 
@@ -185,7 +196,9 @@ class Rollouts:
 
         def wait() -> Progress:
             """Leave out the rows, which every rank has: their images may be many megabytes."""
-            return _with_rows(pending.generation.next(step.version), lambda index, prompt: Prompt(prompt.prompt_id, {}))
+            progress = pending.generation.next(step.version)
+            self._check_experts(progress.finished.values())
+            return _with_rows(progress, lambda index, prompt: Prompt(prompt.prompt_id, {}))
 
         def own_row(index: int, prompt: Prompt) -> Prompt:
             return pending.prompts[index // pending.group_size]
@@ -198,6 +211,12 @@ class Rollouts:
                 assert self._stages.generation is not None
                 self._stages.generation.sleep()  # all ranks save a checkpoint next, which may need the memory
                 raise
+
+    def _check_experts(self, rollouts: Iterable[Rollout]) -> None:
+        if self._config.routing.requested(1):
+            layers = self._stages.training.passes.expert_layers
+            assert layers is not None  # arguments/routing_checks.py refuses other models
+            check_experts(rollouts, layers)
 
     def _resend(self, pending: _PendingRollout, step: Step) -> None:
         """Resend weights to a restarted server.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.types import Graded, Picture, Placed, Rollout, Sample
@@ -11,9 +12,16 @@ NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
 
 def samples_of(
-    graded: Sequence[Graded], group_size: int, overlong_filter: bool, pictures: PictureReader | None
+    graded: Sequence[Graded],
+    group_size: int,
+    overlong_filter: bool,
+    pictures: PictureReader | None,
+    replays_engine: bool = False,
 ) -> list[Sample]:
-    """Return a sample for each completion. `pictures`: None if the prompts are text."""
+    """Return a sample for each completion. `pictures`: None if the prompts are text.
+
+    `replays_engine`: the engine's experts are given to the trainer's routers.
+    """
     read: dict[str, list[Picture]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout) -> tuple[Placed, ...]:
@@ -30,7 +38,15 @@ def samples_of(
             shown = read[prompt.prompt_id]
         return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
 
-    return [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
+    samples = [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
+    for sample, completion in zip(samples, graded, strict=True):
+        sample.routed_experts = completion.rollout.routed_experts if replays_engine else None
+    return samples
+
+
+def without_routing(samples: Sequence[Sample]) -> list[Sample]:
+    """Return samples for which routers choose: those of another model choose for themselves."""
+    return [replace(sample, routed_experts=None) for sample in samples]
 
 
 def _to_sample(graded: Graded, group: int, overlong_filter: bool, pictures: tuple[Placed, ...]) -> Sample:

@@ -11,6 +11,7 @@ from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
@@ -35,6 +36,7 @@ class Stages:
     residency: Residency
     sync: WeightSync | None  # None: no engine
     logprob_check: LogprobCheck
+    router_agreement: RouterAgreement | None  # None: nothing is compared
     coordinator: Coordinator
     log: CompletionLog
     dump: RolloutDump | None

@@ -14,6 +14,7 @@ GRPOLoop.step
  |   |- subtract_kl                          with --kl_in_reward: policy and reference log-probs first
  |   |- add_advantages, CompletionLog.append
  |   |- LogprobCheck.check                   first rollout only
+ |   |- RouterAgreement.measure               with --router_agreement_samples
  |   |- old log-probs                        of later steps: MegatronEngine.infer; of older weights: the engine's
  |   |- reference log-probs                  Reference.infer, if beta > 0 and KL is in the loss
  |   '- queue one batch per optimizer step
@@ -38,11 +39,12 @@ import numpy as np
 
 from swift_megatron_grpo.config import CorrectionConfig, GRPOConfig
 from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
+from swift_megatron_grpo.loop.expert_checks import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.samples import samples_of
+from swift_megatron_grpo.loop.samples import samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
@@ -128,9 +130,12 @@ class GRPOLoop:
         """Fill the queue of batches with the samples of one rollout."""
         graded = self._graded_rollout(step)
         size, grading = self.config.batch.global_batch_size, self.config.grading
-        samples = samples_of(graded, grading.num_generations, grading.overlong_filter, self.stages.pictures)
+        samples = samples_of(
+            graded, grading.num_generations, grading.overlong_filter, self.stages.pictures, self._replays_engine
+        )
         batches = [samples[i : i + size] for i in range(0, len(samples), size)]
         self._compare_with_engine(batches[0], step.timer)
+        self._measure_agreement(batches[0], graded, step)
         from_engine = old_logprobs_from_engine([g.rollout for g in graded], step.version, self.config.loss.correction)
         self._add_old_policy(batches, from_engine, step.timer)
         self._add_reference(batches, step.timer)
@@ -140,6 +145,8 @@ class GRPOLoop:
         """Take the next rollout and compute its rewards, KL penalty and advantages."""
         grading = self.config.grading
         graded = self._rollouts.take(step)
+        if self._replays_engine:
+            check_reported([g.rollout for g in graded], self.stages.replay is not None)
         if self.config.kl.in_reward:
             graded = self._subtract_kl(graded, step)
         graded = add_advantages(graded, grading.num_generations, grading)
@@ -148,11 +155,14 @@ class GRPOLoop:
         return graded
 
     def _add_old_policy(self, batches: Sequence[list[Sample]], from_engine: bool, timer: PhaseTimer) -> None:
+        later = batches if self.config.num_iterations > 1 else batches[1:]
+        if self.config.routing.replay == "R2":
+            self._record_old_policy(later, timer)
+        elif not from_engine:
+            self._add_old_logprobs(later, timer)
         if from_engine:
             for sample in chain.from_iterable(batches):
                 sample.old_logprobs = sample.rollout_logprobs
-        else:
-            self._add_old_logprobs(batches if self.config.num_iterations > 1 else batches[1:], timer)
 
     def _add_reference(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
         if self.stages.reference is None or self.config.kl.in_reward:
@@ -160,7 +170,7 @@ class GRPOLoop:
         with timer("ref_logprobs"):
             self.stages.residency.for_reference()
             for samples in batches:
-                for index, values in self.stages.reference.infer(samples).items():
+                for index, values in self.stages.reference.infer(without_routing(samples)).items():
                     samples[index].ref_logprobs = values.logprobs
 
     def _queue(self, batches: list[list[Sample]], from_engine: bool) -> None:
@@ -180,17 +190,44 @@ class GRPOLoop:
                 for index, values in self.stages.training.infer(samples).items():
                     samples[index].old_logprobs = values.logprobs
 
+    def _record_old_policy(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
+        """Add old log-probs, and the experts of the same pass, which later steps replay.
+
+        The first step needs neither: it trains the policy that would be recorded.
+        """
+        for samples in batches:
+            with timer("old_logprobs"):
+                values, experts = self.stages.training.infer_and_record(samples)
+                for index, value in values.items():
+                    samples[index].old_logprobs = value.logprobs
+                for index, rows in experts.items():
+                    samples[index].routed_experts = rows
+
+    @property
+    def _replays_engine(self) -> bool:
+        return self.config.routing.replay == "R3"
+
+    def _measure_agreement(self, samples: Sequence[Sample], graded: Sequence[Graded], step: Step) -> None:
+        """Compare the experts that trainer and engine choose for some completions of this rollout."""
+        if self.stages.router_agreement is None:
+            return
+        with step.timer("router_agreement"):
+            engine = [g.rollout.routed_experts for g in graded[: len(samples)]]
+            share = self.stages.router_agreement.measure(samples, engine)
+        if share is not None:
+            step.metrics["rollout/router_agreement"] = share
+
     def _subtract_kl(self, graded: list[Graded], step: Step) -> list[Graded]:
         """Return completions with reward - beta KL.
 
         Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
         """
         assert self.stages.reference is not None
-        samples = samples_of(graded, len(graded), overlong_filter=False, pictures=self.stages.pictures)
+        samples = samples_of(graded, len(graded), False, self.stages.pictures, self._replays_engine)
         with step.timer("kl_in_reward"):
             policy = self.stages.training.infer(samples)
             self.stages.residency.for_reference()
-            reference = self.stages.reference.infer(samples)
+            reference = self.stages.reference.infer(without_routing(samples))
             gathered = self._gather(divergences(policy, reference, self.config.kl.reward_estimator))
         penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)

@@ -14,6 +14,7 @@ import torch
 
 from swift_megatron_grpo.packing.media import PackedPictures, pack_pictures, positions_of
 from swift_megatron_grpo.packing.plan import Alignment, padded_lengths, zigzag_positions
+from swift_megatron_grpo.packing.routing import pack_routing
 from swift_megatron_grpo.types import Sample
 
 
@@ -59,6 +60,7 @@ class ModelInputs:
     cp_counts: tuple[int, ...]  # k of every context-parallel rank
     cp_order: torch.Tensor  # [m] index of completion token i in the concatenation of all ranks' k values
     pictures: PackedPictures | None  # None: the micro batch is text
+    routing: torch.Tensor | None = None  # [l, layers, k of experts] int16; -1: the router chooses. None: for all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,12 @@ def collate(
     cp_rank: int,
     cp_size: int,
     device: torch.device,
+    routing: tuple[int, int] | None = None,
 ) -> MicroBatch:
-    """Pack the samples at `indices` into the micro batch of this context-parallel rank."""
+    """Pack the samples at `indices` into the micro batch of this context-parallel rank.
+
+    `routing`: layers and experts per token, if any sample of the step has a given routing.
+    """
     chosen = [samples[i] for i in indices]
     lengths = padded_lengths([len(sample.tokens) for sample in chosen], align)
     tokens, targets = _pack(chosen, lengths)
@@ -123,6 +129,7 @@ def collate(
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
             pictures=PackedPictures(shown, to_device(of_pictures[None])) if shown else None,
+            routing=None if routing is None else to_device(pack_routing(chosen, lengths, routing)[local]),
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),

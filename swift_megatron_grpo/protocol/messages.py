@@ -13,8 +13,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from swift_megatron_grpo.protocol.routed_experts import decode_rows, encode_rows
+from swift_megatron_grpo.types import ExpertRows
+
 T = TypeVar("T")
-PROTOCOL = 8
+PROTOCOL = 9
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -72,6 +75,8 @@ class Completion:
     sampled: list[bool] | None = None  # True for those of completion_ids that the policy sampled
     messages: list[dict[str, Any]] | None = None
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of scheduler and environment
+    # of the prompt and all but the last token, [t - 1, layers, k], if the request asked for them
+    routed_experts: ExpertRows | None = field(default=None, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Return the completion in JSON types."""
@@ -86,6 +91,7 @@ class Completion:
             # Encoded as text, because web servers reject NaN, which an environment's reward may be.
             "messages": as_json("messages of the conversation", self.messages),
             "infos": as_json("rollout_infos of the conversation", self.infos),
+            "routed_experts": encode_rows(self.routed_experts),
         }
 
     @classmethod
@@ -100,6 +106,7 @@ class Completion:
             "sampled": None if sampled is None else _unpacked("sampled", sampled, "?"),
             "messages": _decoded("messages", encoded["messages"]),
             "infos": _decoded("infos", encoded["infos"]),
+            "routed_experts": _rows("routed_experts", encoded["routed_experts"]),
         }
         return _checked(cls, values)
 
@@ -131,6 +138,7 @@ class ServerStatus:
     max_lora_rank: int
     has_towers: bool  # it holds image, video or audio parts, so weights for them have to be sent
     images_per_prompt: int  # that it accepts; 0: none
+    returns_experts: bool  # it can report which experts its routers choose
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's
 
@@ -218,6 +226,13 @@ def _unpacked(name: str, text: object, dtype: str) -> list[Any]:
     except (TypeError, ValueError):
         raise InvalidMessage(f"its field {name} is no base64 of an array of {dtype}") from None
     return values
+
+
+def _rows(name: str, message: object) -> ExpertRows | None:
+    try:
+        return decode_rows(message)
+    except ValueError as problem:
+        raise InvalidMessage(f"its field {name} holds no experts: {problem}") from None
 
 
 def _decoded(name: str, text: object) -> Any:

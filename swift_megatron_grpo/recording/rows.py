@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from swift_megatron_grpo.disk.checksums import checksum
+from swift_megatron_grpo.protocol.routed_experts import decode_rows, encode_rows
 from swift_megatron_grpo.recording.values import BadRow, Limits, check_values
-from swift_megatron_grpo.types import Graded, Prompt, Rollout
+from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout
 
 Rewards = list[float | None]  # one per reward function
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
@@ -59,6 +60,8 @@ def to_line(graded: Graded, images: Sequence[str]) -> str:
         "infos": rollout.infos,
         "rewards": graded.rewards,
     }
+    if rollout.routed_experts is not None:  # most models have no experts, and earlier versions read no such field
+        row["routed_experts"] = encode_rows(rollout.routed_experts)
     content = json.dumps(row, default=_plain).removesuffix("}")
     return f'{content}, "crc32": "{checksum(content.encode())}"}}\n'
 
@@ -93,10 +96,22 @@ def from_line(line: bytes, prompt: Prompt, images: Sequence[str], limits: Limits
             sampled=row["sampled"],
             messages=row["conversation"],
             infos=row["infos"],
+            routed_experts=_experts(row),
         )
         return rollout, row["rewards"]
     except KeyError as field:
         raise BadRow(f"the field {field} is missing") from None
+
+
+def _experts(row: dict[str, Any]) -> ExpertRows | None:
+    try:
+        rows = decode_rows(row.get("routed_experts"))
+    except ValueError as problem:
+        raise BadRow(f"routed_experts cannot be read: {problem}") from None
+    tokens = len(row["prompt_ids"]) + len(row["completion_ids"])
+    if rows is not None and len(rows) >= tokens:
+        raise BadRow(f"routed_experts has {len(rows)} rows for {tokens} tokens, of which the last one never ran")
+    return rows
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -16,7 +16,13 @@ from swift.rollout import envs, multi_turns
 from swift_megatron_grpo.conversations.checks import check_multi_turn
 from swift_megatron_grpo.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.server.limits import TrafficLimits
-from swift_megatron_grpo.vllm_shared.engine_kwargs import FLAG, REFUSED_BY_SERVERS, check_engine_kwargs
+from swift_megatron_grpo.vllm_shared.engine_kwargs import (
+    EXPERTS,
+    FLAG,
+    REFUSED_BY_SERVERS,
+    SERVED_BY_SERVERS,
+    check_engine_kwargs,
+)
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 
 LOOPBACK = "127.0.0.1"
@@ -123,7 +129,7 @@ class GRPORolloutArguments(RolloutArguments):
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
-        check_engine_kwargs(settings, adapter_only=self.vllm_enable_lora, refused=REFUSED_BY_SERVERS)
+        check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
         self.vllm_engine_kwargs = settings
         for flag, value in (
             ("vllm_quantization", self.vllm_quantization),
@@ -142,6 +148,11 @@ class GRPORolloutArguments(RolloutArguments):
             connections=self.max_connections,
             idle_seconds=self.idle_timeout,
         )
+
+    @property
+    def returns_experts(self) -> bool:
+        """True if the engine can report which experts its routers choose."""
+        return bool(parse_json_object(FLAG, self.vllm_engine_kwargs).get(EXPERTS, False))
 
     def _set_default_engine_type(self) -> None:
         if self.vllm_use_async_engine is False:

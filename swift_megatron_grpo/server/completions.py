@@ -51,6 +51,7 @@ class Completer:
             text=engine.template.decode_generate_ids(token_ids, template_inputs=inputs["template_inputs"]),
             finish_reason=output.finish_reason,
             weights_version=NO_WEIGHTS,  # the web server sets the version
+            routed_experts=output.routed_experts,
         )
 
     async def _encoded(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -221,6 +221,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_lora_rank=self.args.vllm_max_lora_rank,
                 has_towers=self.description["has_towers"],
                 images_per_prompt=self.description["images_per_prompt"],
+                returns_experts=self.args.returns_experts,
                 conversations=self._conversation_settings,
                 model=self.description["model"],
             )
@@ -230,7 +231,8 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         """Generate a completion with the weights that the trainer expects."""
         body: GenerateRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        arguments = body.model_dump(include={"request", "sampling", "tokens_of_all_turns", "media"}, exclude_unset=True)
+        included = {"request", "sampling", "tokens_of_all_turns", "media", "experts"}
+        arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await while_connected(client, self._call_engine("generate", **arguments))
         self.engine_health.record_token()
         return {**completion, "weights_version": body.weights_version}

@@ -7,6 +7,7 @@ import base64
 import os
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -153,8 +154,12 @@ class EngineCommands:
         sampling: dict[str, Any],
         tokens_of_all_turns: int | None = None,
         media: Sequence[str] = (),
+        experts: bool = False,
     ) -> dict[str, Any]:
-        """Generate a completion, or a conversation if this server has a scheduler. `media`: digests of its images."""
+        """Generate a completion, or a conversation if this server has a scheduler.
+
+        `media`: digests of its images. `experts`: return those that routers chose, if this engine reports them.
+        """
         if media:
             request = {**request, "images": self._media.get(media)}
         if self._conversations is None:
@@ -162,7 +167,7 @@ class EngineCommands:
         else:
             work = self._conversations.complete(request, sampling, tokens_of_all_turns)
         completion = await self._cancelled_by_new_weights(work)
-        return completion.to_json()
+        return (completion if experts else replace(completion, routed_experts=None)).to_json()
 
     async def put_media(self, digest: str, image: str) -> dict[str, Any]:
         self._media.put(digest, image)

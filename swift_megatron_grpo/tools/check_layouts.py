@@ -49,6 +49,7 @@ SWITCHES = {
     "sp": ["--sequence_parallel", "true"],
     "recompute": ["--recompute_granularity", "full", "--recompute_method", "uniform", "--recompute_num_layers", "1"],
     "selective": ["--recompute_granularity", "selective", "--recompute_modules", "core_attn", "mlp"],
+    "selective_moe": ["--recompute_granularity", "selective", "--recompute_modules", "moe"],
     "overlap": ["--overlap_grad_reduce", "true"],
     "elementwise": ["--recompute_elementwise", "true"],
     "cpu_adam": ["--optimizer_cpu_offload", "true", "--use_distributed_optimizer", "false"],

@@ -31,7 +31,7 @@ from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_a
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
-from swift_megatron_grpo.types import Sample, TokenValues
+from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 __all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "NonFiniteWeights", "OptimizerStepFailed"]
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class MegatronEngine:
 
         reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
         with self._step_in_errors():
-            shares = self.passes.run(samples, plan, outputs, reduce, train=True)
+            shares, _ = self.passes.run(samples, plan, outputs, reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -133,6 +133,10 @@ class MegatronEngine:
     def infer(self, samples: Sequence[Sample], outputs: Sequence[Output] = ("logprob",)) -> dict[int, TokenValues]:
         """Run forward only: see Passes.infer."""
         return self.passes.infer(samples, outputs)
+
+    def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
+        """Run forward only, and record the experts of all tokens: see Passes.infer_and_record."""
+        return self.passes.infer_and_record(samples)
 
     def _warn_if_over_budget(self, samples: Sequence[Sample], plan: StepPlan) -> None:
         if plan.over_budget and self.parallel.rank == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -14,12 +15,16 @@ from megatron.core.transformer.module import MegatronModule
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, TowerFlops
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, refill, regroup
+from swift_megatron_grpo.packing.routing import routing_shape
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.training.expert_layers import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
-from swift_megatron_grpo.types import Sample, TokenValues
+from swift_megatron_grpo.training.recorded_routing import rows_by_sample
+from swift_megatron_grpo.training.router_replay import PassRouters
+from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
 
@@ -45,6 +50,7 @@ class Passes:
         self.parallel = RankPosition.from_megatron()
         self.config: ModelConfig = unwrap_model(self.models)[0].config
         self._align = Alignment.of_layout(self.parallel.tp_size, self.parallel.cp_size, self.config.sequence_parallel)
+        self.expert_layers = _expert_layers(self.config)  # None: the model has no experts
         self._flops = _flops_model(self.config)
         # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
@@ -84,25 +90,35 @@ class Passes:
         outputs: Sequence[Output],
         reduce: schedule.Reduce,
         train: bool,
-    ) -> list[Any]:
+        records: bool = False,
+    ) -> tuple[list[Any], PassRouters | None]:
         """Run this rank's micro batches through the model; with `train` also backward.
 
-        Returns the values that `reduce` kept, one per micro batch, on the last pipeline stage; [] on the other stages.
+        Experts of samples with a given routing are those. Returns the values that `reduce` kept, one per micro batch,
+        on the last pipeline stage, and [] on the other stages; and the routers, if their choices were given or
+        recorded (`records`).
         """
         if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
             raise ValueError(f"outputs must be ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
         head = HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
         assigned, step, position = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
-        device = torch.device(torch.cuda.current_device())
+        device, routing = torch.device(torch.cuda.current_device()), routing_shape(samples)
+        routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
 
         def micro_batches() -> Iterator[MicroBatch]:
             for indices in assigned:
-                yield collate(samples, indices, step, self._align, position.cp_rank, position.cp_size, device)
+                yield collate(samples, indices, step, self._align, position.cp_rank, position.cp_size, device, routing)
 
-        with out_of_memory_advice(
-            "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
+        with (
+            out_of_memory_advice(
+                "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
+            ),
+            nullcontext() if routers is None else routers.installed(),
         ):
-            return schedule.run(self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train)
+            results = schedule.run(
+                self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train, routers
+            )
+        return results, routers
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
         settings, longest = self.settings, max(len(sample.tokens) for sample in samples)
@@ -121,14 +137,40 @@ class Passes:
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        plan = self._plan_inference(samples)
+        values, _ = self._infer(samples, self._plan_inference(samples), outputs, records=False)
+        return values
+
+    @torch.no_grad()
+    def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
+        """Compute log-probs as `infer` does, and record the experts of all tokens by sample index.
+
+        The rows [t, layers, k] of this data-parallel rank's samples are on every rank, with -1 in the layers of other
+        pipeline stages. {} on a stage without experts.
+        """
+        plan, position = self._plan_inference(samples), self.parallel
+        values, routers = self._infer(samples, plan, ("logprob",), records=True)
+        assert routers is not None
+        rows = rows_by_sample(
+            routers.choices,
+            plan.of_rank(position.dp_rank),
+            [len(sample.tokens) for sample in samples],
+            self._align,
+            self.config.sequence_parallel,
+            self.config.num_layers,
+            position,
+        )
+        return values, rows
+
+    def _infer(
+        self, samples: Sequence[Sample], plan: StepPlan, outputs: Sequence[Output], records: bool
+    ) -> tuple[dict[int, TokenValues], PassRouters | None]:
         modes = [model.training for model in self.models]
         for model in self.models:
             model.eval()
-        results = self.run(samples, plan, outputs, _split_by_sample, train=False)
+        results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
         for model, training in zip(self.models, modes, strict=True):
             model.train(training)
-        return {index: _token_values(values) for result in results for index, values in result.items()}
+        return {index: _token_values(values) for result in results for index, values in result.items()}, routers
 
     def _plan_inference(self, samples: Sequence[Sample]) -> StepPlan:
         """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
@@ -166,6 +208,13 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
         gated_linear_unit=config.gated_linear_unit,
         delta_nets=_delta_nets(config),
     )
+
+
+def _expert_layers(config: ModelConfig) -> ExpertLayers | None:
+    if config.num_moe_experts is None:
+        return None
+    layers = layers_with_experts(config.num_layers, config.moe_layer_freq)
+    return ExpertLayers(config.num_layers, layers, config.num_moe_experts, config.moe_router_topk)
 
 
 def _tower_flops(vision: Any) -> TowerFlops:

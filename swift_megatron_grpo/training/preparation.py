@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
@@ -24,6 +25,7 @@ def prepare_trained(
     mark_experts(models)
     unmark_gathered_projections(models)
     guard_towers(models, frozen=False)
+    drop_stock_replay(models)
     if fast_kernels:
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
     return freeze_router_bias(models, extra_kwargs)
@@ -32,5 +34,19 @@ def prepare_trained(
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
     """Install kernels in the frozen reference copy."""
     guard_towers(models, frozen=True)
+    drop_stock_replay(models)
     if fast_kernels:
         use_fast_kernels(models, trained=False, recompute_elementwise=False)
+
+
+def drop_stock_replay(models: Sequence[Any]) -> None:
+    """Remove what ms-swift installs for --router_replay_mode; router_replay.py takes its place.
+
+    Its dispatcher counts the tokens of experts on the host, which waits for the GPU in every layer, because its routing
+    may name an expert twice.
+    """
+    for model in models:
+        model.config.moe_enable_routing_replay = False
+        for module in model.modules():
+            if isinstance(module, TopKRouter):
+                module.router_replay = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
+from swift_megatron_grpo.training.router_replay import PassRouters
 from swift_megatron_grpo.training.towers import is_composite, language_model
 
 # Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
@@ -30,15 +32,17 @@ def run(
     reduce: Reduce,
     parallel: RankPosition,
     train: bool,
+    routers: PassRouters | None = None,
 ) -> list[Any]:
     """Run forward, and backward if `train`, over all micro batches of this rank.
 
-    Returns the values that `reduce` kept, one per micro batch, on the last pipeline stage; [] on the other stages.
+    `routers`: None if routers choose and nothing is recorded. Returns the values that `reduce` kept, one per micro
+    batch, on the last pipeline stage; [] on the other stages.
     """
 
     def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
         batch = next(iterator)
-        output = _forward(model, batch.inputs, head, parallel)
+        output = _forward(model, batch.inputs, head, parallel, routers)
         return output, partial(_on_completion, reduce, batch, parallel)
 
     interleaved = len(models) > 1
@@ -54,7 +58,9 @@ def run(
     return results
 
 
-def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: RankPosition) -> torch.Tensor:
+def _forward(
+    model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: RankPosition, routers: PassRouters | None
+) -> torch.Tensor:
     """Return the hidden states for the next stage or, on the last stage, [1, k, 1 or 2] log-probs and entropies."""
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -64,7 +70,8 @@ def _forward(model: MegatronModule, inputs: ModelInputs, head: HeadSettings, par
         max_seqlen_kv=inputs.max_seqlen,
     )
     unwrapped = unwrap_model([model])[0]
-    with log_prob_head(language_model(unwrapped), inputs, head, parallel):
+    routing = nullcontext() if routers is None else routers.forward(unwrapped, inputs.routing)
+    with log_prob_head(language_model(unwrapped), inputs, head, parallel), routing:
         output: torch.Tensor = model(
             input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
             position_ids=inputs.position_ids,

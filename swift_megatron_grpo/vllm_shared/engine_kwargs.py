@@ -46,6 +46,9 @@ SERVED = _names(
     """
 )
 
+EXPERTS = "enable_return_routed_experts"
+SERVED_BY_SERVERS = SERVED | {EXPERTS}  # a trainer with --router_replay_mode R3 requires it of its servers
+
 _FLAGS = {
     "model": "model",
     "dtype": "torch_dtype",
@@ -63,6 +66,7 @@ _FLAGS = {
     "max_lora_rank": "lora_rank",
     "enable_sleep_mode": "sleep_level",
     "revision": "model_revision",
+    EXPERTS: "router_replay_mode",
 }
 
 _PARALLEL = "an engine is one tensor-parallel group of training ranks; use --vllm_tensor_parallel_size"
@@ -98,8 +102,7 @@ _REASONS = {
         mamba_cache_philox_rounds""",
     "the trainer reads the log-probs of the sampled distribution": """
         logprobs_mode kv_sharing_fast_prefill swa_bounded_replay return_sampling_mask""",
-    "routing and traces of the engine are not replayed": """
-        enable_return_routed_experts enable_trace_replay aux_output_config""",
+    "traces of the engine are not replayed": "enable_trace_replay aux_output_config",
     "the adapter is that of the trainer, with --lora_rank and --vllm_enable_lora": """
         max_loras default_mm_loras lora_dtype lora_target_modules enable_tower_connector_lora specialize_active_lora
         enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels""",
@@ -132,14 +135,22 @@ _REASONS_OF_SERVERS = {
 REFUSED_BY_SERVERS: Mapping[str, str] = {
     name: f"use --{_FLAGS_OF_SERVERS[name]}" if name in _FLAGS_OF_SERVERS else _REASONS_OF_SERVERS.get(why, why)
     for name, why in REFUSED.items()
+    if name not in SERVED_BY_SERVERS
 }
 # Other formats load quantized weights, or shards of another layout.
 _LOAD_FORMATS = ("auto", "safetensors", "hf", "pt", "npcache", "dummy", "runai_streamer", "fastsafetensors")
 
 
-def check_engine_kwargs(settings: Mapping[str, Any], adapter_only: bool, refused: Mapping[str, str] = REFUSED) -> None:
+def check_engine_kwargs(
+    settings: Mapping[str, Any],
+    adapter_only: bool,
+    refused: Mapping[str, str] = REFUSED,
+    served: frozenset[str] = SERVED,
+) -> None:
     """Raise ValueError for settings that are refused or unknown. `adapter_only`: the run sends only its adapter."""
-    problems = [f"--{FLAG}: {name}: {_problem(name, refused)}" for name in settings if name not in SERVED]
+    problems = [f"--{FLAG}: {name}: {_problem(name, refused)}" for name in settings if name not in served]
+    if not isinstance(settings.get(EXPERTS, False), bool):
+        problems.append(f"--{FLAG}: {EXPERTS} must be true or false, got {settings[EXPERTS]!r}")
     load_format = settings.get("load_format", "auto")
     if load_format not in _LOAD_FORMATS:
         problems.append(

@@ -29,7 +29,7 @@ def upstream() -> dict[str, Any]:
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import p2p_communication, schedules
         from megatron.core.tensor_parallel import get_cuda_rng_tracker, param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer.moe import moe_utils, token_dispatcher
+        from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         if hasattr(moe_utils, "get_moe_metrics_tracker"):
@@ -58,6 +58,8 @@ def upstream() -> dict[str, Any]:
             "ddp": source(DistributedDataParallel.__init__),
             "tracker": sorted(vars(tracker)),
             "filesystem_async": source(filesystem_async),
+            "router": source(router.TopKRouter),
+            "topk": source(moe_utils.topk_routing_with_score_function),
         }
         """
     )
@@ -129,3 +131,11 @@ def test_the_queue_of_checkpoint_results_is_created_unless_it_exists(core: Versi
     body = upstream()["filesystem_async"].split(f"\ndef {name}(")[1].split("\n\n\n")[0]
     assert "if _results_queue is None:" in body and body.endswith("return _results_queue")
     assert f"self.results_queue = {name}()" in upstream()["filesystem_async"]
+
+
+def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
+    """training/router_replay.py puts one there for the time of a pass; layers are numbered from 1."""
+    assert "self.router_replay = None" in upstream()["router"]
+    assert "router_replay=self.router_replay" in upstream()["router"]
+    asked = "router_replay.get_replay_topk( scores, topk, num_groups, group_topk, _compute_topk )"
+    assert asked in " ".join(upstream()["topk"].split())

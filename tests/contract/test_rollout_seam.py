@@ -17,19 +17,23 @@ def upstream() -> dict[str, Any]:
         import swift.cli.main as swift_cli
         from swift.arguments import RolloutArguments
         from swift.infer_engine import GRPOVllmEngine, RequestConfig, VllmEngine
-        from swift.infer_engine.protocol import RolloutInferRequest
+        from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
         from swift.pipelines.infer import rollout
         from uvicorn.protocols.http.auto import AutoHTTPProtocol
-        from vllm.config import ParallelConfig
+        from vllm.config import ParallelConfig, VllmConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.outputs import CompletionOutput
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.worker import gpu_model_runner, worker_base
+        from vllm.v1.worker.gpu import model_runner
         import swift.cli.rollout as script
 
         from swift_megatron_grpo.server import ignore_interrupts
 
         deploy = rollout.SwiftRolloutDeploy
         ignore_interrupts.ignore_interrupts()
+        aux_check = getattr(VllmConfig, "_verify_aux_output_compatibility", None)
         result = {
             "ignoring": [name for _, _, name in ignore_interrupts._entries],
             "route": swift_cli.ROUTE_MAPPING["rollout"],
@@ -62,6 +66,13 @@ def upstream() -> dict[str, Any]:
             "cli_main": source(swift_cli.cli_main),
             "infer": source(deploy.infer),
             "extension": source(worker_base),
+            "experts": [
+                "routed_experts" in parameters(CompletionOutput),
+                "enable_return_routed_experts" in parameters(EngineArgs),
+                "routed_experts" in ChatCompletionResponseChoice.__dataclass_fields__,
+            ],
+            "second_runner": source(model_runner.GPUModelRunner),
+            "aux_check": source(aux_check) if aux_check else None,  # older versions, on GPUs, have none
             "bookkeeping": source(gpu_model_runner.GPUModelRunner._bookkeeping_sync),
             "seeded": ["seed" in parameters(RequestConfig), "uuid" in parameters(RolloutInferRequest)],
         }
@@ -195,3 +206,17 @@ def test_the_code_that_the_cpu_platform_fixes_still_exists() -> None:
 def test_requests_have_seeds_and_the_trainer_creates_its_client_in_one_method() -> None:
     assert upstream()["seeded"] == [True, True]
     assert upstream()["_prepare_vllm_client"] == ["self"]
+
+
+def test_vllm_reports_the_experts_that_its_routers_choose() -> None:
+    assert upstream()["experts"] == [True, True, True]
+
+
+def test_the_second_runner_calls_the_connector_as_the_cpu_platform_does() -> None:
+    """platforms/cpu/routed_experts.py calls it from the first runner."""
+    if upstream()["aux_check"] is None:
+        pytest.skip("this vLLM is not that of the CPU platform")
+    runner = " ".join(upstream()["second_runner"].split())
+    assert "begin_step( scheduler_output.aux_output_connector_metadata )" in runner
+    assert "self.aux_output_connector.prepare_output(input_batch)" in runner
+    assert "if not self.use_v2_model_runner and not" in upstream()["aux_check"]

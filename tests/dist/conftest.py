@@ -183,6 +183,24 @@ class Ranks:
         for ranks, of_ranks in tasks.items():
             self.run(f"images-{ranks}", ranks, of_ranks)
 
+    def routing_layouts(self, layouts: Sequence[str], tuner: str = "full") -> Path:
+        """Run layouts on samples with a given routing; return the folder. An adapter is on the routers, too."""
+        folder = self.folder / f"routing-{tuner}"
+        folder.mkdir()
+        flags, tasks = self.flags("moe", tuner, "float32"), dict[int, list[Task]]()
+        if tuner == "lora":
+            flags += ["--target_modules", "all-linear", "all-router"]
+            adapter = str(folder / "adapter")
+            make = task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter)
+            tasks[1] = [make]
+            flags = [*flags, "--adapters", adapter]
+        for name in layouts:
+            run = task("tests.dist.routing_runs:run_layout", name=name, flags=flags, folder=str(folder))
+            tasks.setdefault(Variant.parse(name).ranks, []).append(run)
+        for ranks, of_ranks in tasks.items():
+            self.run(f"routing-{tuner}-{ranks}", ranks, of_ranks)
+        return folder
+
     def losses(self, layout: str) -> dict[str, Any]:
         """Run one step of every loss on a layout and return its metrics."""
         no_update = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]

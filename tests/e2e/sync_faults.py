@@ -33,6 +33,9 @@ DELTA_NET = "model.language_model.layers.0.linear_attn.A_log"
 EXPERTS = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.1.")
 
 
+ROUTER = "model.layers.1.mlp.gate.weight"
+
+
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = vars(owner).get(name)
@@ -106,6 +109,26 @@ def delta_net_tensor_lost_in_transfer(loop: GRPOLoop) -> AbstractContextManager[
     return in_transfer(loop, lambda weights: ((name, tensor) for name, tensor in weights if name != DELTA_NET))
 
 
+def _without(part: str) -> Change:
+    return lambda weights: ((name, tensor) for name, tensor in weights if part not in name)
+
+
+def expert_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_export(_without(EXPERTS[0]))
+
+
+def expert_lost_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_transfer(loop, _without(EXPERTS[0]))
+
+
+def router_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_export(_without(ROUTER))
+
+
+def router_lost_in_transfer(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return in_transfer(loop, _without(ROUTER))
+
+
 @contextmanager
 def experts_swapped_for_one_engine(loop: GRPOLoop) -> Iterator[None]:
     """Inject the fault on rank 1; with servers on rank 0, the only rank that connects to them."""
@@ -142,6 +165,18 @@ def changed_rollouts(loop: GRPOLoop, change: Callable[[Rollout], Rollout]) -> Ab
 def _shift_logprobs(rollout: Rollout) -> Rollout:
     assert rollout.logprobs is not None
     return replace(rollout, logprobs=[*rollout.logprobs[1:], rollout.logprobs[0]])
+
+
+def _report_no_experts(rollout: Rollout) -> Rollout:
+    """Return the rollout as a kernel leaves it that chooses the experts of the last layer itself."""
+    assert rollout.routed_experts is not None
+    rows = rollout.routed_experts.copy()
+    rows[:, -1] = 0
+    return replace(rollout, routed_experts=rows)
+
+
+def experts_not_reported(loop: GRPOLoop) -> AbstractContextManager[None]:
+    return changed_rollouts(loop, _report_no_experts)
 
 
 def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
@@ -208,6 +243,13 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
         2: [tensor_lost_in_transfer, experts_swapped_in_transfer, logprobs_shifted, rollouts_of_older_weights],
         3: [tensor_lost_once],
         5: [temperature_not_applied],
+    },
+    "routers": {
+        1: [expert_not_sent, router_not_sent, experts_swapped_in_export],
+        # one a step: the engine has received everything else, and keeps it
+        2: [router_lost_in_transfer],
+        3: [expert_lost_in_transfer],
+        4: [experts_swapped_in_transfer, experts_not_reported],
     },
     "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
     "towers": {2: [tower_not_sent, tower_adapters_left_out, tower_adapters_merged_as_zeros]},

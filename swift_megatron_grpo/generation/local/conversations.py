@@ -58,7 +58,7 @@ class MultiTurnVllm(LocalVllm):
         )
         self._broadcast(None)
         return [
-            to_rollout(request.prompt, conversation.to_completion(self._weights_version))
+            to_rollout(request, conversation.to_completion(self._weights_version))
             for request, conversation in zip(requests, finished, strict=True)
         ]
 

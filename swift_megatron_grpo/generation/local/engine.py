@@ -29,7 +29,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.generation.local.engine_settings import shared_settings
+from swift_megatron_grpo.generation.local.engine_settings import reporting_settings, shared_settings
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.protocol.buckets import NamedWeights
@@ -214,7 +214,11 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.padding_free = False
     template.sequence_parallel_size = 1
     set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
-    engine_kwargs = {**config.engine_kwargs, "hf_overrides": dict(config.hf_overrides)}
+    engine_kwargs = {
+        **config.engine_kwargs,
+        **reporting_settings(config),
+        "hf_overrides": dict(config.hf_overrides),
+    }
     engine = EngineForImages(
         config.model_dir,
         torch_dtype=config.dtype,

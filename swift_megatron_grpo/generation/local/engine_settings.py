@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,6 +22,12 @@ def check_engine_settings(config: VllmConfig) -> None:
     problem = _problem(config, config.engine_kwargs)
     if problem is None:
         return
+    if config.returns_experts and _problem(replace(config, returns_experts=False), config.engine_kwargs) is None:
+        raise ValueError(
+            "vLLM cannot report the experts that its routers choose with these settings, and --router_replay_mode R3 "
+            f"and --router_agreement_samples read them: {problem}; use --router_replay_mode R2 or disabled, and "
+            "--router_agreement_samples 0"
+        )
     for name, value in config.engine_kwargs.items():
         others = {other: kept for other, kept in config.engine_kwargs.items() if other != name}
         if _problem(config, others) is None:
@@ -61,6 +68,11 @@ def shared_settings(config: VllmConfig) -> dict[str, Any]:
     }
 
 
+def reporting_settings(config: VllmConfig) -> dict[str, Any]:
+    """Return vLLM's settings for reports that this run reads."""
+    return {"enable_return_routed_experts": True} if config.returns_experts else {}
+
+
 def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
     """Return the arguments that ms-swift's engine will have; it leaves out what is None, too."""
     return EngineArgs(
@@ -70,6 +82,7 @@ def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArg
         trust_remote_code=True,
         hf_overrides=dict(config.hf_overrides),
         **{name: value for name, value in shared_settings(config).items() if value is not None},
+        **reporting_settings(config),
         **engine_kwargs,
     )
 

@@ -42,6 +42,7 @@ def sample(
                 text=engine.template.decode_generate_ids(token_ids, template_inputs=prompt["template_inputs"]),
                 finish_reason=answer.finish_reason,
                 weights_version=weights_version,
+                routed_experts=answer.routed_experts if request.returns_experts else None,
             )
         )
     return rollouts

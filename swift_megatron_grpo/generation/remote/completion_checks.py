@@ -25,6 +25,7 @@ class Expected:
     max_completion_length: int  # of one turn
     max_model_len: int  # of the server
     has_turns: bool
+    num_layers: int | None = None  # None: the model's config.json does not have it
 
 
 def problem_of(completion: Completion, expected: Expected) -> str | None:
@@ -46,6 +47,7 @@ def problem_of(completion: Completion, expected: Expected) -> str | None:
             math.isfinite(value) and value <= _ROUNDING for value in logprobs or ()
         ),
     }
+    problems |= _problems_of_experts(completion, expected.num_layers)
     problems |= _problems_of_turns(completion) if expected.has_turns else _problems_of_one_turn(completion, expected)
     return next((problem for problem, is_present in problems.items() if is_present), None)
 
@@ -78,6 +80,17 @@ def _problems_of_turns(completion: Completion) -> dict[str, bool]:
         "its infos have a total_reward that is no number": not isinstance(
             completion.infos.get("total_reward", 0.0), int | float | None
         ),
+    }
+
+
+def _problems_of_experts(completion: Completion, num_layers: int | None) -> dict[str, bool]:
+    """Check the shape of the experts; whether they can be chosen depends on the model (loop/expert_checks.py)."""
+    rows, tokens = completion.routed_experts, len(completion.prompt_ids) + len(completion.completion_ids)
+    if rows is None:
+        return {}
+    return {
+        f"it has {len(rows)} rows of experts for {tokens} tokens": len(rows) != tokens - 1,
+        f"its experts are of {rows.shape[1]} layers, not {num_layers}": num_layers not in (None, rows.shape[1]),
     }
 
 

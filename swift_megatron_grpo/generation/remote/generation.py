@@ -250,7 +250,7 @@ class RemoteGeneration:
         if problem is not None:
             self._servers.exclude(server, f"its completion of prompt {prompt.prompt_id} is invalid: {problem}")
         elif self._failure is None and self._dispatcher.finish(place, server.url):
-            self._finished[place] = to_rollout(prompt, completion)
+            self._finished[place] = to_rollout(self._requests[place], completion)
             for recovery in self._lost_requests.record_completion(place, time.monotonic()):
                 logger.warning(recovery)
 
@@ -262,6 +262,7 @@ class RemoteGeneration:
             max_completion_length=self._sampling.max_completion_length,
             max_model_len=status.max_model_len,
             has_turns=config.turns is not None,
+            num_layers=config.model.get("num_hidden_layers"),
         )
 
     def _other_prompt(self, place: int, server: Server, completion: Completion) -> str | None:
@@ -294,6 +295,7 @@ class RemoteGeneration:
             "sampling": asdict(request_config(sampling, request.seed)),
             "tokens_of_all_turns": limit,
             "media": media,
+            "experts": request.returns_experts,
             "weights_version": self._version,
         }
 

@@ -318,6 +318,12 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
             "tokens, which measure how far the policy has moved since; leave that setting out"
         )
+    if config.returns_experts and not status.returns_experts:
+        problems.append(
+            "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
+            "--router_agreement_samples read; start it with --vllm_engine_kwargs "
+            """'{"enable_return_routed_experts": true}'"""
+        )
     problems += conflicts_with_run(status.conversations, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
         problems.append(

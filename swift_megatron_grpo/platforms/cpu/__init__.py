@@ -13,6 +13,7 @@ distributed.py       torch.distributed on gloo in place of NCCL
 stand_in.py          module trees in place of packages that need CUDA
 transformer_engine/  Transformer Engine's API in plain PyTorch
 linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
+routed_experts.py    the experts that vLLM's routers choose, from its first model runner
 fixes.py             fixes of upstream code that fails without a GPU
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 

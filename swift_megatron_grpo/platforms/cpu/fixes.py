@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
+from swift_megatron_grpo.platforms.cpu.routed_experts import allow_first_runner, capture_in_first_runner
 
 _MAX_SENDS_IN_FLIGHT = 64
 
@@ -206,6 +207,34 @@ def _pack_experts(experts: Any, layer: Any) -> None:
         weight.data.copy_(pack(weight.data, experts.isa))
 
 
+def compute_local_experts(cpu_moe: Any) -> None:
+    """Give vLLM's CPU kernel the ids of the experts that this worker holds, with expert parallelism.
+
+    It takes ids of the whole layer for its own, and reads beyond its weights. Experts of other workers count 0 here;
+    the workers' results are summed afterwards.
+    """
+    owner = cpu_moe.CPUUnquantizedExperts
+    apply = owner.apply
+
+    @functools.wraps(apply)
+    def apply_local(
+        self: Any,
+        *,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        expert_map: torch.Tensor | None,  # [experts] place on this worker; -1: on another one
+        **others: Any,
+    ) -> None:
+        if expert_map is not None:
+            if others["apply_router_weight_on_input"]:
+                raise NotImplementedError("expert parallelism with weights on the input of experts, on a CPU")
+            places = expert_map[topk_ids.long()]
+            topk_weights, topk_ids = topk_weights.masked_fill(places < 0, 0), places.clamp(min=0).to(topk_ids.dtype)
+        apply(self, topk_weights=topk_weights, topk_ids=topk_ids, expert_map=expert_map, **others)
+
+    owner.apply = apply_local
+
+
 def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
     """Reset the generator of a seeded request whose prompt has been processed only in part.
 
@@ -227,6 +256,11 @@ def reset_generators_of_partial_prefills(gpu_model_runner: Any) -> None:
         return result
 
     runner._bookkeeping_sync = reset_and_bookkeep
+
+
+def fix_first_runner(gpu_model_runner: Any) -> None:
+    reset_generators_of_partial_prefills(gpu_model_runner)
+    capture_in_first_runner(gpu_model_runner)
 
 
 def _before(owner: type, method: str, call: Callable[[Any], None]) -> None:
@@ -297,10 +331,12 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.pipeline_parallel.p2p_communication": copy_sent_tensors,
     "megatron.core.tensor_parallel.random": silence_rng_warning,
     "megatron.core.transformer.moe.token_dispatcher": convert_split_sizes_to_numpy,
+    "vllm.config.vllm": allow_first_runner,
     "vllm.distributed.parallel_state": skip_destroyed_groups,
+    "vllm.model_executor.layers.fused_moe.experts.cpu_moe": compute_local_experts,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,
     "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention": compute_in_torch,
     "vllm.model_executor.layers.utils": keep_unpacked_weights,
     "vllm.platforms.cpu": prefer_the_given_cache_size,
-    "vllm.v1.worker.gpu_model_runner": reset_generators_of_partial_prefills,
+    "vllm.v1.worker.gpu_model_runner": fix_first_runner,
 }

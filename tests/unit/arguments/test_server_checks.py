@@ -88,6 +88,7 @@ def status(**changes: Any) -> ServerStatus:
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
         "has_towers": False,
         "images_per_prompt": 0,
+        "returns_experts": False,
         "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
     }  # fmt: skip
@@ -97,6 +98,14 @@ def status(**changes: Any) -> ServerStatus:
 def test_a_suitable_server_is_accepted() -> None:
     assert problems_of(status(), CONFIG, PROTOCOL) == []
     assert "secret" not in repr(CONFIG)
+
+
+def test_a_server_that_does_not_report_experts_is_refused_only_if_the_run_reads_them() -> None:
+    reads = replace(CONFIG, returns_experts=True)
+    [message] = problems_of(status(), reads, PROTOCOL)
+    assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message
+    assert problems_of(status(returns_experts=True), reads, PROTOCOL) == []
+    assert problems_of(status(returns_experts=True), CONFIG, PROTOCOL) == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from swift_megatron_grpo.conversations.turns import Message, Turn, join, turn_seed
 
 QUESTION, TOOL = [1, 2, 3], [90, 91]
@@ -69,3 +71,11 @@ def test_one_message_may_span_two_turns() -> None:
 def test_turns_without_log_probs_join_to_none() -> None:
     joined = join([Turn(QUESTION, [10], None), Turn([*QUESTION, 10, *TOOL], [11], None)])
     assert joined.logprobs is None and joined.sampled == [True, False, False, True]
+
+
+def test_the_experts_of_a_conversation_are_those_of_its_last_turn() -> None:
+    """Its prompt holds all earlier tokens, of tools and environments, too."""
+    first, last = np.zeros((3, 2, 2), np.uint8), np.ones((9, 2, 2), np.uint8)
+    turns = [Turn(QUESTION, [10], [-1.0], first), Turn([*QUESTION, 10, *TOOL], [11], [-1.0], last)]
+    assert join(turns).routed_experts is last
+    assert join(turns[:1]).routed_experts is first and join([Turn(QUESTION, [10], None)]).routed_experts is None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from swift_megatron_grpo.config import CorrectionConfig, GradingConfig, SamplingConfig
+from swift_megatron_grpo.config import CorrectionConfig, GradingConfig, RoutingConfig, SamplingConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.grading import RewardFunctions
@@ -22,6 +22,7 @@ from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.step import old_logprobs_from_engine
 from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.training.expert_layers import ExpertLayers
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -95,13 +96,14 @@ def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 
     grading = GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample)
     config = SimpleNamespace(
         batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward=None),
-        sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()),
+        sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=RoutingConfig("disabled", compared=3),
     )  # fmt: skip
     stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
         generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None,
         watchdog=SimpleNamespace(limit=lambda *_: nullcontext()), stop=StopRequest(OneRank(), grace=120.0),  # type: ignore[arg-type]
         residency=SimpleNamespace(for_inference=lambda: None),
+        training=SimpleNamespace(passes=SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))),
     )  # fmt: skip
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
     return Rollouts(config, stages, None, ahead), engine  # type: ignore[arg-type]
@@ -201,3 +203,19 @@ def test_old_log_probs_are_the_engines_for_older_weights_without_a_correction() 
     for correction in (plain, corrected):
         with pytest.raises(RuntimeError, match="came without the engine's log-probs"):
             old_logprobs_from_engine([without_logprobs], 4, correction)
+
+
+def test_experts_are_requested_of_the_first_completions_and_not_of_an_evaluation() -> None:
+    rollouts, engine = make(0, 1)
+    requested: list[list[bool]] = []
+    generate = engine.generate
+
+    def remember(requests: Sequence[Request], *more: Any) -> Generation:
+        requested.append([request.returns_experts for request in requests])
+        return generate(requests, *more)
+
+    engine.generate = remember  # type: ignore[method-assign]
+    rollouts.take(step(0))
+    rollouts.evaluate([Prompt("e", {"messages": [{"role": "user", "content": "e"}]})], GROUP, step(0))
+    first, evaluation = requested
+    assert sum(first) == 3 and first[:3] == [True] * 3 and not any(evaluation)

@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 
@@ -256,3 +257,34 @@ def test_a_folder_with_rollouts_of_another_run_is_refused(folder: Path, tmp_path
     with pytest.raises(ValueError, match="use --num_generations 2 or dump to another folder"):
         check_dump(folder, replace(SETTINGS, num_generations=4), resumes=True)
     assert recorded_rollouts(tmp_path / "new") == []
+
+
+def test_experts_are_read_back_bit_for_bit_and_only_written_if_there_are_any(tmp_path: Path) -> None:
+    graded = completions()
+    rows = [None if i == 1 else np.full((2, 3, 2), i, np.uint8) for i in range(len(graded))]
+    graded = [
+        replace(g, rollout=replace(g.rollout, routed_experts=experts)) for g, experts in zip(graded, rows, strict=True)
+    ]
+    RolloutDump(tmp_path, SETTINGS, first=0, writes_here=True).write(0, 0, graded)
+    lines = [json.loads(line) for line in (tmp_path / "rollout-000000.jsonl").read_text().split("\n")[:-1]]
+    assert [("routed_experts" in line) for line in lines] == [True, False, True, True]
+    read, _ = RolloutReplay(tmp_path, LIMITS).take(0, 0, PROMPTS, 2)
+    assert read[1].routed_experts is None
+    assert all(np.array_equal(read[i].routed_experts, rows[i]) for i in (0, 2, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"), [("damaged", "routed_experts cannot be read"), ("long", "rows for .* the last one never ran")]
+)
+def test_experts_that_no_engine_has_reported_are_refused_by_line(tmp_path: Path, rows: str, problem: str) -> None:
+    graded = completions()
+    tokens = len(graded[0].rollout.prompt_ids + graded[0].rollout.completion_ids)
+    experts = np.zeros((tokens if rows == "long" else tokens - 1, 3, 2), np.uint8)
+    graded[0] = replace(graded[0], rollout=replace(graded[0].rollout, routed_experts=experts))
+    RolloutDump(tmp_path, SETTINGS, first=0, writes_here=True).write(0, 0, graded)
+    if rows == "damaged":
+        path = tmp_path / "rollout-000000.jsonl"
+        path.write_text(path.read_text().replace('"type": "uint8"', '"type": "text"'))
+        remove_checksums(tmp_path)
+    with pytest.raises(ReplayError, match=f"line 1: .*{problem}"):
+        RolloutReplay(tmp_path, LIMITS).take(0, 0, PROMPTS, 2)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from swift_megatron_grpo.vllm_shared.engine_kwargs import (
+    EXPERTS,
     REFUSED,
     REFUSED_BY_SERVERS,
     SERVED,
+    SERVED_BY_SERVERS,
     check_engine_kwargs,
 )
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
@@ -68,7 +70,8 @@ def test_servers_refuse_the_same_settings_and_name_their_own_flags(name: str) ->
 
     message = refuse({name: 1}, refused=REFUSED_BY_SERVERS)
     why = REFUSED_BY_SERVERS[name]
-    assert set(REFUSED_BY_SERVERS) == set(REFUSED) and message.startswith(f"--vllm_engine_kwargs: {name}: {why}")
+    assert set(REFUSED_BY_SERVERS) == set(REFUSED) - {EXPERTS}
+    assert message.startswith(f"--vllm_engine_kwargs: {name}: {why}")
     assert "training ranks" not in why and "sleep_level" not in why
     flags = re.findall(r"use --(\w+)", why)
     assert set(flags) <= set(GRPORolloutArguments.__dataclass_fields__)
@@ -100,3 +103,11 @@ def test_malformed_json_is_refused_with_its_position(tmp_path: Path) -> None:
     path.write_text('{"a": 1}')
     assert parse_json_object(flag, str(path)) == parse_json_object(flag, '{"a": 1}') == {"a": 1}
     assert parse_json_object(flag, None) == {}
+
+
+def test_servers_report_experts_and_colocate_names_the_flag() -> None:
+    setting = {"enable_return_routed_experts": True}
+    assert "use --router_replay_mode" in refuse(setting)
+    check_engine_kwargs(setting, False, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
+    with pytest.raises(ValueError, match="enable_return_routed_experts must be true or false, got 'yes'"):
+        check_engine_kwargs({"enable_return_routed_experts": "yes"}, False, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)

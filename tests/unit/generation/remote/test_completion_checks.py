@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +31,17 @@ def test_a_valid_completion_and_a_valid_conversation_have_no_problem() -> None:
     assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "total_reward": float("nan")}), TURNS) is None
     unanswered = replace(CONVERSATION, completion_ids=[], sampled=[], logprobs=None)
     assert problem_of(unanswered, TURNS) is None
+
+
+def test_experts_of_all_tokens_but_the_last_are_accepted() -> None:
+    expected = replace(ONE_TURN, num_layers=2)
+    rows = np.zeros((3, 2, 2), np.uint8)
+    assert problem_of(replace(COMPLETION, routed_experts=rows), expected) is None
+    wrong = replace(COMPLETION, routed_experts=rows[:2])
+    assert problem_of(wrong, expected) == "it has 2 rows of experts for 4 tokens"
+    other = replace(COMPLETION, routed_experts=rows[:, :1])
+    assert problem_of(other, expected) == "its experts are of 1 layers, not 2"
+    assert problem_of(other, ONE_TURN) is None
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,36 @@ def check_vllm_uses_reloaded_weights() -> None:
     assert torch.equal(layer.cpu_linear(x, layer.weight, None), x)
 
 
+def check_vllm_sums_the_experts_of_all_workers() -> None:
+    """vLLM's kernel takes the ids of a whole layer for those of a worker's own experts, and reads beyond them."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    experts = cpu_moe.CPUUnquantizedExperts
+    torch.manual_seed(0)
+    hidden, up, down = torch.randn(5, 64), torch.randn(4, 128, 64) / 8, torch.randn(4, 64, 64) / 8
+    weights, ids = torch.rand(5, 2), torch.stack([torch.randperm(4)[:2] for _ in range(5)]).to(torch.int32)
+    layer = SimpleNamespace(_use_zentorch=False, w1_bias=None, w2_bias=None, isa="vec")
+
+    def run(held: slice, expert_map: torch.Tensor | None) -> torch.Tensor:
+        output = torch.zeros(5, 64)
+        packed = [cpu_moe.cpu_prepack_moe_weight(weight[held].contiguous(), "vec") for weight in (up, down)]
+        experts.apply(
+            layer, output=output, hidden_states=hidden, w1=packed[0], w2=packed[1], topk_weights=weights, topk_ids=ids,
+            activation=MoEActivation.SILU, global_num_experts=4, expert_map=expert_map, a1q_scale=None, a2_scale=None,
+            workspace13=output, workspace2=output, expert_tokens_meta=None, apply_router_weight_on_input=False,
+        )  # fmt: skip
+        return output
+
+    first = run(slice(0, 2), torch.tensor([0, 1, -1, -1], dtype=torch.int32))
+    second = run(slice(2, 4), torch.tensor([-1, -1, 0, 1], dtype=torch.int32))
+    torch.testing.assert_close(first + second, run(slice(0, 4), None))
+    assert first.abs().sum() > 0 and second.abs().sum() > 0
+
+
 def check_vllm_allocates_the_cache_that_is_set() -> None:
     from vllm.config import CacheConfig, VllmConfig
 

@@ -1,0 +1,52 @@
+"""Experts that earlier passes have chosen, packed like the tokens of a micro batch, and back.
+
+n: packed tokens, padding included; k: experts of a token. -1: the router chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from swift_megatron_grpo.types import ExpertRows, Sample
+
+ROUTER_CHOOSES = -1
+
+
+def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
+    """Return layers and k of the samples with a given routing; None: routers choose for all of them."""
+    shapes = {sample.routed_experts.shape[1:] for sample in samples if sample.routed_experts is not None}
+    if len(shapes) > 1:
+        raise ValueError(f"the routing of samples differs in layers and experts per token: {sorted(shapes)}")
+    return next(((layers, k) for layers, k in shapes), None)
+
+
+def pack_routing(samples: Sequence[Sample], lengths: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
+    """Return the given experts of a packed micro batch, [n, layers, k] int16. `lengths`: with padding."""
+    packed = torch.full((sum(lengths), *shape), ROUTER_CHOOSES, dtype=torch.int16)
+    start = 0
+    for sample, length in zip(samples, lengths, strict=True):
+        rows = sample.routed_experts
+        if rows is not None:
+            if len(rows) > len(sample.tokens):
+                raise ValueError(f"a sample of {len(sample.tokens)} tokens has {len(rows)} rows of experts")
+            packed[start : start + len(rows)] = torch.from_numpy(rows.astype(np.int16))
+        start += length
+    return packed
+
+
+def unpack_routing(
+    packed: torch.Tensor, layers: Sequence[int], tokens: Sequence[int], lengths: Sequence[int], num_layers: int
+) -> list[ExpertRows]:
+    """Return the rows of each sample of a packed micro batch, with -1 in layers that other ranks run.
+
+    `packed`: [n, len(layers), k], the choices of some layers. `tokens`: of each sample. `lengths`: with padding.
+    """
+    rows: list[ExpertRows] = []
+    for part, count in zip(packed.split(list(lengths)), tokens, strict=True):
+        whole = np.full((count, num_layers, packed.shape[2]), ROUTER_CHOOSES, dtype=np.int16)
+        whole[:, list(layers)] = part[:count].numpy()
+        rows.append(whole)
+    return rows

@@ -1,0 +1,107 @@
+"""vLLM's report of routed experts (`enable_return_routed_experts`) on a CPU.
+
+vLLM 0.32 reports them from its second model runner only, which needs Triton; on a CPU it has the first one. The parts
+on both sides of the runner do not depend on it: hooks at the routers capture the experts of a step, a store keeps those
+of cached blocks, and the scheduler attaches rows to completions. This module connects them to the first runner.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def allow_first_runner(config: ModuleType) -> None:
+    """Make vLLM's check accept the first model runner; everything else that it checks stays checked."""
+    owner: Any = vars(config)["VllmConfig"]
+    verify, runner = owner._verify_aux_output_compatibility, vars(owner)["use_v2_model_runner"]
+
+    @functools.wraps(verify)
+    def verify_without_runner(self: Any) -> None:
+        owner.use_v2_model_runner = True
+        try:
+            verify(self)
+        finally:
+            owner.use_v2_model_runner = runner
+        if self.aux_output_config.enabled:
+            self.scheduler_config.async_scheduling = False  # the copies of a step's rows would need streams
+
+    owner._verify_aux_output_compatibility = verify_without_runner
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What vLLM's connector reads of the second runner's batch."""
+
+    req_ids: list[str]
+    query_start_loc_np: NDArray[np.int32]  # [requests + 1] first row of each request
+    num_computed_tokens_np: NDArray[np.int32]  # [requests] before this step
+
+
+class _Capture:
+    """The captured experts of one runner, between the two halves of a step."""
+
+    def __init__(self, runner: Any, kv_cache_config: Any) -> None:
+        worker = import_module("vllm.distributed.aux_output_connector.worker")
+        self.connector = worker.get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
+        self.pending: Any = None  # rows of the step whose tokens are sampled next
+
+    def run(self, runner: Any) -> None:
+        """Keep the rows of the step that has run."""
+        batch = runner.input_batch
+        count = batch.num_reqs
+        step = _Step(
+            list(batch.req_ids[:count]),
+            runner.query_start_loc.np[: count + 1].copy(),
+            batch.num_computed_tokens_cpu[:count].copy(),
+        )
+        self.pending = self.connector.prepare_output(step)
+
+    def attach(self, output: Any) -> None:
+        """Attach the rows to the output of the step. Parts of a prompt have sampled nothing, and get theirs later."""
+        pending, self.pending = self.pending, None
+        if pending is None:  # another tensor-parallel rank reports
+            return
+        sampled = np.array([len(tokens) for tokens in output.sampled_token_ids], np.int32)
+        pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
+        output.aux_output_connector_output = pending.process_output()
+
+
+def capture_in_first_runner(gpu_model_runner: Any) -> None:
+    """Call vLLM's connector from the first model runner, at the places where the second one calls it."""
+    runner = gpu_model_runner.GPUModelRunner
+    initialize, execute, sample = runner.initialize_kv_cache, runner.execute_model, runner.sample_tokens
+    captures: dict[int, _Capture] = {}  # by runner, of which a process has one for its whole life
+
+    @functools.wraps(initialize)
+    def initialize_and_bind(self: Any, kv_cache_config: Any, is_profiling: bool = False, **kwargs: Any) -> None:
+        initialize(self, kv_cache_config, is_profiling, **kwargs)
+        if self.vllm_config.aux_output_config.enabled and not is_profiling:
+            captures[id(self)] = _Capture(self, kv_cache_config)
+
+    @functools.wraps(execute)
+    def execute_and_capture(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        capture = captures.get(id(self))
+        if capture is not None:
+            capture.connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        result = execute(self, scheduler_output, *args, **kwargs)
+        if capture is not None and scheduler_output.total_num_scheduled_tokens:
+            capture.run(self)
+        return result
+
+    @functools.wraps(sample)
+    def sample_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample(self, *args, **kwargs)
+        capture = captures.get(id(self))
+        if capture is not None:
+            capture.attach(output)
+        return output
+
+    runner.initialize_kv_cache, runner.execute_model = initialize_and_bind, execute_and_capture
+    runner.sample_tokens = sample_and_attach

@@ -1,0 +1,44 @@
+"""Router replay is refused where it could replay nothing, by flag and with a value that works."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift_megatron_grpo.arguments.routing_checks import check_routing, start_up_notes
+from swift_megatron_grpo.config import RouterReplay, RoutingConfig
+
+
+@pytest.mark.parametrize("replay", ["disabled", "R2", "R3"])
+def test_mixtures_of_experts_are_accepted(replay: RouterReplay) -> None:
+    check_routing(replay, 16, "m", 8, ["aux_loss", "seq_aux_loss"])
+
+
+def test_a_dense_model_is_accepted_without_replay() -> None:
+    check_routing("disabled", 0, "m", None, [])
+
+
+@pytest.mark.parametrize(
+    ("replay", "compared", "experts", "balancing", "problem"),
+    [
+        ("R2", 0, None, [], r"^--router_replay_mode R2: --model m is dense"),
+        ("R3", 4, None, [], r"^--router_replay_mode R3 and --router_agreement_samples 4: --model m is dense"),
+        ("R3", 0, 8, ["sinkhorn"], "sinkhorn chooses experts .* use --moe_router_load_balancing_type aux_loss"),
+        ("disabled", -1, 8, [], r"--router_agreement_samples -1 must be at least 0; use --router_agreement_samples 16"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    replay: RouterReplay, compared: int, experts: int | None, balancing: list[str], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        check_routing(replay, compared, "m", experts, balancing)
+
+
+def test_r2_without_effect_is_noted() -> None:
+    [note] = start_up_notes("R2", 1)
+    assert note.startswith("--router_replay_mode R2: without effect")
+    assert start_up_notes("R2", 2) == start_up_notes("R3", 1) == []
+
+
+def test_experts_are_requested_for_all_completions_or_for_those_that_are_compared() -> None:
+    assert RoutingConfig("R3").requested(100) == 100 and RoutingConfig("R2").requested(100) == 0
+    assert RoutingConfig("disabled", 16).requested(100) == 16 and RoutingConfig("R2", 16).requested(8) == 8
