@@ -55,7 +55,7 @@ qwen3_5() {
 
 # with_servers COMMAND...      runs the command with --servers, while a rollout server of each trainer is on the last GPU
 with_servers() {
-    local work=${WORK:-runs/bench} shape=${DRY:+toy}-qwen3.5 arms=(on off) dtype=bfloat16 arm gpu port=8100 pids=() urls=()
+    local work=${WORK:-runs/bench} shape=${DRY:+toy}-qwen3.5 arms=(on off) dtype=bfloat16 arm gpu i port=8100 pids=() urls=()
     [ -n "${DRY:-}" ] && arms=(on) dtype=float32 || shape=2b-qwen3.5  # ms-swift's server needs a GPU
     [ -e "$work/models/$shape" ] || "$python" -m benchmarks.harness.models "$shape" "$work/models/$shape"
     gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
@@ -65,8 +65,9 @@ with_servers() {
             --torch_dtype "$dtype" "${eager[@]}" >"$work/rollout-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
-    for url in "${urls[@]}"; do
-        timeout 300 bash -c "until curl -sfo /dev/null $url/health/; do sleep 1; done" || echo "== $url does not answer" >&2
+    for i in "${!urls[@]}"; do
+        timeout 300 bash -c "until curl -sfo /dev/null ${urls[i]}/health/; do kill -0 ${pids[i]} || exit; sleep 1; done" ||
+            echo "== ${urls[i]} does not answer" >&2
     done
     "$@" --servers "${urls[0]}" "${urls[-1]}"
     kill "${pids[@]}" || true

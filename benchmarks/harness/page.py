@@ -37,6 +37,7 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
 * *MFU*: the FLOPs that forward and backward of these tokens require, divided by the time of forward and backward and by
   the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the
   attention scores, the output layer on completion tokens only, and no recomputation. The formula is the same for both.
+  Tokens of images count, the image part of a model does not.
 * *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
