@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayers:
-    """What a row of experts of this model looks like."""
+    """Sizes of a row of experts of this model."""
 
     num_layers: int
     with_experts: tuple[int, ...]  # from 0

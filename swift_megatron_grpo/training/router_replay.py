@@ -116,7 +116,7 @@ class PassRouters:
 
     @property
     def choices(self) -> list[ExpertChoice]:
-        """Those of all virtual pipeline stages."""
+        """Choices of all virtual pipeline stages."""
         return [choice for choices in self._choices.values() for choice in choices]
 
     @contextmanager

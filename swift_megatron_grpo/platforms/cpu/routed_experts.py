@@ -37,7 +37,7 @@ def allow_first_runner(config: ModuleType) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What vLLM's connector reads of the second runner's batch."""
+    """The part that vLLM's connector reads of the second runner's batch."""
 
     req_ids: list[str]
     query_start_loc_np: NDArray[np.int32]  # [requests + 1] first row of each request
