@@ -42,14 +42,14 @@ def without_numbers(output: str) -> list[str]:
     return sorted(re.sub(r"\d+", "#", line) for line in output.splitlines())
 
 
-def compare_with_and_without_the_plugin(command: str) -> tuple[int, list[str]]:
-    """Run a command with the plugin on and off; return exit code and printed lines, which must be the same."""
-    on, off = (finish(process) for process in [start(mode, *command.split()) for mode in ("on", "off")])
+def compare(with_the_plugin: str, without: str) -> None:
+    """Run one command with the plugin on and one with it off; they must exit and print the same."""
+    started = [start("on", *with_the_plugin.split()), start("off", *without.split())]
+    on, off = (finish(process) for process in started)
     assert on[0] == off[0]
     assert without_numbers(on[1]) == without_numbers(off[1])
     assert len(on[1].splitlines()) > 3  # it did print something
     assert "swift_megatron_grpo" not in on[1]
-    return on[0], without_numbers(on[1])
 
 
 # Each start costs 17 CPU seconds of imports. By default, the two commands that are most like
@@ -65,34 +65,26 @@ def compare_with_and_without_the_plugin(command: str) -> tuple[int, list[str]]:
     ],
 )
 def test_other_commands_print_the_same_with_and_without_the_plugin(command: str) -> None:
-    compare_with_and_without_the_plugin(command)
+    compare(command, command)
 
 
 def test_another_type_of_rlhf_prints_the_same_also_as_swift_megatron() -> None:
     """`swift megatron` works for every command, not only for GRPO: ms-swift's `swift` script has no such command."""
     command = "megatron rlhf --rlhf_type dpo --model /no/such/model"
-    expected = compare_with_and_without_the_plugin(command)
-    code, handed_over = run("on", "swift", *command.split())
-    assert (code, without_numbers(handed_over)) == expected
+    compare(f"swift {command}", command)
     _, off = run("off", "swift", *command.split())
     assert "KeyError: 'megatron'" in off
 
 
-def test_swift_megatron_parses_our_flags_in_all_ranks() -> None:
+def test_swift_megatron_parses_a_config_file_with_our_flags_in_all_ranks(tmp_path: Path) -> None:
     """The command reaches torchrun and its ranks, on the CPU platform if needed, and they use our argument class."""
-    ranks = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
-    code, output = run("on", "swift", "megatron", "rlhf", "--rlhf_type=grpo", **ranks)
-    assert code != 0
-    assert re.search(r"run sh: `.*/rlhf\.py --rlhf_type=grpo`", output)
-    assert output.count("ValueError: no model is set; use --model") == 2
-
-
-def test_a_config_file_is_parsed_with_our_flags(tmp_path: Path) -> None:
     config = tmp_path / "grpo.yaml"
     config.write_text("rlhf_type: grpo\n")
-    code, output = run("on", "megatron", "rlhf", str(config))
+    ranks = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    code, output = run("on", "swift", "megatron", "rlhf", str(config), **ranks)
     assert code != 0
-    assert "no model is set; use --model" in output
+    assert re.search(r"run sh: `.*/rlhf\.py .*grpo\.yaml`", output)
+    assert output.count("ValueError: no model is set; use --model") == 2
 
 
 def test_an_invalid_value_of_the_switch_is_explained() -> None:

@@ -101,7 +101,7 @@ def test_a_message_is_read_or_refused_with_one_kind_of_error(data: st.DataObject
         try:
             read = cls.from_json(message)
         except InvalidMessage:
-            assert message != valid
+            assert repr(message) != repr(valid)  # False is equal to 0
         else:
             assert isinstance(read, cls) and isinstance(message, dict)
 
