@@ -15,14 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from random import SystemRandom
 from typing import IO, Any
 
 from tests.paths import IMPORT_PATH, REPOSITORY
 
 _SOCKETS = "TESTS_FORK_SERVERS"  # their folder; scripts/test.sh sets it, so that its stages share the servers
 _OWNER = "TESTS_FORK_OWNER"  # the process that they end with
+BELOW_EPHEMERAL_PORTS = (15000, 30000)
 OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 
@@ -148,9 +151,11 @@ def _output(kind: str, program: str, *arguments: str, folder: Path = REPOSITORY,
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
+    """Return a port that nothing uses, and that the kernel gives to no connection of another test meanwhile."""
+    while True:
+        port = SystemRandom().randrange(*BELOW_EPHEMERAL_PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _readable(descriptor: int, timeout: float) -> bool:
