@@ -83,7 +83,7 @@ def test_swift_megatron_parses_a_config_file_with_our_flags_in_all_ranks(tmp_pat
     ranks = {"NPROC_PER_NODE": "2", "MASTER_PORT": str(free_port())}
     code, output = run("on", "swift", "megatron", "rlhf", str(config), **ranks)
     assert code != 0
-    assert re.search(r"run sh: `.*/rlhf\.py .*grpo\.yaml`", output)
+    assert re.search(r"run sh: `.*/rlhf\.py --rlhf_type grpo`", output)
     assert output.count("ValueError: no model is set; use --model") == 2
 
 
