@@ -117,8 +117,8 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
 def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int], gpu: bool) -> list[str]:
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
-    kind = SHAPES[args.shape].model_type
-    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", kind, "--template", kind,
+    shape = SHAPES[args.shape]
+    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", shape.model_type, "--template", shape.template,
             "--dataset", str(dataset), "--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
             "--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--load_from_cache_file", "false",
             "--add_version", "false", "--check_model", "false", "--reward_funcs", "hash",

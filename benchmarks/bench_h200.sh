@@ -4,7 +4,7 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe
 #       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -132,17 +132,17 @@ group() {
         qwen3.5-lora)
             qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
         qwen3.5-step)
-            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs16 mbs8 --rounds 1 \
-                --goal "1.8 for the train phase" ;;
+            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs16 --rounds 1 \
+                --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-step-lora)
-            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 mbs8 \
-                --rounds 1 --goal "1.8 for the train phase" ;;
+            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 \
+                --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
             with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs16 --rounds 1 \
-                --goal "1.8 for the train phase" ;;
+                --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server-lora)
             with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs16 --rounds 1 \
-                --goal "1.8 for the train phase" ;;
+                --steps 4 --goal "1.8 for the train phase" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" ;;
@@ -152,6 +152,11 @@ group() {
             images qwen3-vl-2b 2b-qwen3-vl "" ;;
         vl-qwen3-lora)
             images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" ;;
+        # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
+        moe)
+            bench train moe-4.5b 4.5b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
+                --ours tokens8192 tokens16384 --stock mbs4 mbs2 --goal 3.0 \
+                --flags "--moe_grouped_gemm true --moe_permute_fusion true" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

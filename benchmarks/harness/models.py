@@ -1,4 +1,4 @@
-"""Make a checkpoint of a Qwen3 or Qwen3.5 shape with random weights; speed and memory do not depend on their values.
+"""Make a checkpoint of a shape of workload.py with random weights; speed and memory do not depend on their values.
 
     python -m benchmarks.harness.models SHAPE FOLDER
 
@@ -19,11 +19,10 @@ from swift.template.templates.utils import DEFAULT_SYSTEM
 from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 from swift_megatron_grpo.packing.flops import DeltaNets
@@ -48,29 +47,42 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
     if shape.delta_nets is not None or shape.vision is not None:
         write_processor(folder, shape.model_type)
     tokenizer.save_pretrained(folder)
-    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.model_type)))
+    (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.template)))
 
 
 def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return a dense Qwen3, or one whose layers have experts."""
     tokenizer = fill_vocabulary(make_tokenizer(), shape.vocabulary)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.ffn,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=40960,
-        rope_theta=1e6,
-        tie_word_embeddings=shape.tied,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype="bfloat16",
-    )
+    values = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": "bfloat16",
+    }
+    if shape.experts:
+        values |= {
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.ffn,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "router_aux_loss_coef": 0.0,
+        }
     with random_weights():
-        return tokenizer, Qwen3ForCausalLM(config)
+        config = AutoConfig.for_model(shape.model_type, **values)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return tokenizer, model
 
 
 def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
@@ -185,13 +197,13 @@ def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreT
     )
 
 
-def count_template_tokens(tokenizer: PreTrainedTokenizerFast, model_type: str) -> int:
+def count_template_tokens(tokenizer: PreTrainedTokenizerFast, template: str) -> int:
     """Return the number of tokens that ms-swift's template adds to a user's turn."""
     messages = [{"role": "user", "content": "x"}]
-    if model_type in WITH_SYSTEM_PROMPT:
+    if template in WITH_SYSTEM_PROMPT:
         messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if model_type in NOT_THINKING_BY_DEFAULT:
+    if template in NOT_THINKING_BY_DEFAULT:
         text += NOT_THINKING
     return len(tokenizer(text).input_ids) - 1
 

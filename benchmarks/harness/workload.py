@@ -25,7 +25,7 @@ IMAGE_TOKENS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a dense Qwen3, Qwen3.5 or Qwen-VL; the names follow its config.json where those are short."""
+    """Sizes of a Qwen3, Qwen3-MoE, Qwen3.5 or Qwen-VL; the names follow its config.json where those are short."""
 
     layers: int
     hidden: int
@@ -35,6 +35,8 @@ class Shape:
     head_dim: int
     vocabulary: int
     tied: bool = True
+    experts: int = 0  # of each layer, each with `ffn` channels; 0: a dense model
+    experts_per_token: int = 1
     delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
     tower_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
     vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of a Qwen-VL; rows have an image
@@ -44,7 +46,14 @@ class Shape:
     def model_type(self) -> str:
         if self.vision is not None:
             return self.vision[0]
-        return "qwen3" if self.delta_nets is None else "qwen3_5"
+        if self.delta_nets is not None:
+            return "qwen3_5"
+        return "qwen3_moe" if self.experts else "qwen3"
+
+    @property
+    def template(self) -> str:
+        """Return ms-swift's name of the chat template."""
+        return "qwen3" if self.experts else self.model_type
 
     @property
     def image_tokens(self) -> int:
@@ -183,6 +192,31 @@ SHAPES = {
             linear_value_head_dim=128,
         ),
     ),
+    "toy-qwen3-moe": Shape(
+        layers=2,
+        hidden=64,
+        ffn=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        tied=False,
+        experts=8,
+        experts_per_token=2,
+    ),
+    # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
+    "4.5b-qwen3-moe": Shape(
+        layers=12,
+        hidden=2048,
+        ffn=768,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=151936,
+        tied=False,
+        experts=64,
+        experts_per_token=8,
+    ),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }
 
@@ -252,12 +286,13 @@ def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]
     The number is the same for both trainers, whatever they compute in addition. A multiplication and an addition count
     as two FLOPs. Only half of the attention scores count, because of the causal mask, and the output layer counts on
     completion tokens only, because other tokens have no loss. Backward counts twice as much as forward, and with
-    adapters, where the model's weights have no gradient, as much as forward. Recomputation does not count.
+    adapters, where the model's weights have no gradient, as much as forward. Recomputation does not count, and of a
+    mixture of experts only those that a token passes through.
     """
     model = FlopsModel.of_transformer(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
+        ffn_hidden_size=shape.ffn * shape.experts_per_token,
         num_attention_heads=shape.heads,
         vocab_size=shape.vocabulary,
         num_query_groups=shape.kv_heads,
