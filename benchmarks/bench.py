@@ -118,9 +118,10 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
     shape = SHAPES[args.shape]
-    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", shape.model_type, "--template", shape.template,
-            "--dataset", str(dataset), "--dataset_shuffle", "false", "--train_dataloader_shuffle", "false",
-            "--dataset_num_proc", "1", "--dataloader_num_workers", "0", "--load_from_cache_file", "false",
+    return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", shape.model_type,
+            "--template", shape.template, "--dataset", str(dataset), "--dataset_shuffle", "false",
+            "--train_dataloader_shuffle", "false", "--dataset_num_proc", "1", "--dataloader_num_workers", "0",
+            "--load_from_cache_file", "false",
             "--add_version", "false", "--check_model", "false", "--reward_funcs", "hash",
             "--num_generations", str(args.generations), "--global_batch_size", str(args.completions),
             "--max_length", str(longest_prompt), "--max_completion_length", str(longest),
