@@ -1,4 +1,4 @@
-"""Compute log-probs, loss and gradients of samples with images with plain transformers in fp64. No megatron, no ms-swift.
+"""Compute log-probs, loss and gradients of samples with images with plain transformers in fp64. No megatron.
 
 python hf_images.py MODEL SAMPLES.pt SEED OUT.pt
 """

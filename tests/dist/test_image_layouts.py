@@ -103,7 +103,9 @@ def released(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
-@pytest.mark.parametrize(("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"])
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"]
+)
 def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_all(
     ranks: Ranks, parts: list[str], expected: list[int]
 ) -> None:
