@@ -160,6 +160,9 @@ def check_flags(args: DerivedArguments) -> None:
     if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
         reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
         problems.append(f"--mcore_ref_model {args.mcore_ref_model}: {reason}; leave it or the other flag out")
+    if args.ref_adapters:
+        trained = {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "use_rslora")}
+        problems += values.problems_of_reference_adapter(args.ref_adapters, trained, args.modules_to_save)
     if args.has_adapter and args.expert_tensor_parallel_size > 1:
         problems.append(
             f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge does not support LoRA on "

@@ -6,13 +6,15 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.conversations.registries import check_registered
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -113,6 +115,31 @@ def check_adapter_sync(
             "--sync_check full verifies the tensors of a model, and with --vllm_enable_lora true vLLM scales and fuses "
             "the adapter's tensors; use --sync_check canary, or --vllm_enable_lora false"
         )
+
+
+def problems_of_reference_adapter(
+    folders: Sequence[str], trained: Mapping[str, Any], modules_to_save: Sequence[str]
+) -> list[str]:
+    """Return what is wrong with --ref_adapters. ms-swift creates its adapter with the settings of the trained one.
+
+    `trained`: --lora_rank, --lora_alpha and --use_rslora.
+    """
+    if len(folders) != 1:
+        return [f"--ref_adapters {' '.join(folders)}: the reference has one adapter; use one folder"]
+    if modules_to_save:
+        flags = f"--modules_to_save {' '.join(modules_to_save)}"
+        return [f"--ref_adapters with {flags}: a reference adapter has no whole modules; leave one of them out"]
+    file = Path(folders[0]).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return [f"--ref_adapters {folders[0]}: no adapter_config.json is there; use a folder with a saved adapter"]
+    saved = json.loads(file.read_text())
+    own = {flag: saved.get(key) for flag, key in zip(trained, ("r", "lora_alpha", "use_rslora"), strict=True)}
+    return [
+        f"--ref_adapters {folders[0]}: its adapter has --{flag} {typed_value(own[flag])}, and the trained one "
+        f"{typed_value(value)}; use --{flag} {typed_value(own[flag])}"
+        for flag, value in trained.items()
+        if own[flag] is not None and own[flag] != value
+    ]
 
 
 def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) -> None:
