@@ -117,29 +117,37 @@ def check_adapter_sync(
         )
 
 
-def problems_of_reference_adapter(
-    folders: Sequence[str], trained: Mapping[str, Any], modules_to_save: Sequence[str]
-) -> list[str]:
-    """Return what is wrong with --ref_adapters. ms-swift creates its adapter with the settings of the trained one.
+def adapter_settings(folder: str) -> dict[str, Any]:
+    """Return the flags with which a saved adapter was created; none if it has no adapter_config.json."""
+    file = Path(folder).expanduser() / "adapter_config.json"
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    flags = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
+    return {flag: saved[key] for flag, key in flags.items() if key in saved}
+
+
+def check_reference_adapter(folders: Sequence[str], trained: Mapping[str, Any], modules_to_save: Sequence[str]) -> None:
+    """Check --ref_adapters: ms-swift creates its adapter with the settings of the trained one.
 
     `trained`: --lora_rank, --lora_alpha and --use_rslora.
     """
     if len(folders) != 1:
-        return [f"--ref_adapters {' '.join(folders)}: the reference has one adapter; use one folder"]
+        raise ValueError(f"--ref_adapters {' '.join(folders)}: the reference has one adapter; use one folder")
     if modules_to_save:
         flags = f"--modules_to_save {' '.join(modules_to_save)}"
-        return [f"--ref_adapters with {flags}: a reference adapter has no whole modules; leave one of them out"]
-    file = Path(folders[0]).expanduser() / "adapter_config.json"
-    if not file.is_file():
-        return [f"--ref_adapters {folders[0]}: no adapter_config.json is there; use a folder with a saved adapter"]
-    saved = json.loads(file.read_text())
-    own = {flag: saved.get(key) for flag, key in zip(trained, ("r", "lora_alpha", "use_rslora"), strict=True)}
-    return [
-        f"--ref_adapters {folders[0]}: its adapter has --{flag} {typed_value(own[flag])}, and the trained one "
-        f"{typed_value(value)}; use --{flag} {typed_value(own[flag])}"
-        for flag, value in trained.items()
-        if own[flag] is not None and own[flag] != value
-    ]
+        raise ValueError(
+            f"--ref_adapters with {flags}: a reference adapter has no whole modules; leave one of them out"
+        )
+    own = adapter_settings(folders[0])
+    if not own:
+        raise ValueError(
+            f"--ref_adapters {folders[0]}: no adapter_config.json is there; use a folder with a saved adapter"
+        )
+    other = [flag for flag, value in own.items() if value != trained[flag]]
+    if other:
+        needed, given = (" ".join(f"--{f} {typed_value(values[f])}" for f in other) for values in (own, trained))
+        raise ValueError(
+            f"--ref_adapters {folders[0]}: its adapter has {needed}, and the trained one {given}; use {needed}"
+        )
 
 
 def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) -> None:

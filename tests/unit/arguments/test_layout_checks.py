@@ -23,9 +23,9 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_lengths,
     check_micro_batches,
     check_model_path,
+    check_reference_adapter,
     check_reward_functions,
     length_notes,
-    problems_of_reference_adapter,
 )
 from swift_megatron_grpo.layout import Layout
 
@@ -300,14 +300,13 @@ def test_a_reference_adapter_has_the_settings_of_the_trained_one(tmp_path: Path)
     saved = {"r": 8, "lora_alpha": 32, "use_rslora": False}
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(saved))
-    assert problems_of_reference_adapter([str(tmp_path)], trained, []) == []
+    check_reference_adapter([str(tmp_path)], trained, [])
     config.write_text(json.dumps(saved | {"lora_alpha": 16, "use_rslora": True}))
-    alpha, scaling = problems_of_reference_adapter([str(tmp_path)], trained, [])
-    assert "its adapter has --lora_alpha 16, and the trained one 32; use --lora_alpha 16" in alpha
-    assert "use --use_rslora true" in scaling
-    [missing] = problems_of_reference_adapter([str(tmp_path / "none")], trained, [])
-    assert "no adapter_config.json is there; use a folder with a saved adapter" in missing
-    [several] = problems_of_reference_adapter(["a", "b"], trained, [])
-    assert several.startswith("--ref_adapters a b: the reference has one adapter")
-    [whole] = problems_of_reference_adapter([str(tmp_path)], trained, ["output_layer"])
-    assert whole.startswith("--ref_adapters with --modules_to_save output_layer")
+    with pytest.raises(ValueError, match="has --lora_alpha 16 --use_rslora true, and the trained one --lora_alpha 32 "):
+        check_reference_adapter([str(tmp_path)], trained, [])
+    with pytest.raises(ValueError, match=r"no adapter_config\.json is there; use a folder with a saved adapter"):
+        check_reference_adapter([str(tmp_path / "none")], trained, [])
+    with pytest.raises(ValueError, match="--ref_adapters a b: the reference has one adapter"):
+        check_reference_adapter(["a", "b"], trained, [])
+    with pytest.raises(ValueError, match="--ref_adapters with --modules_to_save output_layer"):
+        check_reference_adapter([str(tmp_path)], trained, ["output_layer"])
