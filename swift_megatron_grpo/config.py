@@ -261,12 +261,13 @@ class ResidencyConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig:
-    """The reference policy. Full tuning: a frozen copy; LoRA: the base model without its adapter."""
+    """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
 
     beta: float
     model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
     in_megatron_format: bool  # model_dir is that of --mcore_ref_model
     layout: Layout | None  # of the frozen copy; None: as in training
+    adapter: str | None = None  # folder of the adapter of --ref_adapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers
 from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
-from swift_megatron_grpo.training.reference import FrozenCopy, Reference
+from swift_megatron_grpo.training.reference import FrozenCopy, Reference, load_reference_adapter
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.weights.export import merged_on_read
@@ -131,14 +131,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         args = self.args
         with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
+            load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
         check_trained(models, frozen_by=args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
         note = prepare_trained(models, args.fast_kernels, args.recompute_elementwise, args.megatron_extra_kwargs)
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
         saves_whole_model = args.tuner_type == "full" or args.merge_lora
-        for line in (note, self._kept.note if saves_whole_model else None):
-            if line is not None:
-                logger.info(line)
+        for line in filter(None, (note, self._kept.note if saves_whole_model else None)):
+            logger.info(line)
         return peft_models
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients

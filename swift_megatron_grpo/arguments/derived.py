@@ -51,6 +51,7 @@ class DerivedArguments(GRPOFlags):
         others += [("model", self.model), ("ref_model", self.ref_model)]
         typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]
         typed.append(("mcore_ref_model", self.mcore_ref_model, True))
+        typed += [("ref_adapters", path, False) for path in as_list(self.ref_adapters)]
         return tuple(
             Source(flag, Path(path).expanduser(), is_megatron)
             for flag, path, is_megatron in typed
@@ -59,7 +60,11 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def has_adapter(self) -> bool:
-        return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter)
+        return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter or self.ref_adapters)
+
+    @property
+    def reference_adapter(self) -> str | None:
+        return self.ref_adapters[0] if self.beta != 0 and self.ref_adapters else None
 
     @property
     def freezing_flags(self) -> str:

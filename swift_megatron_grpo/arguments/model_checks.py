@@ -30,8 +30,10 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
 _HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
 _UNTESTED = "no test has compared it with plain transformers yet"
-# Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them.
+# Types that mcore-bridge 1.6.5 converts, and the reason why this trainer refuses them; it converts deepseek_v41 with a
+# newer megatron-core only.
 REFUSED_COMPOSITE: Mapping[str, str] = {
+    "deepseek_v41": _HYBRID,
     "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "glm4v": _UNTESTED,

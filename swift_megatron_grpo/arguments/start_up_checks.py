@@ -95,6 +95,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: _check_routing(args),
             lambda: _check_precision(args),
             lambda: _check_cpu_optimizer(args),
+            lambda: _check_reference_adapter(args),
         ]
     )
 
@@ -148,6 +149,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
+            lambda: _check_reference_adapter(args),
         ]
     )
 
@@ -309,6 +311,14 @@ def _check_cpu_optimizer(args: DerivedArguments) -> None:
     """Refuse what Megatron's optimizer with states on the CPU cannot do; it fails once the model is built."""
     if args.optimizer_cpu_offload and args.use_distributed_optimizer:
         values.check_distributed_cpu_optimizer(args.torch_dtype == torch.float32, args.optimizer)
+
+
+def _check_reference_adapter(args: DerivedArguments) -> None:
+    if args.ref_adapters:
+        trained = {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "use_rslora")}
+        for folder in as_list(args.adapters):  # whose settings ms-swift takes later
+            trained |= values.adapter_settings(folder)
+        values.check_reference_adapter(args.ref_adapters, trained, args.modules_to_save)
 
 
 def _check_lengths(args: DerivedArguments) -> None:

@@ -35,7 +35,6 @@ _TEACHER = "distillation from a teacher is not supported yet"
 _PACKED = "sequences are always packed, without padding between them"
 _LOW_BITS = "training below 16 bits is not supported yet"
 _OVERLAP = "this overlap is not supported yet"
-_ORIGIN = "the reference is --ref_model or, with LoRA, the model without its adapter"
 _LENGTHS = "packed micro batches differ in length"
 
 NOTED: Mapping[str, Note] = {
@@ -67,8 +66,7 @@ NOT_YET: Mapping[str, Refusal] = {
     "teacher_model_server": Refusal((None,), _TEACHER),
     "offload_teacher_model": Refusal((False,), _TEACHER),
     "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
-    "mcore_ref_adapter": Refusal((None,), _ORIGIN),
-    "ref_adapters": Refusal(([],), _ORIGIN),
+    "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
     # data
     "truncation_strategy": Refusal(
         (None, "left", "delete", "raise"), "the end of a prompt is the question, and one prompt is one row", stock=False
@@ -128,7 +126,7 @@ USED_HERE = _flags(
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
-    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model mcore_ref_model
+    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model mcore_ref_model ref_adapters
     loss_type importance_sampling_level delta dual_clip tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range
     fipo_clip_high_only fipo_safety_threshold entropy_coef log_entropy top_entropy_quantile
     advantage_estimator scale_rewards kl_in_reward kl_estimator kl_target kl_horizon

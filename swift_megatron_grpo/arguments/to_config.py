@@ -88,7 +88,13 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0,
         ),
         loss=_loss(args),
-        reference=ReferenceConfig(args.beta, frozen_copy, args.mcore_ref_model is not None, args.reference_layout),
+        reference=ReferenceConfig(
+            beta=args.beta,
+            model_dir=frozen_copy,
+            in_megatron_format=args.mcore_ref_model is not None,
+            layout=args.reference_layout,
+            adapter=args.reference_adapter,
+        ),
         residency=ResidencyConfig(args.offload_model, args.offload_optimizer, args.offload_grad),
         log=CompletionLogConfig(
             enabled=args.log_completions,

@@ -6,13 +6,15 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.conversations.registries import check_registered
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -112,6 +114,39 @@ def check_adapter_sync(
         raise ValueError(
             "--sync_check full verifies the tensors of a model, and with --vllm_enable_lora true vLLM scales and fuses "
             "the adapter's tensors; use --sync_check canary, or --vllm_enable_lora false"
+        )
+
+
+def adapter_settings(folder: str) -> dict[str, Any]:
+    """Return the flags with which a saved adapter was created; none if it has no adapter_config.json."""
+    file = Path(folder).expanduser() / "adapter_config.json"
+    saved = json.loads(file.read_text()) if file.is_file() else {}
+    flags = {"lora_rank": "r", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora"}
+    return {flag: saved[key] for flag, key in flags.items() if key in saved}
+
+
+def check_reference_adapter(folders: Sequence[str], trained: Mapping[str, Any], modules_to_save: Sequence[str]) -> None:
+    """Check --ref_adapters: ms-swift creates its adapter with the settings of the trained one.
+
+    `trained`: --lora_rank, --lora_alpha and --use_rslora.
+    """
+    if len(folders) != 1:
+        raise ValueError(f"--ref_adapters {' '.join(folders)}: the reference has one adapter; use one folder")
+    if modules_to_save:
+        flags = f"--modules_to_save {' '.join(modules_to_save)}"
+        raise ValueError(
+            f"--ref_adapters with {flags}: a reference adapter has no whole modules; leave one of them out"
+        )
+    own = adapter_settings(folders[0])
+    if not own:
+        raise ValueError(
+            f"--ref_adapters {folders[0]}: no adapter_config.json is there; use a folder with a saved adapter"
+        )
+    other = [flag for flag, value in own.items() if value != trained[flag]]
+    if other:
+        needed, given = (" ".join(f"--{f} {typed_value(values[f])}" for f in other) for values in (own, trained))
+        raise ValueError(
+            f"--ref_adapters {folders[0]}: its adapter has {needed}, and the trained one {given}; use {needed}"
         )
 
 

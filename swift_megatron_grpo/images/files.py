@@ -5,7 +5,8 @@ A row has paths, URLs, base64, bytes or PIL images. Only a trainer reads them; i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from io import BytesIO
 from typing import Any
@@ -15,7 +16,8 @@ from swift.template.vision_utils import load_file
 
 from swift_megatron_grpo.types import Prompt
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # that servers accept
+MAX_PIXELS = 2**26  # of an image that another process sends
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of these
 
 
 class UnreadableImage(ValueError):
@@ -78,6 +80,20 @@ def check_sent(content: bytes, max_pixels: int, formats: tuple[str, ...] = FORMA
         raise ValueError(f"must be an image: {', '.join(formats)}") from None
     if width * height > max_pixels:
         raise ValueError(f"must have at most {max_pixels} pixels")
+
+
+def portable_images(sources: Iterable[Any]) -> list[str]:
+    """Return images as base64 for another machine, where a path would be another file or none."""
+    return [b64encode(image_bytes(source)).decode() for source in sources]
+
+
+def is_portable(source: object) -> bool:
+    """Return True if another process has sent an image itself as base64, and not its path or URL."""
+    try:
+        check_sent(b64decode(source, validate=True), MAX_PIXELS)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _name(source: str | bytes) -> str:

@@ -38,6 +38,7 @@ from swift_megatron_grpo.training.reference import (
     FrozenCopy,
     FrozenCopyInOwnLayout,
     Reference,
+    SecondAdapter,
 )
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import ScoredText
@@ -174,6 +175,8 @@ def reference_policy(
         return None
     frozen = models.reference
     if frozen is None:
+        if config.reference.adapter is not None:
+            return SecondAdapter(training.passes, models.peft)
         return BaseUnderAdapter(training.passes, models.peft)
     if frozen.layout is None:
         return frozen.copy

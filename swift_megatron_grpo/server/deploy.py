@@ -29,7 +29,7 @@ from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
 
 from swift_megatron_grpo import __version__
-from swift_megatron_grpo.images.files import check_sent, digest_of
+from swift_megatron_grpo.images.files import MAX_PIXELS, check_sent, digest_of
 from swift_megatron_grpo.protocol.messages import (
     CONFLICT,
     ENGINE_GONE,
@@ -51,7 +51,7 @@ from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.connections import allow_open_files, bounded_protocol
 from swift_megatron_grpo.server.gate import Gate, checked_body
 from swift_megatron_grpo.server.health import EngineHealth
-from swift_megatron_grpo.server.limits import MAX_PIXELS, ContentLimits, prompt_characters
+from swift_megatron_grpo.server.limits import ContentLimits, prompt_characters
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.server.run_lease import RunLease
 from swift_megatron_grpo.server.schema import GenerateRequest, JoinRequest, ReceiveRequest, ScoreRequest

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 _CHARACTERS_PER_TOKEN = 32  # more than any tokenizer needs for text
 _LEAST_CHARACTERS = 2**20
-MAX_PIXELS = 2**26  # of one image
 
 
 @dataclass(frozen=True, slots=True)

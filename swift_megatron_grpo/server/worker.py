@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from swift.infer_engine import GRPOVllmEngine
 from swift.pipelines.infer import rollout
 
+from swift_megatron_grpo.images.files import portable_images
 from swift_megatron_grpo.protocol.messages import packed_logprobs
 from swift_megatron_grpo.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.server import pipe
@@ -167,6 +168,9 @@ class EngineCommands:
         else:
             work = self._conversations.complete(request, sampling, tokens_of_all_turns)
         completion = await self._cancelled_by_new_weights(work)
+        if "images" in completion.infos and images_per_prompt(self._engine.engine.vllm_config.model_config):
+            shown = await asyncio.to_thread(portable_images, completion.infos["images"])
+            completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()
 
     async def put_media(self, digest: str, image: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def one_step(out: str, flags: list[str]) -> None:
 
 
 def odd_batches(out: str, flags: list[str]) -> None:
-    """Train on unusual batches and record results or errors; the engine works afterwards. The learning rate is 1e-30."""
+    """Train on unusual batches and record results or errors; the engine works afterwards. The rate is 1e-30."""
     trainer = make_trainer(flags)
     engine, loss = trainer.build_engine(), make_loss()
     vocab = trainer.config.padded_vocab_size

@@ -1,27 +1,39 @@
-"""Compute log-probs, loss and gradients of samples with images with plain transformers in fp64. No megatron, no ms-swift.
+"""Compute log-probs, loss and gradients of samples with images with plain transformers in fp64. No megatron.
 
 python hf_images.py MODEL SAMPLES.pt SEED OUT.pt
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from io import BytesIO
+from pathlib import Path
+from typing import Any
 
 import torch
-from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE
+from hf_gradients import BETA, EPSILON_HIGH, EPSILON_LOW, TEMPERATURE, use_exact_delta_rule
 from image_runs import image_rows
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 
 def main(folder: str, samples: str, seed: str, out: str) -> None:
+    """Write results in fp64, and the log-probs of transformers in fp32: what rounding alone changes."""
+    config = json.loads(Path(folder, "config.json").read_text())
+    in_fp32 = run(folder, samples, int(seed), torch.float32)
+    if "linear_num_key_heads" in config["text_config"]:
+        use_exact_delta_rule(config["model_type"])
+    torch.save(run(folder, samples, int(seed), torch.float64) | {"in_fp32": in_fp32["logprobs"]}, out)
+
+
+def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, Any]:
     model = AutoModelForImageTextToText.from_pretrained(
-        folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     processor = AutoImageProcessor.from_pretrained(folder)
-    rows = image_rows(int(seed), 2 * processor.patch_size)
-    total, logprobs = torch.zeros((), dtype=torch.float64), []
+    rows = image_rows(seed, 2 * processor.patch_size)
+    total, logprobs = torch.zeros((), dtype=dtype), []
     data = torch.load(samples)
     for number, sample in enumerate(data):
         files = [Image.open(BytesIO(image["bytes"])) for image in rows[number // 2]["images"]]
@@ -29,14 +41,14 @@ def main(folder: str, samples: str, seed: str, out: str) -> None:
         tokens = [i for i, trained in enumerate(sample["completion_mask"]) if trained]
         now = torch.stack([log_p[i - 1, sample["tokens"][i]] for i in tokens])
         logprobs.append(now.tolist())
-        ratio = (now - torch.tensor(sample["old_logprobs"], dtype=torch.float64)).exp()
+        ratio = (now - torch.tensor(sample["old_logprobs"], dtype=dtype)).exp()
         clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
-        gap = torch.tensor(sample["ref_logprobs"], dtype=torch.float64) - now
+        gap = torch.tensor(sample["ref_logprobs"], dtype=dtype) - now
         surrogate = torch.min(ratio * sample["advantage"], clipped * sample["advantage"])
         total = total - (surrogate - BETA * (gap.exp() - gap - 1)).mean() / len(data)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    torch.save({"loss": total.item(), "logprobs": logprobs, "grads": grads}, out)
+    return {"loss": total.item(), "logprobs": logprobs, "grads": grads}
 
 
 def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
@@ -50,7 +62,7 @@ def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
         grids = inputs["image_grid_thw"]
         for start, length in zip(sample["starts"], sample["lengths"], strict=True):
             types[0, start : start + length] = 1
-        seen = model.model.visual(inputs["pixel_values"].double(), grid_thw=grids)
+        seen = model.model.visual(inputs["pixel_values"].to(model.dtype), grid_thw=grids)
         mask = (types == 1)[..., None].expand_as(embeds)
         embeds = embeds.masked_scatter(mask, seen.pooler_output)
         if "deepstack_features" in seen and seen.deepstack_features:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from swift_megatron_grpo.tools.check_layouts import Variant
 
-COLUMNS = "tokens completion_mask advantage old_logprobs ref_logprobs".split()
+COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
 
 

@@ -1,4 +1,4 @@
-"""Training with a given routing, and passes that record and replay it, on the ranks that tests/dist/conftest.py starts."""
+"""Training with a given routing, and passes that record and replay it, on the ranks of tests/dist/conftest.py."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ All checks run in one torchrun of two ranks, which report the ones that failed. 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 import traceback

@@ -22,7 +22,7 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.dist
 LAYOUTS = {
     ("qwen2_vl", "full"): ["dp2"],
-    ("qwen2_5_vl", "full"): ["mbs1", "tp2", "pp2+vpp2", "cp2"],
+    ("qwen2_5_vl", "full"): ["mbs1", "tp2", "pp2+vpp2", "cp2", "tp2+pp2"],
     ("qwen3_vl", "full"): ["tokens200", "tp2+sp+recompute", "pp2", "cp2", "dp2+overlap"],
     ("qwen3_vl", "lora"): ["mbs4", "tp2+sp"],
     ("qwen3_vl_moe", "full"): ["dp2+ep2"],
@@ -33,13 +33,17 @@ CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for
 KINDS = [kind for kind, tuner in LAYOUTS if tuner == "full"]
 
 
+def has_delta_nets(kind: str) -> bool:
+    return kind.startswith("qwen3_5")
+
+
 def bound(kind: str, between_layouts: bool = False) -> float:
     """Return the relative bound of gradient norms.
 
-    Those of delta nets are up to 40 in the second step, with terms that cancel: on one rank, another size of micro
-    batches changes them by 3.5e-5.
+    Those of delta nets are rounded more. With the weights after the first step, the norm in fp64 is 39.26890; it is
+    39.26984 in plain transformers in fp32, 39.26876 here, and 39.26989 with another size of micro batches.
     """
-    if not kind.startswith("qwen3_5"):
+    if not has_delta_nets(kind):
         return 1e-6
     return 1e-4 if between_layouts else 1e-5
 
@@ -59,26 +63,31 @@ def test_a_layout_matches_one_rank(finished: Ranks, kind: str, tuner: str, layou
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_matches_plain_transformers(finished: Ranks, tmp_path: Path, kind: str) -> None:
-    """In transformers in fp64, but for what it always computes in fp32."""
+    """In transformers in fp64, but for norms, which it always computes in fp32. The delta rule is exact."""
     folder = finished.folder / f"{kind}-full-images" / "descent"
     run = json.loads((folder / "one.json").read_text())
     script = REPOSITORY / "tests" / "dist" / "hf_images.py"
     run_script(script, finished.model(kind), folder / "one.samples.pt", 1, tmp_path / "hf.pt")
     reference = torch.load(tmp_path / "hf.pt")
-    for number, expected in enumerate(reference["logprobs"]):
-        difference = torch.tensor(run["logprobs"][str(number)]).double() - torch.tensor(expected).double()
-        assert difference.abs().max() < (2e-5 if kind.startswith("qwen3_5") else 2e-6)
+    ours = [run["logprobs"][str(number)] for number in range(len(reference["logprobs"]))]
+    rounding = largest_difference(reference["in_fp32"], reference["logprobs"])
+    assert largest_difference(ours, reference["logprobs"]) < (rounding + 2e-6 if has_delta_nets(kind) else 2e-6)
+    assert rounding < 1e-5
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)
     assert run["metrics"][0]["grad_norm"] == pytest.approx(norm(reference["grads"]), rel=bound(kind))
 
-    ours = descended(finished.model(kind), run["weights"], reference["grads"])
+    moved = descended(finished.model(kind), run["weights"], reference["grads"])
     towers = [name for name in reference["grads"] if ".visual." in name]
-    assert set(towers) <= set(ours) and norm({name: reference["grads"][name] for name in towers}) > 0.5
-    of_tower = norm({name: ours[name] for name in towers})
+    assert set(towers) <= set(moved) and norm({name: reference["grads"][name] for name in towers}) > 0.5
+    of_tower = norm({name: moved[name] for name in towers})
     assert of_tower == pytest.approx(norm({name: reference["grads"][name] for name in towers}), rel=2 * bound(kind))
-    for name, gradient in ours.items():
+    for name, gradient in moved.items():
         expected = reference["grads"][name]
         assert (gradient - expected).norm() <= 1e-4 * expected.norm() + 1e-9, name
+
+
+def largest_difference(some: list[list[float]], others: list[list[float]]) -> float:
+    return max(abs(a - b) for row, other in zip(some, others, strict=True) for a, b in zip(row, other, strict=True))
 
 
 def norm(grads: dict[str, torch.Tensor]) -> float:
@@ -103,7 +112,9 @@ def released(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
-@pytest.mark.parametrize(("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"])
+@pytest.mark.parametrize(
+    ("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"]
+)
 def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_all(
     ranks: Ranks, parts: list[str], expected: list[int]
 ) -> None:

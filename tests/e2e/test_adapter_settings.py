@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import megatron_rlhf
 
@@ -30,3 +34,22 @@ def test_vllm_scales_a_rank_stabilised_adapter_as_the_trainer(
     assert "--lora_dropout 0.1: log-probs of a training step are computed with dropout" in run.output
     config = json.loads((run.last_checkpoint / "adapter_config.json").read_text())
     assert config["use_rslora"] is True and config["lora_dropout"] == 0.1
+
+
+@pytest.mark.e2e
+def test_training_starts_at_the_adapter_of_its_reference(folder: Path, dense: Path, dataset: Path) -> None:
+    """The KL is 0 until the first update: both adapters are those of supervised tuning."""
+    tuned = folder / "tuned"
+    config = LoraConfig(r=8, lora_alpha=16, target_modules=["o_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(dense), config).save_pretrained(tuned)
+    flags = ["--adapters", str(tuned), "--ref_adapters", str(tuned), "--beta", "0.1", "--torch_dtype", "float32",
+             "--target_modules", "linear_proj", "linear_fc2", "--fp16", "false", "--lr", "1e-2",
+             "--train_iters", "2", "--save_steps", "2"]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "from-tuned", 1, flags)
+    assert run.code == 0, run.output[-3000:]
+    assert [abs(step["kl"]) > 1e-5 for step in run.log] == [False, True]
+    saved = load_file(run.last_checkpoint / "adapter_model.safetensors")
+    before = load_file(tuned / "adapter_model.safetensors")
+    assert set(saved) == set(before) and all(not torch.equal(saved[name].float(), before[name]) for name in before)
+    other = megatron_rlhf(dense, dataset, folder / "refused", 1, flags[2:])
+    assert other.code != 0 and "its adapter has --lora_alpha 16, and the trained one --lora_alpha 32" in other.output

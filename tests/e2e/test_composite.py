@@ -87,7 +87,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(folder: Path, qwen3_5: Path,
     }
 
 
-@pytest.mark.parametrize("towers", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("towers", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, towers: bool) -> None:
     """With a mixture of experts, whose checkpoint has all experts of a layer in one tensor."""
     model = make_model(folder / f"moe-{towers}", "qwen3_5_moe")

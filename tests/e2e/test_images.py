@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_image_dataset import make_rows
-from swift_megatron_grpo.images.files import image_bytes
+from swift_megatron_grpo.images.files import image_bytes, is_portable
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import Finished, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
@@ -144,6 +144,30 @@ def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qw
         if row["infos"]["num_turns"] == 3:
             images = row["infos"]["images"]
             assert image_bytes(images[-1]) == image_bytes(shown) and len(images) == len(row["images"]) + 1
+    assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
+
+
+def test_conversations_on_a_server_show_images_and_are_generated_ahead(
+    folder: Path, qwen2_5_vl: Path, colours: Path
+) -> None:
+    """The server's scheduler names a file of its machine; the trainer receives what is in it."""
+    dump, showing, shown = folder / "ahead", Path(__file__).with_name("showing.py"), str(colours.parent / "0-0.png")
+    turns = ["--multi_turn_scheduler", "showing", "--max_turns", "3", "--external_plugins", str(showing),
+             "--vllm_limit_mm_per_prompt", '{"image": 3, "video": 0}', "--max_length", "256"]  # fmt: skip
+    server = RolloutServer(qwen2_5_vl, folder / "showing.txt", turns, {"SHOWN": shown}).start()
+    try:
+        flags = [*EVERYTHING, "--vllm_mode", "server", "--vllm_server_base_url", server.wait().url, "--async_generate",
+                 "true", "--vllm_server_pass_dataset", "true", "--rollout_dump", str(dump), "--train_iters", "3",
+                 "--val_dataset", str(colours), "--eval_steps", "3", "--eval_iters", "1"]  # fmt: skip
+        run = train(qwen2_5_vl, colours, folder / "shown", 1, flags)
+    finally:
+        server.stop()
+    steps = [step for step in run.log if "loss" in step]
+    assert [step["rollout/staleness_max"] for step in steps] == [0, 1, 1] and abs(steps[0]["rollout/k3_kl"]) < 1e-6
+    rows = [json.loads(line) for file in dump.glob("rollout-*.jsonl") for line in file.read_text().splitlines()]
+    images = [row["infos"]["images"] for row in rows if row["infos"]["num_turns"] == 3]
+    assert images and all(is_portable(image) for shown_images in images for image in shown_images)
+    assert all(image_bytes(shown_images[-1]) == image_bytes(shown) for shown_images in images)
     assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
 
 

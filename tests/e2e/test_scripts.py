@@ -13,16 +13,9 @@ from swift_megatron_grpo.tools.script_stand_ins import typed
 from tests.e2e.runs import ON_CPU
 from tests.e2e.servers import RolloutServer
 from tests.forking.client import fork_server, run_code
-from tests.scripts import Published, published_scripts
+from tests.scripts import NOT_RUN, Published, published_scripts
 
 SCRIPTS = published_scripts()
-NOT_RUN = {
-    "opd_rl": "a teacher, without rewards",
-    "deepseek_v41_colocate_full": "deepseek_v41, which is refused by name",
-    "deepseek_v41_colocate_lora": "deepseek_v41, which is refused by name",
-    "deepseek_v41_megatron_grpo": "deepseek_v41, which is refused by name",
-    "qwen4_exp_megatron_grpo": "qwen4_exp, which is refused by name",
-}
 MAKE_PLAN = """
 import dataclasses, json
 from pathlib import Path
@@ -64,6 +57,7 @@ def run(plan: Plan, folder: Path) -> tuple[int, str]:
 def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: Path) -> None:
     plan = plan_of(SCRIPTS[name], tmp_path)
     assert plan.world_size == SCRIPTS[name].ranks
+    assert ('"images"' in (tmp_path / "rows.jsonl").read_text()) is SCRIPTS[name].has_images
     code, output = run(plan, tmp_path)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
@@ -71,8 +65,12 @@ def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: 
     assert len(losses) == 2 and any((tmp_path / "output").glob("checkpoint-2"))
 
 
-def test_scripts_that_do_not_run_are_in_the_table() -> None:
-    assert set(NOT_RUN) <= set(SCRIPTS)
+@pytest.mark.e2e
+@pytest.mark.skipif(not ON_CPU, reason="forks a preloaded process")
+@pytest.mark.parametrize("name", [name for name, refused in NOT_RUN.items() if refused.startswith("--")])
+def test_a_script_with_a_refused_flag_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"{NOT_RUN[name]} "):
+        plan_of(SCRIPTS[name], tmp_path)
 
 
 @pytest.mark.e2e

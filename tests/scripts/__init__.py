@@ -3,8 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+# Scripts that are not run in tests/e2e/test_scripts.py, with the flag or the type of the model that is refused.
+NOT_RUN = {
+    "opd_rl": "--teacher_model",
+    "deepseek_v41_colocate_full": "deepseek_v41",
+    "deepseek_v41_colocate_lora": "deepseek_v41",
+    "deepseek_v41_megatron_grpo": "deepseek_v41",
+    "qwen4_exp_megatron_grpo": "qwen4_exp",
+}
+_GITHUB = "https://github.com/modelscope/ms-swift/blob"
+_PLACES = {
+    "example": "`examples` of the main branch",
+    "page or test": "a page and a test of the main branch",
+    "branch": "`examples` of branches and pull requests",
+}
 
 
 @dataclass(frozen=True)
@@ -12,6 +28,7 @@ class Published:
     name: str
     source: str  # path in modelscope/ms-swift
     commit: str
+    where: str  # key of _PLACES
     ranks: int
     rollout: str | None  # flags of `swift rollout`
     flags: str  # of `megatron rlhf`, quoted for a shell
@@ -22,7 +39,50 @@ class Published:
         rollout = "" if self.rollout is None else f"CUDA_VISIBLE_DEVICES=0 swift rollout {self.rollout} &\n"
         return f"#!/bin/bash\n{rollout}NPROC_PER_NODE={self.ranks} \\\nmegatron rlhf {self.flags}\n"
 
+    @property
+    def has_images(self) -> bool:
+        return "clevr_cogen_a_train" in self.flags  # the one dataset with images among them
+
+    @property
+    def model(self) -> str:
+        return self.flags.partition("--model ")[2].split()[0].partition("/")[2]
+
 
 def published_scripts() -> dict[str, Published]:
     data = json.loads(Path(__file__).with_name("ms_swift.json").read_text())
     return {script["name"]: Published(**script) for script in data["scripts"]}
+
+
+def counts() -> list[str]:
+    """Return the lines of the table of docs/scripts.md that counts scripts."""
+    scripts = list(published_scripts().values())
+    tried = [script for script in scripts if script.name not in _of_refused_types()]
+    lines = [_count(title, [s for s in scripts if s.where == where]) for where, title in _PLACES.items()]
+    return [
+        "| scripts | accepted, and two steps trained |",
+        "| --- | --- |",
+        *lines,
+        _count("all", scripts),
+        _count("all but those of `deepseek_v41` and `qwen4_exp`", tried),
+        _count("of these, those on images", [script for script in tried if script.has_images]),
+    ]
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the table of docs/scripts.md that lists the scripts."""
+    yield "| script | model | rows | ranks | result |"
+    yield "| --- | --- | --- | --- | --- |"
+    for script in published_scripts().values():
+        rows = "images" if script.has_images else "text"
+        refused = NOT_RUN.get(script.name)
+        result = "two steps" if refused is None else f"refused: `{refused}`"
+        link = f"[{script.name}]({_GITHUB}/{script.commit}/{script.source})"
+        yield f"| {link} | {script.model} | {rows} | {script.ranks} | {result} |"
+
+
+def _of_refused_types() -> set[str]:
+    return {name for name, refused in NOT_RUN.items() if not refused.startswith("--")}
+
+
+def _count(title: str, scripts: Sequence[Published]) -> str:
+    return f"| {title} | {sum(script.name not in NOT_RUN for script in scripts)} of {len(scripts)} |"

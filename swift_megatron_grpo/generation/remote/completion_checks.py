@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swift_megatron_grpo.images.files import is_portable
 from swift_megatron_grpo.protocol.messages import Completion
 
 _ROUNDING = 1e-3  # a log-prob of 0 may be rounded up
@@ -25,6 +26,7 @@ class Expected:
     max_completion_length: int  # of one turn
     max_model_len: int  # of the server
     has_turns: bool
+    takes_images: bool = False
     num_layers: int | None = None  # None: the model's config.json does not have it
 
 
@@ -48,7 +50,9 @@ def problem_of(completion: Completion, expected: Expected) -> str | None:
         ),
     }
     problems |= _problems_of_experts(completion, expected.num_layers)
-    problems |= _problems_of_turns(completion) if expected.has_turns else _problems_of_one_turn(completion, expected)
+    problems |= (
+        _problems_of_turns(completion, expected) if expected.has_turns else _problems_of_one_turn(completion, expected)
+    )
     return next((problem for problem, is_present in problems.items() if is_present), None)
 
 
@@ -67,7 +71,7 @@ def _problems_of_one_turn(completion: Completion, expected: Expected) -> dict[st
     }
 
 
-def _problems_of_turns(completion: Completion) -> dict[str, bool]:
+def _problems_of_turns(completion: Completion, expected: Expected) -> dict[str, bool]:
     """Check what only conversations have. Environments may insert tokens, so their lengths are not limited here."""
     sampled, messages, turns = completion.sampled, completion.messages, completion.infos.get("num_turns")
     return {
@@ -79,6 +83,9 @@ def _problems_of_turns(completion: Completion) -> dict[str, bool]:
         "its infos have no num_turns": type(turns) is not int or turns < 1,
         "its infos have a total_reward that is no number": not isinstance(
             completion.infos.get("total_reward", 0.0), int | float | None
+        ),
+        "its infos have images that are no base64 of image files": (
+            expected.takes_images and not _are_images(completion.infos.get("images", []))
         ),
     }
 
@@ -92,6 +99,10 @@ def _problems_of_experts(completion: Completion, num_layers: int | None) -> dict
         f"it has {len(rows)} rows of experts for {tokens} tokens": len(rows) != tokens - 1,
         f"its experts are of {rows.shape[1]} layers, not {num_layers}": num_layers not in (None, rows.shape[1]),
     }
+
+
+def _are_images(images: object) -> bool:
+    return isinstance(images, list) and all(map(is_portable, images))
 
 
 def _is_message(message: dict[str, object]) -> bool:

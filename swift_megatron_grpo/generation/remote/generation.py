@@ -262,6 +262,7 @@ class RemoteGeneration:
             max_completion_length=self._sampling.max_completion_length,
             max_model_len=status.max_model_len,
             has_turns=config.turns is not None,
+            takes_images=config.images > 0,
             num_layers=config.model.get("num_hidden_layers"),
         )
 

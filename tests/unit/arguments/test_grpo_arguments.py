@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swift.model import MODEL_MAPPING
 
+from swift_megatron_grpo.arguments.model_checks import REFUSED_COMPOSITE
 from swift_megatron_grpo.arguments.support_table import NOT_YET
 from tests.forking.client import run_code
 from tests.unit.model_config import QWEN3
@@ -217,14 +219,6 @@ def test_at_least_one_iteration_is_required(typed: dict[str, Any]) -> None:
 # ---- checks that need the model's config
 
 
-def test_models_with_images_are_refused_before_anything_is_written(typed: dict[str, Any], model: Path) -> None:
-    from transformers import Glm4vConfig
-
-    Glm4vConfig(architectures=["Glm4vForConditionalGeneration"]).save_pretrained(model)
-    message = refuse(typed, model_type="glm4v", template="glm4v", torch_dtype="bfloat16")
-    assert "glm4v is a model with an image, video or audio part that is not supported" in message
-
-
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_model_that_ms_swift_would_train_in_fp16_is_refused(dtype: str, typed: dict[str, Any], model: Path) -> None:
     typed["torch_dtype"] = dtype
@@ -385,3 +379,14 @@ def test_the_datasets_are_checked_before_the_model_is_built(accepted: dict[str, 
     assert accepted["iterations"] == 8  # 8 prompts * 8 completions * 2 epochs / 16
     assert "3 prompts are too few for one training step" in accepted["too few"]
     assert "row 1 has no messages" in accepted["no messages"]
+
+
+@pytest.mark.parametrize("model_type", sorted({*REFUSED_COMPOSITE} & {*MODEL_MAPPING}))
+def test_a_composite_type_without_a_test_is_refused_before_a_model_loads(
+    model_type: str, typed: dict[str, Any], model: Path
+) -> None:
+    (model / "config.json").write_text(json.dumps(QWEN3 | {"model_type": model_type}))
+    template = MODEL_MAPPING[model_type].template or "qwen3"  # some types have several
+    message = refuse(typed, model_type=model_type, template=template)
+    assert f"{model_type} is a model with an image, video or audio part that is not supported: " in message
+    assert REFUSED_COMPOSITE[model_type] in message

@@ -23,6 +23,7 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_lengths,
     check_micro_batches,
     check_model_path,
+    check_reference_adapter,
     check_reward_functions,
     length_notes,
 )
@@ -291,3 +292,21 @@ def test_flags_that_exclude_sending_only_the_adapter(flags: dict[str, Any], mess
     check_adapter_sync(**{**valid, **flags, "enabled": False})
     with pytest.raises(ValueError, match=message):
         check_adapter_sync(**{**valid, **flags})
+
+
+def test_a_reference_adapter_has_the_settings_of_the_trained_one(tmp_path: Path) -> None:
+    """ms-swift creates both with those of the trained one, so another alpha would be ignored."""
+    trained = {"lora_rank": 8, "lora_alpha": 32, "use_rslora": False}
+    saved = {"r": 8, "lora_alpha": 32, "use_rslora": False}
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(saved))
+    check_reference_adapter([str(tmp_path)], trained, [])
+    config.write_text(json.dumps(saved | {"lora_alpha": 16, "use_rslora": True}))
+    with pytest.raises(ValueError, match="has --lora_alpha 16 --use_rslora true, and the trained one --lora_alpha 32 "):
+        check_reference_adapter([str(tmp_path)], trained, [])
+    with pytest.raises(ValueError, match=r"no adapter_config\.json is there; use a folder with a saved adapter"):
+        check_reference_adapter([str(tmp_path / "none")], trained, [])
+    with pytest.raises(ValueError, match="--ref_adapters a b: the reference has one adapter"):
+        check_reference_adapter(["a", "b"], trained, [])
+    with pytest.raises(ValueError, match="--ref_adapters with --modules_to_save output_layer"):
+        check_reference_adapter([str(tmp_path)], trained, ["output_layer"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.arguments.model_checks import REFUSED_COMPOSITE
 from swift_megatron_grpo.tools.script_stand_ins import (
     NoStandIn,
     architecture_of,
@@ -17,7 +18,8 @@ from swift_megatron_grpo.tools.script_stand_ins import (
     replace_inputs,
     typed,
 )
-from tests.scripts import published_scripts
+from tests.paths import REPOSITORY
+from tests.scripts import NOT_RUN, counts, published_scripts, table
 
 
 def flags(text: str) -> dict[str, list[str]]:
@@ -98,6 +100,18 @@ def test_the_architecture_is_found_by_name_or_by_config(tmp_path: Path) -> None:
 
 def test_every_published_script_of_ms_swift_is_read() -> None:
     scripts = published_scripts()
-    assert len(scripts) == 19
+    assert len(scripts) == 21 and {*NOT_RUN} <= {*scripts}
     for script in scripts.values():
         assert read_flags(script.flags.split())["rlhf_type"] == ["grpo"] and script.source and script.commit
+
+
+def test_types_of_scripts_that_are_not_run_are_refused_by_name() -> None:
+    for refused in {refused for refused in NOT_RUN.values() if not refused.startswith("--")}:
+        assert refused in REFUSED_COMPOSITE
+
+
+def test_the_page_of_scripts_has_their_results() -> None:
+    page = (REPOSITORY / "docs" / "scripts.md").read_text()
+    assert "\n".join(counts()) in page and "\n".join(table()) in page
+    of_main = counts()[2].split("|")[2].strip().replace(" of ", " of the ")
+    assert of_main in " ".join((REPOSITORY / "README.md").read_text().split())

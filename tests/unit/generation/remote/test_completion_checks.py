@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
+from swift_megatron_grpo.images.files import portable_images
 from swift_megatron_grpo.protocol.messages import Completion, InvalidMessage, ServerStatus
 from tests.unit.arguments.test_server_checks import GYM, status
 
 ONE_TURN = Expected(weights_version=7, vocab_size=300, max_completion_length=4, max_model_len=8, has_turns=False)
 TURNS = replace(ONE_TURN, has_turns=True)
+IMAGES = replace(TURNS, takes_images=True)
 COMPLETION = Completion([1, 2], [3, 299], [-0.5, 1e-6], "ab", "stop", 7)
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 CONVERSATION = replace(
@@ -82,6 +85,17 @@ def test_an_impossible_completion_is_found(changes: dict[str, Any], problem: str
 )
 def test_an_impossible_conversation_is_found(changes: dict[str, Any], problem: str) -> None:
     assert problem in str(problem_of(replace(CONVERSATION, **changes), TURNS))
+
+
+@pytest.mark.parametrize("images", [["/etc/hostname"], ["http://host/a.png"], ["YWJj"], ["é"], [None], [["a"]], "a", 1])
+def test_a_conversation_shows_images_and_no_names_of_them(images: Any) -> None:
+    """The trainer would open a path or a URL."""
+    [png] = portable_images([Image.new("RGB", (2, 2))])
+    for shown in ([], [png]):
+        assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "images": shown}), IMAGES) is None
+    named = replace(CONVERSATION, infos={"num_turns": 1, "images": images})
+    assert "images that are no base64" in str(problem_of(named, IMAGES))
+    assert problem_of(named, TURNS) is None  # a run on text ignores them
 
 
 JSON = st.recursive(
