@@ -68,6 +68,7 @@ def preload_rollout() -> None:
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
     )
@@ -98,10 +99,16 @@ def preload_upstream() -> None:
 
 
 def preload_plain() -> None:
-    """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift."""
+    """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift.
+
+    The servers of other kinds are forks of this one, so it imports only what a rank imports before the platform.
+    """
     import_all(
         "torch",
         "safetensors.torch",
+        "datasets",
+        "pandas",
+        "trl.experimental.utils",
         "peft",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
@@ -127,10 +134,17 @@ def skip_repeated_work() -> None:
 
 
 def fork_engines() -> None:
-    """Let vLLM fork the process of its engine, which on a CPU it always spawns, with 17 CPU seconds of imports."""
-    from vllm.v1.engine import utils
+    """Let vLLM fork its engine and workers, which on a CPU it always spawns, each with 17 CPU seconds of imports.
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    On a GPU its default is to fork as well. Each process would spin for a second whenever it waits for a message.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=0)
 
 
 def map_in_this_process() -> None:
@@ -212,6 +226,14 @@ def _script(name: str) -> str:
     return str(Path(package.submodule_search_locations[0], "cli", name))
 
 
+def run_server(arguments: list[str]) -> None:
+    """Run `python -m tests.forking.server KIND SOCKET OWNER`, in a fork of the first kind."""
+    from tests.forking.server import main
+
+    kind, path, owner = arguments
+    main(kind, path, int(owner))
+
+
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "megatron rlhf": run_megatron_rlhf,
     "swift rollout": run_swift_rollout,
@@ -219,4 +241,5 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "script": run_script,
     "code": run_code,
     "worker": run_worker,
+    "server": run_server,
 }
