@@ -103,6 +103,17 @@ def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = 
             "--report_to", "none", *SMALL_CACHE, *flags]  # fmt: skip
 
 
+def values_of(arguments: Sequence[str]) -> dict[str, str | list[str]]:
+    """Return the value of each flag, the last one if it is repeated."""
+    values: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            current = values[argument.removeprefix("--")] = []
+        else:
+            current.append(argument)
+    return {name: value[0] if len(value) == 1 else value for name, value in values.items()}
+
+
 def megatron_rlhf(
     model: Path,
     dataset: Path,
@@ -157,15 +168,25 @@ def megatron_command(
     ranks: int,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    command: Sequence[str] = ("megatron", "rlhf"),
+    config: Path | None = None,
     timeout: int = 600,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process."""
+    """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process.
+
+    With a `config` the flags are written to this YAML file, and `swift megatron` runs it.
+    """
+    command = ["megatron"] if config is None else ["swift", "megatron"]
     script = Path(sys.executable).with_name(command[0])
     # packages in a separate folder have no scripts next to the interpreter
-    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
-    program += [*command[1:], *grpo_flags(model, dataset, folder, flags)]
+    program = (
+        [str(script), *command[1:]] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    )
+    arguments = grpo_flags(model, dataset, folder, flags)
+    if config is not None:
+        config.write_text(json.dumps(values_of(arguments)))  # JSON is YAML
+        arguments = [str(config)]
+    program += ["rlhf", *arguments]
     variables = {
         **environment_of_processes(),
         "NPROC_PER_NODE": str(ranks),

@@ -7,6 +7,7 @@ from the saved checkpoint.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,13 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
 
 
 def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
+    """`swift megatron rlhf FILE` reaches torchrun and its ranks; test_stop.py runs `megatron rlhf`."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
              "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip
     ending_as_a_users = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-    run = megatron_command(dense, dataset, folder / "full", 2, flags, ending_as_a_users)
+    run = megatron_command(dense, dataset, folder / "full", 2, flags, ending_as_a_users, folder / "grpo.yaml")
+    assert re.search(r"run sh: `.*torch\.distributed\.run .*/rlhf\.py --rlhf_type grpo --model", run.output)
     check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout is off-policy
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
     assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0

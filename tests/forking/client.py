@@ -140,6 +140,14 @@ def run_script(script: Path, *arguments: object, ranks: int = 0, kind: str = "pl
     return _output(kind, "script", str(script), *map(str, arguments), ranks=ranks)
 
 
+def run_python(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Run `python FILE ARGUMENTS` in a fork that has imported transformers; return the exit code and the output."""
+    with tempfile.TemporaryFile("w+") as output:
+        code = fork_server("plain").start("python", arguments, 0, REPOSITORY, output, environment).wait()
+        output.seek(0)
+        return code, output.read()
+
+
 def run_code(kind: str, code: str, *arguments: str, folder: Path = REPOSITORY, ranks: int = 0) -> str:
     """Run code in a fork, or in one per rank, and return its output."""
     return _output(kind, "code", code, *arguments, folder=folder, ranks=ranks)

@@ -181,14 +181,14 @@ def run_megatron_rlhf(arguments: list[str]) -> None:
     from swift.megatron import megatron_rlhf_main
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    sys.argv = [_script("_megatron/rlhf.py"), *arguments]
+    sys.argv = [script_of_swift("_megatron/rlhf.py"), *arguments]
     megatron_rlhf_main()
 
 
 def run_swift_rollout(arguments: list[str]) -> None:
     from swift_megatron_grpo.server.__main__ import main
 
-    sys.argv = [_script("rollout.py"), *arguments]
+    sys.argv = [script_of_swift("rollout.py"), *arguments]
     main()
 
 
@@ -206,6 +206,18 @@ def run_script(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def run_python(arguments: list[str]) -> None:
+    """Run `python FILE ARGUMENTS` of a command that this package may change.
+
+    The kind `plain` has imported torch, as the package's entry point expects it. It is called as torch calls it.
+    """
+    import torch
+
+    sys.argv, sys.orig_argv = list(arguments), [sys.executable, *arguments]
+    torch._import_device_backends()
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def run_code(arguments: list[str]) -> None:
     """Run `python -c CODE ARGUMENTS`."""
     sys.argv = ["-c", *arguments[1:]]
@@ -219,8 +231,8 @@ def run_worker(arguments: list[str]) -> None:
     exec(compile(arguments[0], "<execnet>", "exec"), {"__name__": "__main__"})
 
 
-def _script(name: str) -> str:
-    """Return the path of a command's script in ms-swift, for sys.argv[0]."""
+def script_of_swift(name: str) -> str:
+    """Return the path of a command's script in ms-swift."""
     package = importlib.util.find_spec("swift")
     assert package is not None and package.submodule_search_locations is not None
     return str(Path(package.submodule_search_locations[0], "cli", name))
@@ -239,6 +251,7 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "swift rollout": run_swift_rollout,
     "tasks": run_tasks,
     "script": run_script,
+    "python": run_python,
     "code": run_code,
     "worker": run_worker,
     "server": run_server,
