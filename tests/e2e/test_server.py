@@ -90,7 +90,7 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     """
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "5",
              "--save_steps", "5", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
-             *PROBED]  # fmt: skip
+             "--micro_batch_size", "8", *PROBED]  # fmt: skip
     killed: list[str] = []
 
     def kill(line: str) -> None:
