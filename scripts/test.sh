@@ -45,9 +45,11 @@ share_servers() { # share_servers NAME_OF_PACKAGES: and end those of other packa
 }
 share_servers locked
 
-# Mypy uses one core for most of `checks`. On the other one, the process that workers are forked from imports packages.
-preload_workers() {
-    python -c 'from tests.forking.client import fork_server; fork_server("upstream")' >"$servers/preload.txt" 2>&1 &
+# Mypy uses one core for most of `checks`. On the other one, the processes that workers and ranks are forked from import
+# packages.
+preload() { # preload KIND...
+    python -c 'import sys; from tests.forking.client import fork_server; [*map(fork_server, sys.argv[1:])]' "$@" \
+        >"$servers/preload.txt" 2>&1 &
 }
 
 step() { # step NAME COMMAND...
@@ -122,14 +124,20 @@ core-0.19.2() {
 }
 
 if [ -n "$quick" ]; then
-    preload_workers
+    preload upstream trainer # for tests/dist
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
         tests/e2e/test_cli.py::test_full_tuning_trains_with_tensor_and_sequence_parallelism --alone no "${workers[@]}" "$@"
     exit
 fi
-if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then preload_workers; fi
+if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then
+    case " ${stages[*]} " in
+        *" e2e "*) preload upstream trainer rollout ;;
+        *" dist "*) preload upstream trainer ;;
+        *) preload upstream ;;
+    esac
+fi
 for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;

@@ -10,16 +10,21 @@ from tests.forking.client import sockets_folder
 
 # The files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
 _LONGEST = (
-    "e2e/test_server.py", "e2e/test_stop.py", "e2e/test_commands_untouched.py", "e2e/test_cli.py",
-    "e2e/test_images.py", "e2e/test_router_replay.py", "e2e/test_sync_check.py", "e2e/test_checkpoints.py",
-    "e2e/test_composite.py",
-    "e2e/test_async.py", "e2e/test_scripts.py", "e2e/test_rollout_command.py", "e2e/test_accepted_flags.py",
-    "e2e/test_multi_turn.py", "e2e/test_server_attacks.py", "e2e/test_server_turns.py", "e2e/test_stuck.py",
+    "e2e/test_server.py", "e2e/test_stop.py", "e2e/test_router_replay.py", "e2e/test_scripts.py", "e2e/test_cli.py",
+    "e2e/test_images.py", "e2e/test_composite.py", "e2e/test_rollout_command.py", "e2e/test_sync_check.py",
+    "e2e/test_accepted_flags.py", "e2e/test_checkpoints.py", "e2e/test_async.py", "e2e/test_server_turns.py",
+    "e2e/test_stuck.py", "e2e/test_commands_untouched.py", "e2e/test_server_attacks.py", "e2e/test_algorithms.py",
+    "e2e/test_replay.py", "e2e/test_resume.py", "e2e/test_adapter_settings.py", "e2e/test_multi_turn.py",
+    "e2e/test_parity.py", "e2e/test_generation.py",
     "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py",
     "dist/test_router_replay.py", "dist/test_engine_runs.py",
-    "unit/plugin/test_torchrun.py", "unit/doctor/test_doctor.py", "unit/arguments/test_grpo_arguments.py",
-    "unit/deadlines/test_deadlines.py", "unit/stopping/test_second_signal.py",
-    "unit/training/megatron_fixes/test_result_queue.py", "unit/platforms/cpu/test_devices.py",
+    "unit/plugin/test_torchrun.py", "unit/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
+    "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/doctor/test_doctor.py",
+    "unit/training/loss/test_loss.py", "unit/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",
+    "unit/plugin/test_autoload.py", "unit/platforms/cpu/test_torchvision_operators.py",
+    "unit/stopping/test_second_signal.py", "unit/grading/test_rewards.py", "unit/test_style.py",
+    "unit/training/megatron_fixes/test_result_queue.py", "unit/server/test_schema.py", "unit/test_security.py",
+    "unit/protocol/test_channel.py",
 )  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 
 def main(folder: str, rollout: str, num_generations: int) -> None:
-    rows = [json.loads(line) for line in Path(rollout).read_text().splitlines()]
+    with Path(rollout).open() as file:
+        rows = [json.loads(line) for line in file]
     rewards = torch.tensor([sum(row["rewards"]) for row in rows], dtype=torch.float64).view(-1, num_generations)
     spread = rewards.std(dim=1, keepdim=True) + 1e-4
     advantages = ((rewards - rewards.mean(dim=1, keepdim=True)) / spread).flatten().tolist()

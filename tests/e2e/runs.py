@@ -27,7 +27,7 @@ PROBE = Path(__file__).with_name("probe.py")
 SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
 # These save seconds of every run that test nothing: filling a cache of 1 GiB with zeros, and Python's shutdown.
-# Neither is used on a GPU, whose tests are about memory. Runs of templates (test_multi_turn.py) end as a user's do.
+# Neither is used on a GPU, whose tests are about memory. One run of the command (test_cli.py) ends as a user's does.
 ON_CPU = not torch.cuda.is_available()
 SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 2**26})] if ON_CPU else []
 QUICK_END = Path(__file__).with_name("quick_end")
@@ -64,6 +64,12 @@ def make_dataset(path: Path, rows: int = 32) -> Path:
     return path
 
 
+def read_json_lines(path: Path) -> list[Any]:
+    """Read a file of one JSON value per line. Completions may contain characters at which str.splitlines splits."""
+    with path.open() as file:
+        return [json.loads(line) for line in file]
+
+
 @dataclass(frozen=True)
 class Finished:
     code: int
@@ -73,8 +79,7 @@ class Finished:
     @property
     def log(self) -> list[dict[str, Any]]:
         """The logged steps."""
-        lines = [json.loads(line) for line in (self.folder / "logging.jsonl").read_text().splitlines()]
-        return [line for line in lines if "loss" in line]
+        return [line for line in read_json_lines(self.folder / "logging.jsonl") if "loss" in line]
 
     @property
     def last_checkpoint(self) -> Path:
@@ -96,6 +101,17 @@ def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = 
             "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
             "--recompute_granularity", "none", "--temperature", "1.0",
             "--report_to", "none", *SMALL_CACHE, *flags]  # fmt: skip
+
+
+def values_of(arguments: Sequence[str]) -> dict[str, str | list[str]]:
+    """Return the value of each flag, the last one if it is repeated."""
+    values: dict[str, list[str]] = {}
+    for argument in arguments:
+        if argument.startswith("--"):
+            current = values[argument.removeprefix("--")] = []
+        else:
+            current.append(argument)
+    return {name: value[0] if len(value) == 1 else value for name, value in values.items()}
 
 
 def megatron_rlhf(
@@ -121,11 +137,25 @@ def megatron_rlhf(
         environment = {**(environment or {}), SWITCH: "platform"}
     if not ON_CPU:
         return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
-    arguments, variables = grpo_flags(model, dataset, folder, flags, rewards), dict(environment or {})
+    arguments, kind = grpo_flags(model, dataset, folder, flags, rewards), "trainer" if plugin else "upstream"
+    return forked_ranks(arguments, folder, ranks, environment or {}, timeout, on_line, kind, kills_ranks)
+
+
+def forked_ranks(
+    arguments: Sequence[str],
+    folder: Path,
+    ranks: int,
+    environment: Mapping[str, str],
+    timeout: int = 600,
+    on_line: Callable[[str], object] | None = None,
+    kind: str = "trainer",
+    kills_ranks: bool = False,
+) -> Finished:
+    """Run `megatron rlhf ARGUMENTS` on forked ranks."""
 
     def start(output: IO[str]) -> ForkedProcess:
-        return fork_server("trainer" if plugin else "upstream").start(
-            "megatron rlhf", arguments, ranks, folder.parent, output, variables, kills_ranks
+        return fork_server(kind).start(
+            "megatron rlhf", arguments, ranks, folder.parent, output, environment, kills_ranks
         )
 
     return _follow(start, folder, timeout, on_line)
@@ -138,15 +168,25 @@ def megatron_command(
     ranks: int,
     flags: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    command: Sequence[str] = ("megatron", "rlhf"),
+    config: Path | None = None,
     timeout: int = 600,
     on_line: Callable[[str], object] | None = None,
 ) -> Finished:
-    """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process."""
+    """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process.
+
+    With a `config` the flags are written to this YAML file, and `swift megatron` runs it.
+    """
+    command = ["megatron"] if config is None else ["swift", "megatron"]
     script = Path(sys.executable).with_name(command[0])
     # packages in a separate folder have no scripts next to the interpreter
-    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
-    program += [*command[1:], *grpo_flags(model, dataset, folder, flags)]
+    program = (
+        [str(script), *command[1:]] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    )
+    arguments = grpo_flags(model, dataset, folder, flags)
+    if config is not None:
+        config.write_text(json.dumps(values_of(arguments)))  # JSON is YAML
+        arguments = [str(config)]
+    program += ["rlhf", *arguments]
     variables = {
         **environment_of_processes(),
         "NPROC_PER_NODE": str(ranks),

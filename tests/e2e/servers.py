@@ -67,6 +67,15 @@ class RolloutServer:
         return self
 
     def wait(self, seconds: float = 300) -> RolloutServer:
+        """Wait until the server responds; kill it if it does not."""
+        try:
+            return self._wait(seconds)
+        except BaseException:
+            if self.process is not None and self.process.poll() is None:
+                self.kill()
+            raise
+
+    def _wait(self, seconds: float) -> RolloutServer:
         assert self.process is not None
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
+from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
 
 pytestmark = pytest.mark.e2e
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py
@@ -129,9 +129,9 @@ def test_long_prompts_are_left_out(folder: Path, dense: Path, with_long_rows: Pa
     found = "2 of 10 prompts are longer than --max_length 128 (row 3 has 2"
     assert f"--dataset: {found}" in run.output and "they are left out" in run.output
     prompts = {
-        json.loads(line)["messages"][-1]["content"].split(":")[0]
+        row["messages"][-1]["content"].split(":")[0]
         for dumped in (folder / "kept").glob("rollout-*.jsonl")
-        for line in dumped.read_text().splitlines()
+        for row in read_json_lines(dumped)
     }
     assert prompts == {str(row) for row in range(10)} - {"3", "7"}
 
@@ -163,7 +163,7 @@ def test_scaled_positions_are_those_of_vllm_and_of_transformers(
 def test_completions_match_a_regular_expression(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--structured_outputs_regex", "[a-d]{6}", "--log_completions", "true"]
     run = train(folder, dense, dataset, "regex", *flags)
-    lines = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    lines = read_json_lines(run.folder / "completions.jsonl")
     completions = [line["completion"].split("\n\n")[-1].removesuffix("<|endoftext|>") for line in lines]
     assert len(completions) == 16 and all(re.fullmatch("[a-d]{6}", text) for text in completions)
     assert "--structured_outputs_regex [a-d]{6} make vLLM sample from another distribution" in run.output

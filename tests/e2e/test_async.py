@@ -11,7 +11,7 @@ import pytest
 
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.messages import Routes
-from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -88,7 +88,7 @@ def test_one_rollout_ahead_has_staleness_1_and_can_be_replayed(
     assert all("time/generation" in step for step in run.log[::2])
     # the last evaluation ran next to a rollout that had begun already
     assert versions(rollouts) == [{0}, {0}, {2}, {4}]
-    logged = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    logged = read_json_lines(run.folder / "completions.jsonl")
     assert [row["gen_step"] for row in logged] == [0] * 32 + [2] * 16 + [4] * 16
     evaluated = [line for line in map(json.loads, (run.folder / "logging.jsonl").open()) if "eval_reward" in line]
     assert len(evaluated) >= 2

@@ -6,13 +6,23 @@ from the saved checkpoint.
 
 from __future__ import annotations
 
-import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 import swift_megatron_grpo
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_command, megatron_rlhf
+from tests.e2e.runs import (
+    PROBE,
+    REWARDS,
+    Finished,
+    hf_difference,
+    make_model,
+    megatron_command,
+    megatron_rlhf,
+    read_json_lines,
+)
 
 pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
@@ -36,17 +46,20 @@ def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff:
 
 
 def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
+    """`swift megatron rlhf FILE` reaches torchrun and its ranks; test_stop.py runs `megatron rlhf`."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
              "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip
-    run = megatron_command(dense, dataset, folder / "full", ranks=2, flags=flags)
+    ending_as_a_users = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    run = megatron_command(dense, dataset, folder / "full", 2, flags, ending_as_a_users, folder / "grpo.yaml")
+    assert re.search(r"run sh: `.*torch\.distributed\.run .*/rlhf\.py --rlhf_type grpo --model", run.output)
     check_run(run, steps=4, layout="TP 2", k3_bound=5e-2)  # the second step of a rollout is off-policy
     assert run.log[0]["rollout/k3_kl"] < 1e-4 and run.log[2]["rollout/k3_kl"] < 1e-4
     assert run.log[2]["actor/approxkl"] == 0 and run.log[1]["actor/approxkl"] > 0
     assert "reference TP 1, PP 1, CP 1, EP 1, DP 2" in run.output
     assert run.log[0]["kl"] == pytest.approx(0, abs=1e-6) and run.log[3]["kl"] > 0
     assert hf_difference(run.last_checkpoint)["mean"] < 2e-2
-    rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    rows = read_json_lines(run.folder / "completions.jsonl")
     assert len(rows) == 2 * 16 and {"gen_step", "prompt", "completion", "advantages"} <= set(rows[0])
     assert (run.folder / "runs").is_dir()  # TensorBoard
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from scripts.make_image_dataset import make_rows
 from swift_megatron_grpo.images.files import image_bytes, is_portable
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import Finished, make_model, megatron_rlhf
+from tests.e2e.runs import Finished, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
 
@@ -137,7 +137,7 @@ def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qw
     run = megatron_rlhf(qwen2_5_vl, colours, folder / "turned", 1, flags, {"SHOWN": shown}, rewards=False)
     assert run.code == 0, run.output[-4000:]
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
-    rows = [json.loads(line) for file in dump.glob("rollout-*.jsonl") for line in file.read_text().splitlines()]
+    rows = [row for file in dump.glob("rollout-*.jsonl") for row in read_json_lines(file)]
     turns = [row["infos"]["num_turns"] for row in rows]
     assert 3 in turns and 1 in turns
     for row in rows:
@@ -175,7 +175,7 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
 def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Path) -> None:
     """A policy that does not see earns at most the share of the most frequent colour."""
     dataset = make_dataset(folder / "learned-colours", 24, [1])
-    answers = [json.loads(line)["colour"] for line in dataset.read_text().splitlines()]
+    answers = [row["colour"] for row in read_json_lines(dataset)]
     blind = max(answers.count(colour) for colour in answers) / len(answers)
     flags = [*SMALL, *EVERYTHING, "--train_iters", "40", "--save_steps", "40", "--lr", "1e-3", "--vit_lr", "2e-3",
              "--aligner_lr", "2e-3", "--lr_decay_style", "constant", "--num_generations", "16", "--global_batch_size",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.hf_check import check_with_transformers
-from tests.e2e.runs import Finished, make_dataset
+from tests.e2e.runs import ON_CPU, SMALL_CACHE, Finished, forked_ranks, make_dataset, read_json_lines
 from tests.e2e.servers import HOST
 from tests.forking.client import free_port
 from tests.paths import REPOSITORY
@@ -41,13 +40,27 @@ def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *wh
     return Finished(done.returncode, done.stdout, folder)
 
 
+def run_template_forked(model: Path, dataset: Path, folder: Path, flags: list[str]) -> Finished:
+    """Run the template with a fake `megatron`, first on the path, and forked ranks with the arguments it received."""
+    fake, received = folder.with_suffix(".bin") / "megatron", folder.with_suffix(".arguments")
+    fake.parent.mkdir()
+    fake.write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" "$NPROC_PER_NODE" "$@" >"{received}"\n')
+    fake.chmod(0o755)
+    template = run_template(model, dataset, folder, flags, PATH=f"{fake.parent}:{os.environ['PATH']}")
+    assert template.code == 0, template.output
+    ranks, command, *arguments = received.read_text().removesuffix("\0").split("\0")
+    assert command == "rlhf"
+    return forked_ranks(arguments, folder, int(ranks), {})
+
+
 def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> None:
     """One engine spans both ranks, and the environment draws random numbers, which must not differ between ranks."""
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
     plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(HERE / "turns_reward.py")]
     flags = ["--vllm_tensor_parallel_size", "2", "--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100",
-             "--external_plugins", *plugins, "--reward_funcs", "turns"]  # fmt: skip
-    run = run_template(dense, dataset, tmp_path / "run", flags)
+             "--external_plugins", *plugins, "--reward_funcs", "turns",
+             *SMALL_CACHE]  # fmt: skip
+    run = (run_template_forked if ON_CPU else run_template)(dense, dataset, tmp_path / "run", flags)
     assert run.code == 0, run.output[-4000:]
     first, second = run.log
     # vLLM's log-prob of each sampled token in its turn matches the trainer's in the whole conversation.
@@ -55,7 +68,7 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
     assert first["num_turns"] == 3 and first["rewards/gym_reward/mean"] > 0 and first["rewards/Turns/mean"] == 3
 
     dumped = tmp_path / "rollouts" / "rollout-000000.jsonl"
-    rows = [json.loads(line) for line in dumped.read_text().splitlines()]
+    rows = read_json_lines(dumped)
     for row in rows:
         assert len(row["sampled"]) == len(row["completion_ids"]) and sum(row["sampled"]) == len(row["logprobs"]) <= 36
         words = bytes(

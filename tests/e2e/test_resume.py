@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import megatron_rlhf
+from tests.e2e.runs import megatron_rlhf, read_json_lines
 
 pytestmark = pytest.mark.e2e
 TENSOR_PARALLEL = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
@@ -57,5 +56,5 @@ def test_resuming_in_the_same_folder_keeps_the_checkpoint_and_logs_each_step_onc
     assert [step["iteration"] for step in resumed.log] == [f"{i}/5" for i in (1, 2, 3)] + [
         f"{i}/7" for i in (4, 5, 6, 7)
     ]
-    rows = [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+    rows = read_json_lines(folder / "completions.jsonl")
     assert [row["rollout"] for row in rows] == [rollout for rollout in range(4) for _ in range(16)]

@@ -12,7 +12,7 @@ import pytest
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.routed_experts import decode_rows
 from swift_megatron_grpo.types import ExpertRows
-from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
 
@@ -36,7 +36,7 @@ def numbers(run: Finished) -> list[list[float]]:
 
 
 def rows_of(dump: Path) -> list[tuple[dict[str, Any], ExpertRows | None]]:
-    lines = [json.loads(line) for path in sorted(dump.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    lines = [line for path in sorted(dump.glob("*.jsonl")) for line in read_json_lines(path)]
     return [(line, decode_rows(line.get("routed_experts"))) for line in lines]
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import urllib.error
 from collections.abc import Iterator
@@ -29,7 +28,8 @@ from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer
-from tests.forking.client import free_port
+from tests.forking.client import free_port, run_python
+from tests.forking.programs import script_of_swift
 
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
@@ -90,7 +90,7 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     """
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "5",
              "--save_steps", "5", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
-             *PROBED]  # fmt: skip
+             "--micro_batch_size", "8", *PROBED]  # fmt: skip
     killed: list[str] = []
 
     def kill(line: str) -> None:
@@ -308,12 +308,11 @@ def test_an_unreachable_server_stops_the_command_before_the_model_loads(
 
 def test_without_the_plugin_swift_rollout_is_unchanged(dense: Path) -> None:
     """It fails on a CPU as without this package."""
-    script = str(Path(sys.executable).with_name("swift"))
-    command = [script, "rollout", "--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]
-    off = subprocess.run(command, env={**os.environ, "SWIFT_MEGATRON_GRPO": "off"}, text=True, capture_output=True)
-    assert off.returncode != 0
+    flags = ["--model", str(dense), "--model_type", "qwen3", "--template", "qwen3"]
+    code, output = run_python(script_of_swift("rollout.py"), *flags, SWIFT_MEGATRON_GRPO="off")
+    assert code != 0
     if not torch.cuda.is_available():
-        assert "local_device_count (0) must be greater than or equal to" in off.stderr
+        assert "local_device_count (0) must be greater than or equal to" in output
 
 
 def test_the_synchronous_engine_is_refused(folder: Path, dense: Path) -> None:

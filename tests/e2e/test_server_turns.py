@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import urllib.error
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from swift_megatron_grpo.protocol.messages import Completion, Routes
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from tests.e2e.hf_check import check_with_transformers
 from tests.e2e.riddles import WAIT
-from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -66,7 +65,7 @@ def train(
     flags = [*FLAGS, "--rollout_dump", str(dump), *flags]
     run = megatron_rlhf(model, dataset, folder, 2, flags, {API_KEY_VARIABLE: KEY}, rewards=rewards)
     assert run.code == 0, run.output[-4000:]
-    return run, [json.loads(line) for line in (dump / "rollout-000000.jsonl").read_text().splitlines()]
+    return run, read_json_lines(dump / "rollout-000000.jsonl")
 
 
 def check_same(remote: tuple[Finished, list[dict[str, Any]]], local: tuple[Finished, list[dict[str, Any]]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import time
@@ -14,7 +13,7 @@ import pytest
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.messages import Routes
 from tests.e2e.ends import alive_after, check_server_ends
-from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf
+from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
@@ -135,7 +134,7 @@ def test_a_run_ahead_of_training_stops_and_continues_with_the_same_prompts(
 
 
 def prompts(run: Finished) -> list[tuple[int, str]]:
-    rows = [json.loads(line) for line in (run.folder / "completions.jsonl").read_text().splitlines()]
+    rows = read_json_lines(run.folder / "completions.jsonl")
     return [(row["rollout"], str(row["prompt"])) for row in rows]
 
 

@@ -82,7 +82,7 @@ def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path,
     """The engine matches the trainer bit for bit after each sync, and the base weights do not change."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
              "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
-             "--save_steps", "100", *PLUGINS]  # fmt: skip
+             "--save_steps", "100", "--micro_batch_size", "8", *PLUGINS]  # fmt: skip
     with generating(where, dense, ["--torch_dtype", "bfloat16"]) as (more, _):
         environment = {"FAULTS": "adapter", API_KEY_VARIABLE: KEY}
         run = megatron_rlhf(dense, dataset, folder / f"adapter {where}", 2, [*flags, *more], environment)

@@ -68,6 +68,7 @@ def preload_rollout() -> None:
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
         "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
     )
@@ -98,10 +99,16 @@ def preload_upstream() -> None:
 
 
 def preload_plain() -> None:
-    """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift."""
+    """Import the packages of scripts on plain transformers: no platform, no Megatron, no ms-swift.
+
+    The servers of other kinds are forks of this one, so it imports only what a rank imports before the platform.
+    """
     import_all(
         "torch",
         "safetensors.torch",
+        "datasets",
+        "pandas",
+        "trl.experimental.utils",
         "peft",
         "transformers.models.auto.modeling_auto",
         "transformers.models.auto.tokenization_auto",
@@ -127,10 +134,17 @@ def skip_repeated_work() -> None:
 
 
 def fork_engines() -> None:
-    """Let vLLM fork the process of its engine, which on a CPU it always spawns, with 17 CPU seconds of imports."""
-    from vllm.v1.engine import utils
+    """Let vLLM fork its engine and workers, which on a CPU it always spawns, each with 17 CPU seconds of imports.
 
-    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    On a GPU its default is to fork as well. Each process would spin for a second whenever it waits for a message.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.v1.engine import utils
+    from vllm.v1.executor import multiproc_executor
+
+    for module in (utils, multiproc_executor):
+        module.get_mp_context = lambda: multiprocessing.get_context("fork")
+    SpinCondition.__init__ = functools.partialmethod(SpinCondition.__init__, busy_loop_s=0)
 
 
 def map_in_this_process() -> None:
@@ -167,14 +181,14 @@ def run_megatron_rlhf(arguments: list[str]) -> None:
     from swift.megatron import megatron_rlhf_main
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    sys.argv = [_script("_megatron/rlhf.py"), *arguments]
+    sys.argv = [script_of_swift("_megatron/rlhf.py"), *arguments]
     megatron_rlhf_main()
 
 
 def run_swift_rollout(arguments: list[str]) -> None:
     from swift_megatron_grpo.server.__main__ import main
 
-    sys.argv = [_script("rollout.py"), *arguments]
+    sys.argv = [script_of_swift("rollout.py"), *arguments]
     main()
 
 
@@ -192,6 +206,18 @@ def run_script(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
+def run_python(arguments: list[str]) -> None:
+    """Run `python FILE ARGUMENTS` of a command that this package may change.
+
+    The kind `plain` has imported torch, as the package's entry point expects it. It is called as torch calls it.
+    """
+    import torch
+
+    sys.argv, sys.orig_argv = list(arguments), [sys.executable, *arguments]
+    torch._import_device_backends()
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
 def run_code(arguments: list[str]) -> None:
     """Run `python -c CODE ARGUMENTS`."""
     sys.argv = ["-c", *arguments[1:]]
@@ -205,11 +231,19 @@ def run_worker(arguments: list[str]) -> None:
     exec(compile(arguments[0], "<execnet>", "exec"), {"__name__": "__main__"})
 
 
-def _script(name: str) -> str:
-    """Return the path of a command's script in ms-swift, for sys.argv[0]."""
+def script_of_swift(name: str) -> str:
+    """Return the path of a command's script in ms-swift."""
     package = importlib.util.find_spec("swift")
     assert package is not None and package.submodule_search_locations is not None
     return str(Path(package.submodule_search_locations[0], "cli", name))
+
+
+def run_server(arguments: list[str]) -> None:
+    """Run `python -m tests.forking.server KIND SOCKET OWNER`, in a fork of the first kind."""
+    from tests.forking.server import main
+
+    kind, path, owner = arguments
+    main(kind, path, int(owner))
 
 
 PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
@@ -217,6 +251,8 @@ PROGRAMS: dict[str, Callable[[list[str]], Any]] = {
     "swift rollout": run_swift_rollout,
     "tasks": run_tasks,
     "script": run_script,
+    "python": run_python,
     "code": run_code,
     "worker": run_worker,
+    "server": run_server,
 }

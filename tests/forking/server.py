@@ -37,10 +37,12 @@ def main(kind: str, path: str, owner: int) -> None:
         signal.signal(number, signal.SIG_IGN)  # these are for pytest; the server and all runs end after it
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # ranks share one pipe
+    gc.disable()  # collections would take 7 % of the imports
     PRELOAD[kind]()
     if threading.active_count() > 1:
         raise SystemExit(f"imports of {kind} started threads, which a fork would lose: {threading.enumerate()}")
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection in a forked process would copy the pages of every imported object
     with _listen(path) as listener:
         leaders: dict[socket.socket, list[int]] = {}
@@ -76,14 +78,16 @@ def _serve(connection: socket.socket, leaders: dict[socket.socket, list[int]], l
                 os.killpg(pid, signal.SIGKILL)
         connection.close()
         return
+    request = json.loads(data)
     pid = os.fork()
     if pid == 0:
         for inherited in (listener, *leaders):
             inherited.close()
-        _lead(json.loads(data), *fds)
+        _lead(request, *fds)
     for descriptor in fds:
         os.close(descriptor)
-    leaders[connection].append(pid)
+    if request["program"] != "server":  # which other test processes use as well, and which ends with the owner
+        leaders[connection].append(pid)
     connection.send(json.dumps({"pid": pid}).encode())
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
 from swift_megatron_grpo.protocol.channel import Channel
 from swift_megatron_grpo.protocol.rendezvous import Hub, Rendezvous, new_secret
+from tests.forking.client import ForkedProcess, fork_server
+from tests.paths import REPOSITORY
 
 CPU = torch.device("cpu")
 WEIGHTS = [
@@ -41,8 +44,8 @@ def test_tensors_are_bit_identical_after_packing_into_buckets(nbytes: int) -> No
         assert len(bucket.entries) == 1 or sum(entry.nbytes for entry in bucket.entries) <= nbytes
 
 
-def receive(rendezvous: dict[str, Any], rank: int, failure: str, results: Connection) -> None:
-    """Receive all weights as a worker of a server does, and send their sums to the test."""
+def receive(rendezvous: dict[str, Any], rank: int, failure: str, results: str) -> None:
+    """Receive all weights as a worker of a server does, and write their sums to a file."""
     channel = Channel(Rendezvous(**rendezvous), rank, CPU)
     received: list[tuple[str, float]] = []
     while True:
@@ -55,21 +58,25 @@ def receive(rendezvous: dict[str, Any], rank: int, failure: str, results: Connec
         if failure == "closed":
             channel.close()
             time.sleep(60)
-    results.send(received)
+    Path(results).write_text(json.dumps(received))
 
 
-def start(workers: int, failure: str = "") -> tuple[WeightConnection, list[Any], list[Connection]]:
+def start(workers: int, folder: Path, failure: str = "") -> tuple[WeightConnection, list[ForkedProcess], list[Path]]:
     rendezvous = open_rendezvous(workers + 1)
-    context = multiprocessing.get_context("spawn")
-    processes, results = [], []
-    for rank in range(1, workers + 1):
-        parent_end, child_end = context.Pipe()
-        process = context.Process(target=receive, args=(rendezvous, rank, failure, child_end), daemon=True)
-        process.start()
-        PROCESSES.append(process)
-        processes.append(process)
-        results.append(parent_end)
+    results = [folder / f"received{rank}.json" for rank in range(1, workers + 1)]
+    processes = [
+        start_process("receive", rendezvous, rank, failure, str(path)) for rank, path in enumerate(results, start=1)
+    ]
     return WeightSender(CPU, 100).join(rendezvous), processes, results
+
+
+def start_process(function: str, *arguments: Any) -> ForkedProcess:
+    """Call a function of this file in a fork that has imported torch."""
+    code = f"import json, sys\nfrom {__name__} import {function}\n{function}(*json.loads(sys.argv[1]))"
+    with open(os.devnull, "w") as output:
+        process = fork_server("upstream").start("code", [code, json.dumps(arguments)], 0, REPOSITORY, output, {})
+    PROCESSES.append(process)
+    return process
 
 
 def open_rendezvous(size: int) -> dict[str, Any]:
@@ -79,24 +86,27 @@ def open_rendezvous(size: int) -> dict[str, Any]:
 
 
 HUBS: list[Hub] = []
-PROCESSES: list[Any] = []
+PROCESSES: list[ForkedProcess] = []
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     yield
     for process in PROCESSES:
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     PROCESSES.clear()
     for hub in HUBS:
         hub.close()
     HUBS.clear()
 
 
-def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blocks_no_other() -> None:
-    healthy, _, results = start(workers=2)
-    killed, _, _ = start(workers=1, failure="killed")
-    closed, _, _ = start(workers=1, failure="closed")
+def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blocks_no_other(
+    tmp_path: Path,
+) -> None:
+    healthy, processes, results = start(2, tmp_path)
+    killed, _, _ = start(1, tmp_path, failure="killed")
+    closed, _, _ = start(1, tmp_path, failure="closed")
     exported = []
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:
@@ -108,18 +118,15 @@ def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blo
     assert failures[0] is None
     assert [type(failure) for failure in failures[1:]] == [RuntimeError, RuntimeError], failures
     assert len(exported) == 100  # the export must be exhausted, or the other ranks of the trainer would hang
-    expected = [(name, tensor.double().sum().item()) for name, tensor in WEIGHTS * 20]
-    for connection in results:
-        assert connection.poll(60) and connection.recv() == expected
+    expected = [[name, tensor.double().sum().item()] for name, tensor in WEIGHTS * 20]
+    for process, path in zip(processes, results, strict=True):
+        assert process.wait(60) == 0 and json.loads(path.read_text()) == expected
 
 
 def test_closing_a_connection_unblocks_its_sender() -> None:
     """This happens when the server reports that it could not load the weights, and receives no more."""
     rendezvous = open_rendezvous(2)
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=join_only, args=(rendezvous,), daemon=True)
-    process.start()
-    PROCESSES.append(process)
+    start_process("join_only", rendezvous)
     connection = WeightSender(CPU, 100).join(rendezvous)
     connection.begin()
     large = torch.zeros(200_000_000)
