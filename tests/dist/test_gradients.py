@@ -30,8 +30,8 @@ def test_gradients_match_plain_transformers_in_fp64(
     squares = 0.0
     for name, expected in checkpoint_names(reference["grads"], start).items():
         gradient = (start[name] - moved[name].double()) / LEARNING_RATE
-        error = (gradient - expected).norm() / expected.norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        error = (gradient - expected).norm()
+        assert error <= 1e-5 * expected.norm(), f"{name}: {error:.1e}"  # an expert without tokens has no gradient
         squares += expected.square().sum().item()
     assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
 
@@ -13,8 +14,7 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import plan_by_count, plan_by_tokens
-from swift_megatron_grpo.packing.segments import groups_of
-from swift_megatron_grpo.types import Sample
+from tests.paths import REPOSITORY
 from tests.unit.packing.test_plan import PLAIN, SMALL
 
 
@@ -107,6 +107,30 @@ def test_the_gain_of_micro_batches_by_count() -> None:
     assert gain_of(plan_by_count(16, 2, 8), work, groups).gain > by_four.gain
 
 
+def test_the_page_has_the_flops_that_sharing_saves() -> None:
+    sizes = {"vocab_size": 151936, "kv_channels": 128}
+    models = [
+        FlopsModel.of_transformer(num_layers=28, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=16,
+                                  num_query_groups=8, **sizes),
+        FlopsModel.of_transformer(num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32,
+                                  num_query_groups=8, **sizes),
+        FlopsModel.of_transformer(num_layers=48, hidden_size=2048, ffn_hidden_size=8 * 768, num_attention_heads=32,
+                                  num_query_groups=4, **sizes),
+    ]  # fmt: skip
+    lines = (REPOSITORY / "docs" / "shared_prompts.md").read_text().splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ / \d+ / \d+ \|", line)]
+    assert len(rows) == 5
+    for where, *cells in rows:
+        prompt, completion, size = map(int, where.split(" / "))
+        tokens = size * (prompt + completion) / (prompt + size * completion)
+        saved = [
+            size * model.of_sequence(prompt + completion, completion)
+            / model.of_bundle(prompt, [prompt + completion] * size, size * completion)
+            for model in models
+        ]  # fmt: skip
+        assert cells == [f"{value:.2f}" for value in (tokens, *saved)], where
+
+
 def test_flops_of_a_bundle_are_those_of_its_tokens() -> None:
     model, prompt, completions = FlopsModel(3.0, 2.0, 5.0), 7, [2, 4]
     seen = sum(range(1, prompt + 1)) + sum(prompt + i for c in completions for i in range(1, c + 1))
@@ -127,18 +151,3 @@ def test_4096_samples_are_planned_quickly() -> None:
         plan_with_shared_prompts(work, groups, 8, 16384, 1)
         seconds.append(time.process_time() - began)
     assert statistics.median(seconds) < 0.15, seconds
-
-
-@pytest.mark.alone
-def test_prompts_of_4096_samples_are_compared_quickly() -> None:
-    """50 ms on an idle machine."""
-    rng = random.Random(0)
-    samples = []
-    for group in range(512):
-        prompt = [rng.randrange(150000) for _ in range(1024)]
-        for _ in range(8):
-            copy = [int(str(token)) for token in prompt]  # other objects, as of other requests
-            samples.append(Sample([*copy, *range(300)], [False] * 1024 + [True] * 300, 1.0, group))
-    began = time.process_time()
-    assert len(groups_of(samples)) == 512
-    assert time.process_time() - began < 0.15
