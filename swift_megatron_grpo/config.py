@@ -17,6 +17,9 @@ RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
 UnreadTensors = Literal["stop", "warn"]
+SharePrompts = Literal["auto", "true", "false"]
+# Share of a step's FLOPs that sharing prompts must save to be done; None: never.
+SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
 RouterReplay = Literal["disabled", "R2", "R3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
@@ -248,6 +251,7 @@ class PackingConfig:
     infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
     infer_micro_batch_size: int | None  # in forward-only passes, in completions
     tower_share: float = 0.0  # share of a trained tower's work that a training pass has
+    share_prompts_from: float | None = None  # share of the work that sharing must save; None: prompts are repeated
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from swift.megatron.arguments import MegatronRLHFArguments
 
-from swift_megatron_grpo.config import Estimator, KlEstimator, SyncCheckMode, UnreadTensors
+from swift_megatron_grpo.config import Estimator, KlEstimator, SharePrompts, SyncCheckMode, UnreadTensors
 
 
 @dataclass
@@ -116,6 +116,15 @@ class GRPOFlags(MegatronRLHFArguments):
         },
     )
 
+    share_prompts: SharePrompts = field(
+        default="false",
+        metadata={
+            "help": "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, "
+            "which is exact. Token budgets count the copy once, so more completions fit. auto: the same where layout "
+            "and model allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. "
+            "Default: false."
+        },
+    )
     unread_tensors: UnreadTensors = field(
         default="stop",
         metadata={

@@ -352,6 +352,9 @@ def _check_micro_batches(args: DerivedArguments) -> None:
     values.check_micro_batches(
         args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
     )
+    budgets = (args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch)
+    completions = max(args.micro_batch_size, args.infer_batch_size or 1) if budgets == (None, None) else None
+    values.check_shared_prompts(args.share_prompts, args.context_parallel_size, completions)
 
 
 def _check_algorithm(args: DerivedArguments) -> None:

@@ -14,6 +14,7 @@ from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
+    SHARE_PROMPTS_FROM,
     BatchPlan,
     CompletionLogConfig,
     CorrectionConfig,
@@ -86,6 +87,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             args.infer_max_tokens_per_micro_batch,
             args.infer_batch_size,
             tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0,
+            SHARE_PROMPTS_FROM[args.share_prompts],
         ),
         loss=_loss(args),
         reference=ReferenceConfig(

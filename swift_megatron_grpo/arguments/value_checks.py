@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value
+from swift_megatron_grpo.config import SharePrompts
 from swift_megatron_grpo.conversations.registries import check_registered
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -202,6 +203,20 @@ def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, in
         raise ValueError(
             f"--infer_max_tokens_per_micro_batch {infer_max_tokens} and --infer_batch_size {infer_batch_size} both set "
             "the size of forward-only micro batches; set only one of them"
+        )
+
+
+def check_shared_prompts(share: SharePrompts, cp_size: int, completions: int | None) -> None:
+    """Check --share_prompts. `completions`: the most of a micro batch; None: a token budget decides."""
+    if share == "true" and cp_size > 1:
+        raise ValueError(
+            f"--share_prompts true with --context_parallel_size {cp_size}: ring attention cuts queries and keys alike; "
+            "use --share_prompts auto, which repeats prompts here"
+        )
+    if share == "true" and completions == 1:
+        raise ValueError(
+            "--share_prompts true has no effect in micro batches of one completion; use "
+            "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.config import CANARY_TOKENS, GRPOConfig
+from swift_megatron_grpo.config import CANARY_TOKENS, SHARE_PROMPTS_FROM, GRPOConfig
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
@@ -153,6 +153,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
         max_tokens=packing.max_tokens,
         infer_max_tokens=packing.infer_max_tokens,
         infer_micro_batch_size=packing.infer_micro_batch_size,
+        share_prompts_from=packing.share_prompts_from,
         tower_share=packing.tower_share,
     )
 
@@ -162,6 +163,8 @@ def reference_engine_settings(config: GRPOConfig) -> EngineSettings:
     settings = engine_settings(config)
     if config.reference.layout is None:
         return settings
+    if settings.share_prompts_from is not None:  # its layout may not allow it
+        settings = replace(settings, share_prompts_from=SHARE_PROMPTS_FROM["auto"])
     if settings.max_tokens is not None or settings.infer_max_tokens is not None:
         return replace(settings, max_tokens=settings.infer_max_tokens or settings.max_tokens)
     size = settings.infer_micro_batch_size or settings.micro_batch_size

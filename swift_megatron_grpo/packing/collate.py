@@ -1,7 +1,8 @@
 """Packs the samples of one micro batch into the tensors of one packed ("thd") forward pass.
 
 n: packed tokens, padding included; l = n / CP: tokens of this context-parallel rank; m: completion tokens of the micro
-batch; k: completion tokens whose log-prob this rank computes; s: sequences.
+batch; k: completion tokens whose log-prob this rank computes; s: sequences; g: segments, which are sequences, or shared
+prompts and their completions.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from functools import partial
 import torch
 
 from swift_megatron_grpo.packing.media import PackedPictures, pack_pictures, positions_of
-from swift_megatron_grpo.packing.plan import Alignment, padded_lengths, zigzag_positions
+from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
 from swift_megatron_grpo.packing.routing import pack_routing
+from swift_megatron_grpo.packing.segments import PackedLayout, lay_out
 from swift_megatron_grpo.types import Sample
 
 
@@ -45,6 +47,15 @@ def count(samples: Sequence[Sample]) -> Normalisers:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """The tokens that each segment attends to: a shared prompt and the segment, or the segment alone."""
+
+    places: torch.Tensor  # [cu_seqlens[-1]] int64, in the packed micro batch
+    cu_seqlens: torch.Tensor  # [g + 1] int32
+    max_seqlen: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInputs:
     """Inputs of the model."""
 
@@ -53,13 +64,14 @@ class ModelInputs:
         torch.Tensor
     )  # [1, n] of all context-parallel ranks: a composite model embeds them before it takes its own
     position_ids: torch.Tensor  # [1, l]; in a micro batch with images [3, 1, l]
-    cu_seqlens: torch.Tensor  # [s + 1] int32, of the n packed tokens
+    cu_seqlens: torch.Tensor  # [g + 1] int32, of the n packed tokens
     max_seqlen: int
     head_positions: torch.Tensor  # [k] rows of this rank's hidden states that predict a completion token
     head_targets: torch.Tensor  # [k] the tokens they predict
     cp_counts: tuple[int, ...]  # k of every context-parallel rank
     cp_order: torch.Tensor  # [m] index of completion token i in the concatenation of all ranks' k values
     pictures: PackedPictures | None  # None: the micro batch is text
+    shared: SharedKeys | None = None  # None: every segment is a whole sequence
     routing: torch.Tensor | None = None  # [l, layers, k of experts] int16; -1: the router chooses. None: for all tokens
 
 
@@ -90,21 +102,23 @@ def collate(
     cp_size: int,
     device: torch.device,
     routing: tuple[int, int] | None = None,
+    share_prompts: bool = False,
 ) -> MicroBatch:
     """Pack the samples at `indices` into the micro batch of this context-parallel rank.
 
-    `routing`: layers and experts per token, if any sample of the step has a given routing.
+    `routing`: layers and experts per token, if any sample of the step has a given routing. `share_prompts`: neighbours
+    in a group share their prompt, which requires a CP of 1.
     """
     chosen = [samples[i] for i in indices]
-    lengths = padded_lengths([len(sample.tokens) for sample in chosen], align)
-    tokens, targets = _pack(chosen, lengths)
-    positions = _positions(chosen, lengths)
-    shown, of_pictures = pack_pictures(chosen, lengths)
+    layout = lay_out(chosen, align, share_prompts)
+    lengths = layout.lengths
+    tokens, targets, predicting = _pack(chosen, layout)
+    positions = _positions(chosen, layout)
+    shown, of_pictures = pack_pictures(chosen, layout)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
 
-    # Row i - 1 predicts token i; both are positions in the packed micro batch here.
-    computed = [_rows_held(targets - 1, rank_positions, tokens.shape[0]) for rank_positions in held]
+    computed = [_rows_held(predicting, rank_positions, tokens.shape[0]) for rank_positions in held]
     order = torch.empty_like(targets)
     order[torch.cat([numbers for numbers, _ in computed])] = torch.arange(targets.shape[0])
     numbers, places = computed[cp_rank]
@@ -122,14 +136,15 @@ def collate(
             input_ids=to_device(tokens[local][None]),
             packed_ids=to_device(tokens[None]),
             position_ids=to_device(positions[..., None, local]),
-            cu_seqlens=to_device(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)),
+            cu_seqlens=to_device(_starts(lengths)),
             max_seqlen=max(lengths),
             head_positions=to_device(places),
             head_targets=to_device(tokens[targets[numbers]]),
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
             pictures=PackedPictures(shown, to_device(of_pictures[None])) if shown else None,
-            routing=None if routing is None else to_device(pack_routing(chosen, lengths, routing)[local]),
+            shared=_shared_keys(layout, to_device) if layout.shares else None,
+            routing=None if routing is None else to_device(pack_routing(chosen, layout, routing)[local]),
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
@@ -144,29 +159,47 @@ def collate(
     )
 
 
-def _pack(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens [n] of the packed micro batch, and the packed positions [m] of trained tokens."""
-    # Padding follows its sequence, so a causal mask hides it, and any token will do.
-    tokens = torch.zeros(sum(lengths), dtype=torch.long)
-    trained = torch.zeros(sum(lengths), dtype=torch.bool)
-    start = 0
-    for sample, length in zip(samples, lengths, strict=True):
+def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the tokens [n] of the packed micro batch, and the places [m] of trained tokens and of what predicts them.
+
+    The first token behind a shared prompt is predicted by the prompt's last one, every other token by the one before.
+    """
+    # Padding follows its segment, so a causal mask hides it, and any token will do.
+    tokens = torch.zeros(layout.total, dtype=torch.long)
+    trained = torch.zeros(layout.total, dtype=torch.bool)
+    before = torch.arange(layout.total) - 1
+    for segment in layout.segments:
+        sample, end = samples[segment.sample], segment.start + segment.end - segment.begin
         if sample.completion_mask and sample.completion_mask[0]:
             raise ValueError("the first token of a sequence cannot be trained: a prompt needs at least one token")
-        end = start + len(sample.tokens)
-        tokens[start:end] = torch.tensor(sample.tokens)
-        trained[start:end] = torch.tensor(sample.completion_mask)
-        start += length
-    return tokens, trained.nonzero()[:, 0]
+        tokens[segment.start : end] = torch.tensor(sample.tokens[segment.begin : segment.end])
+        trained[segment.start : end] = torch.tensor(sample.completion_mask[segment.begin : segment.end])
+        if segment.prefix is not None:
+            before[segment.start] = segment.prefix + segment.begin - 1
+    places = trained.nonzero()[:, 0]
+    return tokens, places, before[places]
 
 
-def _positions(samples: Sequence[Sample], lengths: Sequence[int]) -> torch.Tensor:
+def _positions(samples: Sequence[Sample], layout: PackedLayout) -> torch.Tensor:
     """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images."""
     if not any(sample.pictures for sample in samples):
-        return torch.cat([torch.arange(length) for length in lengths])
+        return torch.cat([torch.arange(segment.begin, segment.keys) for segment in layout.segments])
     return torch.cat(
-        [positions_of(length, sample.pictures) for sample, length in zip(samples, lengths, strict=True)], dim=1
+        [
+            positions_of(segment.keys, samples[segment.sample].pictures)[:, segment.begin :]
+            for segment in layout.segments
+        ],
+        dim=1,
     )
+
+
+def _starts(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def _shared_keys(layout: PackedLayout, to_device: Callable[[torch.Tensor], torch.Tensor]) -> SharedKeys:
+    lengths = [segment.keys for segment in layout.segments]
+    return SharedKeys(to_device(layout.key_places()), to_device(_starts(lengths)), max(lengths))
 
 
 def _rows_held(rows: torch.Tensor, held: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -77,6 +78,15 @@ class FlopsModel:
         """Return the FLOPs of one sequence."""
         linear = self.per_token + self.per_token_squared * tokens
         return linear * tokens + self.per_completion_token * completion_tokens
+
+    def of_bundle(self, shared: int, tokens: Sequence[int], completion_tokens: int) -> float:
+        """Return the FLOPs of sequences of `tokens` that share their first `shared` tokens."""
+        prompt = self.of_sequence(shared, 0)
+        return (
+            prompt
+            + sum(self.of_sequence(t, 0) - prompt for t in tokens)
+            + (self.per_completion_token * completion_tokens)
+        )
 
 
 @dataclass(frozen=True, slots=True)

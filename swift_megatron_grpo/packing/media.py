@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swift_megatron_grpo.packing.segments import PackedLayout
 from swift_megatron_grpo.types import Picture, Placed, Sample
 
 
@@ -17,21 +18,20 @@ from swift_megatron_grpo.types import Picture, Placed, Sample
 class PackedPictures:
     """The images of a micro batch. Their pixels are read by the first pipeline stage, when it embeds them."""
 
-    shown: tuple[Picture, ...]  # in the order of their tokens; a picture of several samples occurs once for each
+    shown: tuple[Picture, ...]  # in the order of their tokens; once for each segment that shows it
     mask: torch.Tensor  # [1, n] True for tokens that stand for a part of an image
 
 
-def pack_pictures(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[tuple[Picture, ...], torch.Tensor]:
-    """Return the pictures of samples that are padded to `lengths`, and the mask [n] of their tokens."""
-    mask = torch.zeros(sum(lengths), dtype=torch.bool)
+def pack_pictures(samples: Sequence[Sample], layout: PackedLayout) -> tuple[tuple[Picture, ...], torch.Tensor]:
+    """Return the pictures of a packed micro batch, and the mask [n] of their tokens."""
+    mask = torch.zeros(layout.total, dtype=torch.bool)
     shown: list[Picture] = []
-    start = 0
-    for sample, length in zip(samples, lengths, strict=True):
-        for placed in sample.pictures:
-            begin = start + placed.start
-            mask[begin : begin + placed.picture.num_tokens] = True
-            shown.append(placed.picture)
-        start += length
+    for segment in layout.segments:
+        for placed in samples[segment.sample].pictures:
+            if segment.begin <= placed.start < segment.end:
+                begin = segment.start + placed.start - segment.begin
+                mask[begin : begin + placed.picture.num_tokens] = True
+                shown.append(placed.picture)
     return tuple(shown), mask
 
 
@@ -39,11 +39,13 @@ def positions_of(length: int, pictures: Sequence[Placed]) -> torch.Tensor:
     """Return the positions [3, length] of a sequence in time, height and width, for a rotary embedding of three axes.
 
     Text counts on along all axes together. The tokens of an image lie on a grid that begins at the next position, and
-    the text after it continues behind the longest side.
+    the text after it continues behind the longest side. Pictures behind the sequence's end are ignored.
     """
     pieces: list[torch.Tensor] = []
     done = following = 0  # tokens, and the position of the next one
     for placed in pictures:
+        if placed.start >= length:
+            break
         text = placed.start - done
         pieces.append(_text(following, text))
         following += text

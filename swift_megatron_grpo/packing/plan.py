@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ class StepPlan:
 
     assignment: tuple[tuple[tuple[int, ...], ...], ...]
     over_budget: tuple[int, ...] = ()  # samples in micro batches that exceed the token budget
+    share_prompts: bool = False  # neighbours of a micro batch in one group have their prompt once
 
     @property
     def num_micro_batches(self) -> int:
@@ -104,31 +105,41 @@ def plan_by_tokens(
     `completion_lengths`: tokens that the head processes; None: all tokens. `image_work`: FLOPs of the images of each
     sample; None: there are none.
     """
-    _check_samples(lengths, dp_size, micro_batch_multiple)
+    check_samples(lengths, dp_size, micro_batch_multiple)
     padded = [-(-length // align.sequence) * align.sequence for length in lengths]
-    if max_tokens < 1:
-        raise ValueError(f"a token budget of {max_tokens} holds no token; use a budget of 16384, or any of 1 or more")
-    room = max(max_tokens // align.total, 1) * align.total
-
     completions = lengths if completion_lengths is None else completion_lengths
     images = [0.0] * len(lengths) if image_work is None else image_work
     work = [
         cost.of_sequence(tokens, head) + image for tokens, head, image in zip(padded, completions, images, strict=True)
     ]
+    return plan_items(padded, work, dp_size, room_of(max_tokens, align), micro_batch_multiple)
+
+
+def room_of(max_tokens: int, align: Alignment) -> int:
+    """Return the tokens of a micro batch that a budget allows, padding included."""
+    if max_tokens < 1:
+        raise ValueError(f"a token budget of {max_tokens} holds no token; use a budget of 16384, or any of 1 or more")
+    return max(max_tokens // align.total, 1) * align.total
+
+
+def plan_items(
+    padded: Sequence[int], work: Sequence[float], dp_size: int, room: int, micro_batch_multiple: int
+) -> StepPlan:
+    """Plan micro batches of at most `room` tokens from items of these tokens and FLOPs, as plan_by_tokens describes."""
     keys = list(zip(padded, work, strict=True))
-    longest_first = sorted(range(len(lengths)), key=keys.__getitem__, reverse=True)
+    longest_first = sorted(range(len(padded)), key=keys.__getitem__, reverse=True)
 
     sizes = [min(tokens, room) for tokens in padded]  # a sample over the budget fills a micro batch
     fewest = _fewest_micro_batches([sizes[i] for i in longest_first], room)
     unit = dp_size * micro_batch_multiple
-    count = min(-(-fewest // unit), len(lengths) // unit) * unit
+    count = min(-(-fewest // unit), len(padded) // unit) * unit
     if count >= fewest:
         batches = _assign_within_budget(longest_first, sizes, work, room, dp_size, count)
     else:
         # There are fewer samples than the next multiple. No micro batch may be empty, so some samples share one that
         # exceeds the budget. This cannot happen if the number of samples is a multiple of `unit`. Equal token counts
         # exceed the budget least.
-        joined = _assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(lengths))
+        joined = _assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(padded))
         assert joined is not None
         batches = _assign_batches(joined, work, dp_size)
 
@@ -144,24 +155,17 @@ def plan_by_tokens(
     )
 
 
-def refill(
-    plan: StepPlan,
-    lengths: Sequence[int],
-    max_tokens: int,
-    cost: FlopsModel,
-    align: Alignment,
-    micro_batch_multiple: int = 1,
-) -> StepPlan:
-    """Plan micro batches with another budget, for forward-only passes; samples stay on their ranks."""
+def refill(plan: StepPlan, fill: Callable[[Sequence[int], int], StepPlan], micro_batch_multiple: int = 1) -> StepPlan:
+    """Plan micro batches with another budget, for forward-only passes; samples stay on their ranks.
 
-    def fill(samples: Sequence[int], multiple: int) -> StepPlan:
-        return plan_by_tokens([lengths[i] for i in samples], 1, max_tokens, cost, align, multiple)
-
-    by_rank = plan.samples_of_ranks()
+    `fill`: plans the given samples for one rank, in a multiple of so many micro batches; it returns places in them.
+    """
+    by_rank = _by_rank(plan)
     needed = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in by_rank)
     possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
     if needed > possible:  # a rank has too few samples for as many micro batches as the fullest rank needs
-        return StepPlan(tuple(tuple(_split_evenly(samples, possible)) for samples in by_rank))
+        evenly = tuple(tuple(_split_evenly(samples, possible)) for samples in by_rank)
+        return StepPlan(evenly, share_prompts=plan.share_prompts)
     plans = [fill(samples, needed) for samples in by_rank]
     return StepPlan(
         assignment=tuple(
@@ -171,16 +175,24 @@ def refill(
         over_budget=tuple(
             sorted(samples[i] for samples, rank_plan in zip(by_rank, plans, strict=True) for i in rank_plan.over_budget)
         ),
+        share_prompts=plan.share_prompts,
     )
 
 
 def regroup(plan: StepPlan, micro_batch_size: int, micro_batch_multiple: int = 1) -> StepPlan:
     """Plan micro batches of at most `micro_batch_size` samples; samples stay on their ranks."""
-    by_rank = plan.samples_of_ranks()
+    by_rank = _by_rank(plan)
     needed = -(-max(map(len, by_rank)) // micro_batch_size)
     possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
     number = min(-(-needed // micro_batch_multiple) * micro_batch_multiple, possible)
-    return StepPlan(tuple(tuple(_split_evenly(samples, number)) for samples in by_rank))
+    evenly = tuple(tuple(_split_evenly(samples, number)) for samples in by_rank)
+    return StepPlan(evenly, share_prompts=plan.share_prompts)
+
+
+def _by_rank(plan: StepPlan) -> list[tuple[int, ...]]:
+    """Return the samples of every rank; if prompts are shared, those of a group next to each other."""
+    by_rank = plan.samples_of_ranks()
+    return [tuple(sorted(samples)) for samples in by_rank] if plan.share_prompts else by_rank
 
 
 def _split_evenly(items: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
@@ -188,7 +200,7 @@ def _split_evenly(items: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
     return [items[begin:end] for begin, end in pairwise(edges)]
 
 
-def _check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: int) -> None:
+def check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: int) -> None:
     if dp_size < 1 or micro_batch_multiple < 1:
         raise ValueError(f"dp_size {dp_size} and micro_batch_multiple {micro_batch_multiple} must be at least 1")
     needed = dp_size * micro_batch_multiple

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from swift_megatron_grpo.packing.segments import PackedLayout
 from swift_megatron_grpo.types import ExpertRows, Sample
 
 ROUTER_CHOOSES = -1
@@ -23,30 +24,34 @@ def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
     return next(((layers, k) for layers, k in shapes), None)
 
 
-def pack_routing(samples: Sequence[Sample], lengths: Sequence[int], shape: tuple[int, int]) -> torch.Tensor:
-    """Return the given experts of a packed micro batch, [n, layers, k] int16. `lengths`: with padding."""
-    packed = torch.full((sum(lengths), *shape), ROUTER_CHOOSES, dtype=torch.int16)
-    start = 0
-    for sample, length in zip(samples, lengths, strict=True):
+def pack_routing(samples: Sequence[Sample], layout: PackedLayout, shape: tuple[int, int]) -> torch.Tensor:
+    """Return the given experts of a packed micro batch, [n, layers, k] int16.
+
+    Tokens that samples share take the experts of the first sample that has some for them.
+    """
+    packed = torch.full((layout.total, *shape), ROUTER_CHOOSES, dtype=torch.int16)
+    for number, sample in enumerate(samples):
         rows = sample.routed_experts
-        if rows is not None:
-            if len(rows) > len(sample.tokens):
-                raise ValueError(f"a sample of {len(sample.tokens)} tokens has {len(rows)} rows of experts")
-            packed[start : start + len(rows)] = torch.from_numpy(rows.astype(np.int16))
-        start += length
+        if rows is None:
+            continue
+        if len(rows) > len(sample.tokens):
+            raise ValueError(f"a sample of {len(sample.tokens)} tokens has {len(rows)} rows of experts")
+        places = layout.places(number)[: len(rows)]
+        given = torch.from_numpy(rows.astype(np.int16))
+        packed[places] = torch.where(packed[places] == ROUTER_CHOOSES, given, packed[places])
     return packed
 
 
 def unpack_routing(
-    packed: torch.Tensor, layers: Sequence[int], tokens: Sequence[int], lengths: Sequence[int], num_layers: int
+    packed: torch.Tensor, layers: Sequence[int], samples: Sequence[Sample], layout: PackedLayout, num_layers: int
 ) -> list[ExpertRows]:
     """Return the rows of each sample of a packed micro batch, with -1 in layers that other ranks run.
 
-    `packed`: [n, len(layers), k], the choices of some layers. `tokens`: of each sample. `lengths`: with padding.
+    `packed`: [n, len(layers), k], the choices of some layers.
     """
     rows: list[ExpertRows] = []
-    for part, count in zip(packed.split(list(lengths)), tokens, strict=True):
-        whole = np.full((count, num_layers, packed.shape[2]), ROUTER_CHOOSES, dtype=np.int16)
-        whole[:, list(layers)] = part[:count].numpy()
+    for number, sample in enumerate(samples):
+        whole = np.full((len(sample.tokens), num_layers, packed.shape[2]), ROUTER_CHOOSES, dtype=np.int16)
+        whole[:, list(layers)] = packed[layout.places(number)].numpy()
         rows.append(whole)
     return rows

@@ -4,9 +4,10 @@
     python -m swift_megatron_grpo.tools.check_layouts --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner lora
 
 A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
-(token budget of a micro batch), recompute, selective, overlap, elementwise (--recompute_elementwise true). Loss,
-gradient norm and weights are compared after two optimizer steps with a KL term, one on-policy and one off-policy. The
-exit code is 1 if a value differs from that of one rank by more than the tolerance.
+(token budget of a micro batch), recompute, selective, overlap, elementwise (--recompute_elementwise true), shared
+(--share_prompts true; the samples then have prompts to share, which other layouts repeat). Loss, gradient norm and
+weights are compared after two optimizer steps with a KL term, one on-policy and one off-policy. The exit code is 1 if a
+value differs from that of one rank by more than the tolerance.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ SWITCHES = {
     "permute": ["--moe_permute_fusion", "true"],
     "uneven": ["--pipeline_model_parallel_layout", "Et|tttL"],  # of models with four layers
     "uneven_vpp": ["--pipeline_model_parallel_layout", "E|t|tt|tL"],
+    "shared": ["--share_prompts", "true"],
     "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
 }
 
@@ -127,8 +129,13 @@ class Difference:
 # ------------------------------------------------------------------------------------------ runs on ranks of torchrun
 
 
-def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bool = False) -> list[Any]:
-    """Return random sequences; with `policies_given` also log-probs of an old and a reference policy, near uniform."""
+def fixed_samples(
+    vocab_size: int, count: int, seed: int = 0, policies_given: bool = False, one_prompt: bool = False
+) -> list[Any]:
+    """Return random sequences in groups of four.
+
+    `policies_given`: also log-probs of an old and a reference policy, near uniform. `one_prompt`: a group has one.
+    """
     from swift_megatron_grpo.types import Sample
 
     rng = random.Random(seed)
@@ -148,6 +155,11 @@ def fixed_samples(vocab_size: int, count: int, seed: int = 0, policies_given: bo
                 ref_logprobs=policies[1] if policies_given else None,
             )
         )
+        if one_prompt:
+            first = samples[i // 4 * 4]
+            shared = first.tokens[: first.completion_mask.index(True)]
+            samples[i].tokens[:prompt] = shared
+            samples[i].completion_mask[:prompt] = [False] * len(shared)
     return samples
 
 
@@ -172,12 +184,12 @@ def run_tasks(tasks: Sequence[Task]) -> None:
             getattr(importlib.import_module(module), function)(**item["arguments"])
 
 
-def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
+def run_layout(name: str, flags: list[str], batches: list[str], folder: str, one_prompt: bool = False) -> None:
     """Train one layout, and write its results to NAME.json and NAME.pt in the folder."""
     import torch
 
     start = time.perf_counter()
-    metrics, weights = train([*flags, *Variant.parse(name).flags()], batches)
+    metrics, weights = train([*flags, *Variant.parse(name).flags()], batches, one_prompt)
     if torch.distributed.get_rank() == 0:
         path = str(Path(folder, f"{name}.pt"))
         torch.save(weights, path)
@@ -200,7 +212,7 @@ def make_adapter(flags: list[str], adapter: str) -> None:
     )
 
 
-def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], dict[str, Any]]:
+def train(flags: list[str], kinds: list[str], one_prompt: bool) -> tuple[list[dict[str, float]], dict[str, Any]]:
     """Train one step on each batch. Returns the metrics of the steps, and the weights after them."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
     from swift.megatron.utils import enable_forward_pre_hook
@@ -216,18 +228,18 @@ def train(flags: list[str], kinds: list[str]) -> tuple[list[dict[str, float]], d
         enable_forward_pre_hook(trainer.wrapped_models)
     engine = trainer.build_engine()
     loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
-    batches = make_batches(kinds, engine, trainer.config.padded_vocab_size)
+    batches = make_batches(kinds, engine, trainer.config.padded_vocab_size, one_prompt)
     metrics = [engine.train_step(samples, loss) for samples in batches]
     gather_parameters(trainer.wrapped_models)
     exported = export_weights(trainer.bridge, trainer.unwrapped_models)
     return metrics, {name: tensor.clone().float().cpu() for name, tensor in exported}
 
 
-def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int) -> list[list[Any]]:
+def make_batches(kinds: Sequence[str], engine: Any, vocab_size: int, one_prompt: bool = False) -> list[list[Any]]:
     """Return a batch per kind; its old policy is the current (on-policy), the initial (off-policy) or a given one."""
     batches = []
     for number, kind in enumerate(kinds, start=1):
-        samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given")
+        samples = fixed_samples(vocab_size, 8, seed=number, policies_given=kind == "given", one_prompt=one_prompt)
         for index, values in engine.infer(samples).items() if kind != "given" else ():
             samples[index].ref_logprobs = values.logprobs
             samples[index].old_logprobs = values.logprobs if kind == "off-policy" else None
@@ -354,7 +366,12 @@ def main() -> int:
             adapter = str(Path(folder, "adapter"))
             first = [task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter)]
             flags = [*flags, "--adapters", adapter]
-        job = {"flags": flags, "batches": ["on-policy", "off-policy"], "folder": folder}
+        job = {
+            "flags": flags,
+            "batches": ["on-policy", "off-policy"],
+            "folder": folder,
+            "one_prompt": any("shared" in Variant.parse(name).switches for name in names),
+        }
         tasks = layout_tasks(job, ["one", *names])
         tasks[1] = [*first, *tasks[1]]
         print_row(["layout", "loss", "grad norm", "weights", "seconds"])

@@ -1,8 +1,10 @@
 """Forward and backward passes of the policy and the reference policy, on any Megatron layout.
 
     engine.py            MegatronEngine: train_step and infer over a list of samples
-    passes.py            assigns samples to micro batches and runs them
+    planning.py          which rank runs which sample in which micro batch
+    passes.py            runs micro batches
     schedule.py          Megatron's pipeline schedule over packed micro batches
+    shared_prompts.py    attention of completions that share one copy of their prompt
     expert_layers.py     the layers of a model that have experts
     router_replay.py     routers that weigh given experts instead of choosing, and record what they choose
     recorded_routing.py  recorded experts of parallel ranks as rows of whole samples

@@ -29,7 +29,8 @@ from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_w
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
-from swift_megatron_grpo.training.passes import EngineSettings, Output, Passes
+from swift_megatron_grpo.training.passes import Output, Passes
+from swift_megatron_grpo.training.planning import EngineSettings
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 

@@ -7,39 +7,41 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from swift_megatron_grpo.packing.plan import Alignment, padded_lengths, zigzag_positions
+from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
 from swift_megatron_grpo.packing.routing import unpack_routing
+from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.router_replay import ExpertChoice
-from swift_megatron_grpo.types import ExpertRows
+from swift_megatron_grpo.types import ExpertRows, Sample
 
 
 def rows_by_sample(
     choices: Sequence[ExpertChoice],
     assigned: Sequence[Sequence[int]],
-    tokens: Sequence[int],
+    samples: Sequence[Sample],
     align: Alignment,
+    share_prompts: bool,
     sequence_parallel: bool,
     num_layers: int,
     position: RankPosition,
 ) -> dict[int, ExpertRows]:
     """Return the recorded rows of the samples of this data-parallel rank, [t, num_layers, k] with -1 in other layers.
 
-    `assigned`: the samples of each micro batch. `tokens`: of every sample of the step. A collective among the ranks
-    that hold parts of a sequence.
+    `assigned`: the indices in `samples` of each micro batch. A collective among the ranks that hold parts of a
+    sequence.
     """
     if not choices:  # a stage of layers without experts
         return {}
     layers = [choice.layer for choice in choices]
     rows: dict[int, ExpertRows] = {}
     for number, indices in enumerate(assigned):
-        counts = [tokens[index] for index in indices]
-        lengths = padded_lengths(counts, align)
+        chosen = [samples[index] for index in indices]
+        layout = lay_out(chosen, align, share_prompts)
         local = torch.stack([choice.chosen[number] for choice in choices], dim=1)  # [l, layers of the stage, k]
         if sequence_parallel:
             local = torch.cat(_gathered(local, position.tp_group, position.tp_size))
-        packed = _whole_sequences(local, lengths, position).cpu()
-        rows |= dict(zip(indices, unpack_routing(packed, layers, counts, lengths, num_layers), strict=True))
+        packed = _whole_sequences(local, layout.lengths, position).cpu()
+        rows |= dict(zip(indices, unpack_routing(packed, layers, chosen, layout, num_layers), strict=True))
     return rows
 
 

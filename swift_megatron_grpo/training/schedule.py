@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from mcore_bridge import unwrap_model
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
@@ -18,6 +17,7 @@ from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.router_replay import PassRouters
+from swift_megatron_grpo.training.shared_prompts import packed_params
 from swift_megatron_grpo.training.towers import is_composite, language_model
 
 # Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
@@ -62,13 +62,6 @@ def _forward(
     model: MegatronModule, inputs: ModelInputs, head: HeadSettings, parallel: RankPosition, routers: PassRouters | None
 ) -> torch.Tensor:
     """Return the hidden states for the next stage or, on the last stage, [1, k, 1 or 2] log-probs and entropies."""
-    packed = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=inputs.cu_seqlens,
-        cu_seqlens_kv=inputs.cu_seqlens,
-        max_seqlen_q=inputs.max_seqlen,
-        max_seqlen_kv=inputs.max_seqlen,
-    )
     unwrapped = unwrap_model([model])[0]
     routing = nullcontext() if routers is None else routers.forward(unwrapped, inputs.routing)
     with log_prob_head(language_model(unwrapped), inputs, head, parallel), routing:
@@ -76,7 +69,7 @@ def _forward(
             input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
             position_ids=inputs.position_ids,
             attention_mask=None,
-            packed_seq_params=packed,
+            packed_seq_params=packed_params(inputs),
             **({} if inputs.pictures is None else {"pictures": inputs.pictures}),
         )
     return output

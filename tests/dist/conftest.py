@@ -40,7 +40,7 @@ REFERENCE_LAYOUTS = {
     ),
 }
 TIED_LAYOUTS = ["pp2", "dp2+overlap"]
-LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp2", "dp4"]
+LOSS_LAYOUTS = ["mbs8", "pp2", "cp2", "dp2", "dp4", "mbs8+shared"]
 LEARNING_RATE = 1000.0
 # One step of plain gradient descent: the change of a weight, divided by the learning rate, is its gradient. The rate is
 # large so that subtracting fp32 weights costs no precision.
@@ -121,6 +121,20 @@ class Ranks:
             self.run(f"{kind}-{tuner}-{name}", Variant.parse(name).ranks, [self.layout_task(kind, tuner, name)])
         return str(folder)
 
+    def shared_layouts(self, kind: str, tuner: str, names: Sequence[str]) -> Path:
+        """Run layouts that share prompts, and one rank that repeats them; return the folder."""
+        folder = self.folder / f"{kind}-{tuner}-shared"
+        folder.mkdir()
+        flags, tasks = self.layout_flags(kind, tuner), dict[int, list[Task]]()
+        for name in ("one", *names):
+            arguments = {"name": name, "flags": flags, "folder": str(folder)}
+            tasks.setdefault(Variant.parse(name).ranks, []).append(
+                task("tests.dist.shared_runs:run_layout", **arguments)
+            )
+        for ranks, of_ranks in tasks.items():
+            self.run(f"shared-{kind}-{tuner}-{ranks}", ranks, of_ranks)
+        return folder
+
     def all_layouts(self, name: str, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
         """Run the layouts of several kinds and tuners, and one rank for each, in one process per rank."""
         tasks: dict[int, list[Task]] = {}
@@ -144,11 +158,16 @@ class Ranks:
         return folder
 
     def descent(self, kind: str) -> Path:
+        """Run one rank, and with shared prompts another layout of it on samples of its own: mbs4+shared."""
         folder = self.folder / f"{kind}-descent"
         folder.mkdir(exist_ok=True)
         flags = self.flags(kind, "full", "float32", DESCENT)
-        descent = task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder))
-        self.run(f"{kind}-descent", 1, [descent])
+        arguments = {"flags": flags, "batches": ["given"], "folder": str(folder)}
+        tasks = [
+            task(_RUN_LAYOUT, name="one", **arguments),
+            task(_RUN_LAYOUT, name="mbs4+shared", **arguments, one_prompt=True),
+        ]
+        self.run(f"{kind}-descent", 1, tasks)
         return folder
 
     def descents(self, name: str, kinds: Sequence[str]) -> None:

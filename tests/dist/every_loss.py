@@ -47,7 +47,7 @@ def make_losses() -> dict[str, Any]:
 
 def make_samples(engine: Any, vocab_size: int) -> list[Any]:
     """Return off-policy samples; one completion is excluded from the loss and one dropped."""
-    samples = fixed_samples(vocab_size, SAMPLES, seed=3, policies_given=True)
+    samples = fixed_samples(vocab_size, SAMPLES, seed=3, policies_given=True, one_prompt=True)
     rng = random.Random(5)
     for i, sample in enumerate(samples):
         sample.group = i // GROUP

@@ -1,6 +1,6 @@
 """Compute the loss and its gradient in fp64, as in the paper, with plain transformers and autograd. No megatron.
 
-python hf_gradients.py MODEL OUT.pt
+python hf_gradients.py MODEL OUT.pt [one_prompt]
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swift_megatron_grpo.tools.check_layouts import fixed_samples
 EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
 
 
-def main(folder: str, out: str) -> None:
+def main(folder: str, out: str, prompts: str = "") -> None:
     config = json.loads(Path(folder, "config.json").read_text())
     if "linear_num_key_heads" in config.get("text_config", config):
         use_exact_delta_rule(config["model_type"])
@@ -26,7 +26,7 @@ def main(folder: str, out: str) -> None:
     model = auto.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
-    samples = fixed_samples(model.config.get_text_config().vocab_size, 8, seed=1, policies_given=True)
+    samples = fixed_samples(model.config.get_text_config().vocab_size, 8, 1, True, prompts == "one_prompt")
     total = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         tokens = torch.tensor([sample.tokens])

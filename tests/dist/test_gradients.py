@@ -14,12 +14,15 @@ from tests.paths import REPOSITORY
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(("layout", "prompts"), [("one", ""), ("mbs4+shared", "one_prompt")])
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_gradients_match_plain_transformers_in_fp64(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+def test_gradients_match_plain_transformers_in_fp64(
+    ranks: Ranks, tmp_path: Path, kind: str, layout: str, prompts: str
+) -> None:
     model = ranks.model(kind)
-    run = json.loads((ranks.descent(kind) / "one.json").read_text())
+    run = json.loads((ranks.descent(kind) / f"{layout}.json").read_text())
     moved = torch.load(run["weights"])
-    run_script(REPOSITORY / "tests" / "dist" / "hf_gradients.py", model, tmp_path / "hf.pt")
+    run_script(REPOSITORY / "tests" / "dist" / "hf_gradients.py", model, tmp_path / "hf.pt", prompts)
     reference = torch.load(tmp_path / "hf.pt")
     start = {name: tensor.double() for name, tensor in torch_weights(model).items()}
 
@@ -27,8 +30,8 @@ def test_gradients_match_plain_transformers_in_fp64(ranks: Ranks, tmp_path: Path
     squares = 0.0
     for name, expected in checkpoint_names(reference["grads"], start).items():
         gradient = (start[name] - moved[name].double()) / LEARNING_RATE
-        error = (gradient - expected).norm() / expected.norm()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        error = (gradient - expected).norm()
+        assert error <= 1e-5 * expected.norm(), f"{name}: {error:.1e}"  # an expert without tokens has no gradient
         squares += expected.square().sum().item()
     assert run["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
 

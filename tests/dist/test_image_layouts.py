@@ -22,8 +22,8 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.dist
 LAYOUTS = {
     ("qwen2_vl", "full"): ["dp2"],
-    ("qwen2_5_vl", "full"): ["mbs1", "tp2", "pp2+vpp2", "cp2", "tp2+pp2"],
-    ("qwen3_vl", "full"): ["tokens200", "tp2+sp+recompute", "pp2", "cp2", "dp2+overlap"],
+    ("qwen2_5_vl", "full"): ["mbs1", "mbs4+shared", "tp2", "pp2+vpp2", "cp2", "tp2+pp2"],
+    ("qwen3_vl", "full"): ["tokens200", "tp2+sp+recompute", "tp2+sp+mbs4+shared", "pp2", "cp2", "dp2+overlap"],
     ("qwen3_vl", "lora"): ["mbs4", "tp2+sp"],
     ("qwen3_vl_moe", "full"): ["dp2+ep2"],
     ("qwen3_5", "full"): ["tp2+sp", "cp2"],

@@ -25,6 +25,7 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_model_path,
     check_reference_adapter,
     check_reward_functions,
+    check_shared_prompts,
     length_notes,
 )
 from swift_megatron_grpo.layout import Layout
@@ -270,6 +271,15 @@ def test_invalid_sizes_of_micro_batches(budgets: tuple[int | None, int | None, i
     with pytest.raises(ValueError, match=message):
         check_micro_batches(*budgets)
     check_micro_batches(1, 1, None)
+
+
+def test_prompts_that_cannot_be_shared_are_refused_on_request() -> None:
+    with pytest.raises(ValueError, match="--share_prompts true with --context_parallel_size 2"):
+        check_shared_prompts("true", 2, None)
+    with pytest.raises(ValueError, match="no effect in micro batches of one completion; use --max_tokens_per_micro"):
+        check_shared_prompts("true", 1, 1)
+    for share, cp, completions in (("true", 1, None), ("true", 1, 8), ("auto", 2, 1), ("false", 2, 1)):
+        check_shared_prompts(share, cp, completions)
 
 
 @pytest.mark.parametrize(

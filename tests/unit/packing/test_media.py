@@ -10,6 +10,7 @@ from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.flops import FlopsModel, TowerFlops
 from swift_megatron_grpo.packing.media import pack_pictures, positions_of
 from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens, zigzag_positions
+from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.types import Picture, Placed, Sample
 
 CPU = torch.device("cpu")
@@ -63,9 +64,10 @@ def test_a_micro_batch_has_positions_on_three_axes_and_marks_the_tokens_of_its_i
 
 
 def test_a_micro_batch_of_text_is_as_before() -> None:
+    text = Sample([1], [False], 1.0)
     inputs = collate([Sample([1, 2, 3], [False, True, True], 1.0)], [0], count([]), Alignment(1, 1), 0, 1, CPU).inputs
     assert inputs.pictures is None and inputs.position_ids.tolist() == [[0, 1, 2]]
-    assert pack_pictures([Sample([1], [False], 1.0)], [4])[0] == ()
+    assert pack_pictures([text], lay_out([text], Alignment(1, 4), False))[0] == ()
 
 
 @pytest.mark.parametrize("window", [None, 4])

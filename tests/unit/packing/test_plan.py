@@ -259,7 +259,11 @@ def test_another_budget_for_inference_moves_no_sample_to_another_rank(
 ) -> None:
     assume(len(lengths) >= dp * multiple)
     plan = plan_by_tokens(lengths, dp, budget, SMALL, PLAIN, multiple)
-    filled = refill(plan, lengths, infer_budget, SMALL, PLAIN, multiple)
+
+    def fill(samples: Sequence[int], number: int) -> StepPlan:
+        return plan_by_tokens([lengths[i] for i in samples], 1, infer_budget, SMALL, PLAIN, number)
+
+    filled = refill(plan, fill, multiple)
     assert [sorted(rank) for rank in filled.samples_of_ranks()] == [sorted(rank) for rank in plan.samples_of_ranks()]
     assert {len(rank) for rank in filled.assignment} == {filled.num_micro_batches}
     assert filled.num_micro_batches % multiple == 0 and all(batches_of(filled))

@@ -1,0 +1,130 @@
+"""Plans micro batches in which the completions of a prompt share it: whole groups, or equal parts of them.
+
+A part of a group is a bundle, and bundles are assigned as samples are without sharing. Large bundles save most, small
+ones can be balanced better between ranks, so several sizes are planned and the plan whose slowest rank has the least
+work is taken. Pure Python.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.plan import StepPlan, plan_items
+
+BALANCED = 1.02  # work of the slowest rank over the mean, at which no other plan is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Consecutive samples of one prompt."""
+
+    samples: range
+    shared: int  # tokens that all of them begin with
+
+
+@dataclass(frozen=True, slots=True)
+class SampleWork:
+    """Sizes of all samples of a step."""
+
+    lengths: Sequence[int]  # tokens
+    completions: Sequence[int]  # tokens that the head processes
+    images: Sequence[float] | None  # FLOPs of the images of each sample
+    cost: FlopsModel
+
+    def tokens(self, bundle: range, shared: int) -> int:
+        """Return the packed tokens of a bundle."""
+        return sum(self.lengths[i] for i in bundle) - shared * (len(bundle) - 1)
+
+    def flops(self, bundle: range, shared: int) -> float:
+        """Return the FLOPs of a bundle; its samples show the same images."""
+        text = self.cost.of_bundle(shared, [self.lengths[i] for i in bundle], sum(self.completions[i] for i in bundle))
+        return text + (0.0 if self.images is None else max(self.images[i] for i in bundle))
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A plan, and the work of its slowest rank; with repeated prompts, the least that this can be."""
+
+    plan: StepPlan | None  # None: no micro batch can share a prompt
+    shared: float
+    repeated: float
+
+    @property
+    def gain(self) -> float:
+        """Return the share of the work that sharing saves."""
+        return 0.0 if self.plan is None else 1 - self.shared / self.repeated
+
+
+def plan_with_shared_prompts(
+    work: SampleWork, groups: Sequence[Group], dp_size: int, room: int, micro_batch_multiple: int
+) -> Shared:
+    """Plan micro batches of at most `room` packed tokens, in which bundles share their prompt."""
+    best = Shared(None, math.inf, sum(map(work.cost.of_sequence, work.lengths, work.completions)) / dp_size)
+    size = max(len(group.samples) for group in groups)
+    while size > 1:
+        bundles = [(part, group.shared) for group in groups for part in _parts(group, size, work, room)]
+        size = -(-size // 2)
+        if len(bundles) < dp_size * micro_batch_multiple or all(len(part) == 1 for part, _ in bundles):
+            continue
+        plan, slowest, mean = _plan(bundles, work, dp_size, room, micro_batch_multiple)
+        if slowest < best.shared:
+            best = Shared(plan, slowest, best.repeated)
+        if slowest < BALANCED * mean:  # smaller bundles have more work
+            break
+    return best
+
+
+def gain_of(plan: StepPlan, work: SampleWork, groups: Sequence[Group]) -> Shared:
+    """Return a given plan with what sharing saves in its micro batches."""
+    group_of = {i: group for group in groups for i in group.samples}
+    shared, repeated = [], []
+    for rank in plan.assignment:
+        bundles = [bundle for batch in rank for bundle in _neighbours(batch, group_of)]
+        shared.append(sum(work.flops(bundle, group_of[bundle[0]].shared) for bundle in bundles))
+        repeated.append(sum(work.flops(range(i, i + 1), 0) for batch in rank for i in batch))
+    return Shared(plan, max(shared), max(repeated))
+
+
+def _neighbours(batch: Sequence[int], group_of: dict[int, Group]) -> list[range]:
+    """Return the bundles of a micro batch: consecutive samples of one group."""
+    bundles: list[range] = []
+    for i in batch:
+        if bundles and i == bundles[-1].stop and group_of[i] is group_of[bundles[-1].start]:
+            bundles[-1] = range(bundles[-1].start, i + 1)
+        else:
+            bundles.append(range(i, i + 1))
+    return bundles
+
+
+def _parts(group: Group, size: int, work: SampleWork, room: int) -> list[range]:
+    """Cut a group into the fewest equal parts of at most `size` samples that fit into a micro batch.
+
+    A sample that does not fit alone is a part.
+    """
+    count = len(group.samples)
+    for number in range(-(-count // size), count + 1):
+        edges = [group.samples.start + count * part // number for part in range(number + 1)]
+        parts = [range(begin, end) for begin, end in pairwise(edges)]
+        if all(len(part) == 1 or work.tokens(part, group.shared) <= room for part in parts):
+            break
+    return parts
+
+
+def _plan(
+    bundles: Sequence[tuple[range, int]], work: SampleWork, dp_size: int, room: int, multiple: int
+) -> tuple[StepPlan, float, float]:
+    """Return the plan of these bundles, in samples, and the work of its slowest rank and of the mean."""
+    tokens = [work.tokens(bundle, shared) for bundle, shared in bundles]
+    flops = [work.flops(bundle, shared) for bundle, shared in bundles]
+    plan = plan_items(tokens, flops, dp_size, room, multiple)
+    samples = [bundle for bundle, _ in bundles]
+    assignment = tuple(
+        tuple(tuple(sorted(i for b in batch for i in samples[b])) for batch in rank) for rank in plan.assignment
+    )
+    slowest = max(sum(flops[b] for batch in rank for b in batch) for rank in plan.assignment)
+    over = tuple(sorted(i for b in plan.over_budget for i in samples[b]))
+    return StepPlan(assignment, over, share_prompts=True), slowest, sum(flops) / dp_size

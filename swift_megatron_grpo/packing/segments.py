@@ -1,0 +1,161 @@
+"""The order of tokens in a packed micro batch: whole sequences, or prompts followed by their completions.
+
+Neighbours of one group share the tokens that all of them begin with, up to the first trained one. These tokens are in
+the micro batch once; for attention, each completion continues them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from swift_megatron_grpo.packing.bundles import Group
+from swift_megatron_grpo.packing.plan import Alignment, padded_lengths
+from swift_megatron_grpo.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive tokens of one sample."""
+
+    sample: int  # place in the micro batch
+    begin: int  # first token, counted from that of the sample
+    end: int  # behind the last token
+    start: int  # place of the first token in the micro batch
+    room: int  # tokens including padding
+    prefix: int | None = None  # place of the `begin` shared tokens before these; None: the sample begins here
+
+    @property
+    def keys(self) -> int:
+        """Return the number of tokens that the last of these attends to, padding included."""
+        return self.begin + self.room
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Segments in the order of their samples. The tokens of a prefix come before those that continue them."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def total(self) -> int:
+        return self.segments[-1].start + self.segments[-1].room
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the padded tokens of each segment."""
+        return [segment.room for segment in self.segments]
+
+    @property
+    def shares(self) -> bool:
+        """True if any prompt is shared."""
+        return any(segment.prefix is not None for segment in self.segments)
+
+    def places(self, number: int) -> torch.Tensor:
+        """Return the places [t] of all tokens of one sample."""
+        last = next(segment for segment in reversed(self.segments) if segment.sample == number)
+        own = torch.arange(last.start, last.start + last.end - last.begin)
+        if last.prefix is None:
+            return own
+        return torch.cat([torch.arange(last.prefix, last.prefix + last.begin), own])
+
+    def key_places(self) -> torch.Tensor:
+        """Return the places of the tokens that each segment attends to, one segment after the other."""
+        pieces = []
+        for segment in self.segments:
+            if segment.prefix is not None:
+                pieces.append(torch.arange(segment.prefix, segment.prefix + segment.begin))
+            pieces.append(torch.arange(segment.start, segment.start + segment.room))
+        return torch.cat(pieces)
+
+
+def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) -> PackedLayout:
+    """Return the layout of a micro batch of these samples. Sharing requires that no sequence is cut (CP 1)."""
+    if not share_prompts:
+        rooms = padded_lengths([len(sample.tokens) for sample in samples], align)
+        starts = accumulate(rooms, initial=0)
+        return PackedLayout(
+            tuple(
+                Segment(number, 0, len(sample.tokens), start, room)
+                for number, (sample, start, room) in enumerate(zip(samples, starts, rooms, strict=False))
+            )
+        )
+    segments: list[Segment] = []
+    at = 0
+
+    def add(number: int, begin: int, end: int, prefix: int | None) -> None:
+        nonlocal at
+        segments.append(Segment(number, begin, end, at, end - begin, prefix))
+        at += end - begin
+
+    for group in groups_of(samples):
+        prefix = at if group.shared else None
+        if group.shared:
+            add(group.samples.start, 0, group.shared, None)
+        for number in group.samples:
+            add(number, group.shared, len(samples[number].tokens), prefix)
+    last = segments.pop()
+    room = last.room + -at % align.total
+    return PackedLayout((*segments, Segment(last.sample, last.begin, last.end, last.start, room, last.prefix)))
+
+
+def groups_of(samples: Sequence[Sample]) -> list[Group]:
+    """Return the samples of a step by the tokens that they share: neighbours of one group whose prompts are alike.
+
+    A sample joins its predecessors if that saves at least as many tokens as a new beginning, and if the shared tokens
+    remain half of what they were. A sample that shares none is alone. 4 million tokens are compared in 0.1 s.
+    """
+    groups: list[Group] = []
+    first = 0
+    while first < len(samples):
+        behind, shared = first + 1, _untrained(samples[first])
+        while behind < len(samples) and samples[behind].group == samples[first].group:
+            common, joined = shared_tokens(samples[first], samples[behind], shared), behind - first
+            if common == 0 or joined * common < (joined - 1) * shared or 2 * common < shared:
+                break
+            behind, shared = behind + 1, common
+        groups.append(Group(range(first, behind), shared if behind - first > 1 else 0))
+        first = behind
+    return groups
+
+
+def shared_tokens(first: Sample, other: Sample, at_most: int) -> int:
+    """Return the number of tokens that both samples begin with, before the first trained token of the other.
+
+    An image is shared as a whole or not at all.
+    """
+    shared = _common(first.tokens, other.tokens, min(at_most, _untrained(other)))
+    while True:
+        cut = min(_cut_at_pictures(first, other, shared), _cut_at_pictures(other, first, shared))
+        if cut == shared:
+            return shared
+        shared = cut
+
+
+def _untrained(sample: Sample) -> int:
+    """Return the tokens before the first trained one, of which at least one is left to continue them."""
+    try:
+        return sample.completion_mask.index(True)
+    except ValueError:
+        return len(sample.tokens) - 1
+
+
+def _common(tokens: Sequence[int], others: Sequence[int], at_most: int) -> int:
+    """Return the number of equal tokens at the beginning. Prompts are mostly equal: that is compared first."""
+    if tokens[:at_most] == others[:at_most]:
+        return at_most
+    return next(i for i in range(at_most) if tokens[i] != others[i])
+
+
+def _cut_at_pictures(one: Sample, other: Sample, shared: int) -> int:
+    """Return the tokens before the first image that only one of both has, or that does not end before `shared`."""
+    for number, placed in enumerate(other.pictures):
+        if placed.start >= shared:
+            break
+        same = number < len(one.pictures) and one.pictures[number] == placed
+        if not same or placed.start + placed.picture.num_tokens > shared:
+            return placed.start
+    return shared
