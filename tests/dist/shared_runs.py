@@ -23,7 +23,7 @@ def samples_of_step(vocabulary: int, seed: int) -> list[Sample]:
 
 
 def run_layout(name: str, flags: list[str], folder: str) -> None:
-    """Train on the policy that generated, then twice off it; count packed tokens, and record experts if there are some."""
+    """Train twice on the policy that generated and once off it; count packed tokens, and record experts."""
     from swift_megatron_grpo.training.parameter_gather import gather_parameters
     from swift_megatron_grpo.weights.export import export_weights
 
