@@ -95,6 +95,10 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     recording = config.recording
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
     training = training_engine(config, models)
+    if training.passes.prompts_repeated is not None:
+        run.logger.info(
+            f"--share_prompts auto repeats prompts for each completion: {training.passes.prompts_repeated}."
+        )
     canary = _canary(config, models, run)
     sync = None
     if generation is not None:

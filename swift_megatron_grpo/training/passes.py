@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,8 +26,6 @@ from swift_megatron_grpo.training.router_replay import PassRouters
 from swift_megatron_grpo.training.shared_prompts import attend_to_shared_prompts, why_repeated
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
-logger = logging.getLogger(__name__)
-
 Output = Literal["logprob", "entropy"]
 
 
@@ -43,23 +40,21 @@ class Passes:
         self.expert_layers = _expert_layers(self.config)  # None: the model has no experts
         # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
-        self.settings = self._with_shared_prompts(settings)
+        self.prompts_repeated = self._share_prompts(settings)  # why, although prompts could be shared on request
+        self.settings = replace(settings, share_prompts_from=None) if self.prompts_repeated else settings
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
 
-    def _with_shared_prompts(self, settings: EngineSettings) -> EngineSettings:
-        """Prepare the models to share prompts, or return settings that repeat them."""
+    def _share_prompts(self, settings: EngineSettings) -> str | None:
+        """Prepare the models to share prompts, or return why they cannot."""
         if settings.share_prompts_from is None:
-            return settings
+            return None
         on_request = settings.share_prompts_from == 0
         reason = why_repeated(self.config, self.parallel.cp_size, on_request)
         if reason is None:
             attend_to_shared_prompts(unwrap_model(self.models))
-            return settings
-        if on_request:
+        elif on_request:
             raise ValueError(f"--share_prompts true: {reason}; use --share_prompts auto, which repeats prompts here")
-        if self.parallel.rank == 0:
-            logger.info(f"--share_prompts auto repeats the prompt for each completion: {reason}.")
-        return replace(settings, share_prompts_from=None)
+        return reason
 
     @property
     def fewest_samples(self) -> int:
