@@ -4,7 +4,7 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe share-1.7b share-8b-lora
 #       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -87,6 +87,18 @@ memory() {
         --pair tokens16384 mbs16 --pair tokens16384+elementwise mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
 }
 
+# share NAME SHAPE FLAGS STOCK_SETTING      completions of 512 tokens, in groups of 8 and 16, after prompts of three lengths
+share() {
+    local prompt size
+    for prompt in 2048 8192 512; do
+        for size in 8 16; do
+            bench train "share-$1-$prompt-$size" "$2" --lengths constant:512 --prompts "constant:$prompt" --completions 64 \
+                --generations "$size" --ours tokens16384 tokens16384+shared --stock "$4" --rounds 1 --flags "$3" \
+                --goal "2.2 over repeated prompts at 2,048, 3 at 8,192"
+        done
+    done
+}
+
 group() {
     case $1 in
         # Equal flags at micro batch 4, and each at its best setting.
@@ -152,6 +164,11 @@ group() {
             images qwen3-vl-2b 2b-qwen3-vl "" ;;
         vl-qwen3-lora)
             images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" ;;
+        # Prompts that a group shares, against repeated ones and ms-swift's trainer.
+        share-1.7b)
+            share 1.7b 1.7b "" mbs4 ;;
+        share-8b-lora)
+            share 8b-lora 8b "${lora[*]}" mbs2 ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
             bench train moe-4.5b 4.5b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \

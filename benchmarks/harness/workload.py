@@ -217,6 +217,7 @@ SHAPES = {
         experts=64,
         experts_per_token=8,
     ),
+    "8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }
 

@@ -14,9 +14,10 @@ from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
     ("dense", "full"): ["mbs1", "tokens64", "tokens400", "tp2", "tp2+sp", "tp2+sp+recompute", "pp2", "pp2+vpp2", "cp2",
-                        "dp2", "dp2+overlap", "tp2+sp+pp2", "dp4", "pp2+vpp2+dp2+tokens64"],
-    ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2"],
-    ("moe", "full"): ["mbs1", "tp2+sp", "tp2+sp+etp2", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
+                        "dp2", "dp2+overlap", "tp2+sp+pp2", "dp4", "pp2+vpp2+dp2+tokens64", "mbs4+shared",
+                        "tokens400+shared", "tp2+sp+mbs4+shared"],
+    ("dense", "lora"): ["tp2+sp", "pp2+vpp2", "dp2", "mbs4+shared"],
+    ("moe", "full"): ["mbs1", "mbs4+shared", "tp2+sp", "tp2+sp+etp2", "dp2+ep2", "dp4+ep4", "tp2+sp+dp2+ep2"],
 }  # fmt: skip
 LAYOUT_TEST = "test_a_layout_matches_one_gpu"
 # A router in bf16 sends a few tokens to other experts. A second step, far from the first policy, would amplify this.
@@ -77,7 +78,7 @@ def add_layouts(gpus: Gpus, tasks: dict[int, list[dict[str, object]]]) -> None:
             tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
             flags = [*flags, "--adapters", adapter]
         Path(gpus.layouts(kind, tuner)).mkdir()
-        job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner)}
+        job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner), "one_prompt": True}
         for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
             tasks[number] += layout_runs
 
