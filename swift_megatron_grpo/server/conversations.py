@@ -22,6 +22,7 @@ from swift.infer_engine.protocol import (
     RolloutOutput,
 )
 from swift.rollout import MultiTurnScheduler
+from swift.template import MaxLengthError
 
 from swift_megatron_grpo.conversations.scheduling import (
     FinishedConversation,
@@ -96,10 +97,11 @@ class _TurnRecorder:
             config = replace(config, max_tokens=left)
         try:
             response = await infer(config)
-        except _NoRoom:
+        except (_NoRoom, MaxLengthError) as error:
             if not self.recorded:
+                flag = "--max_length" if isinstance(error, MaxLengthError) else "--vllm_max_model_len"
                 raise InvalidRequest(
-                    "the first prompt leaves no room for an answer; start the server with a larger --vllm_max_model_len"
+                    f"the first prompt leaves no room for an answer; start the server with a larger {flag}"
                 ) from None
             self._ended = True
             return empty_response(request)
