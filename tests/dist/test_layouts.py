@@ -30,7 +30,11 @@ def test_the_compared_steps_are_not_trivial(ranks: Ranks, tuner: str) -> None:
 
 @pytest.mark.parametrize(
     ("number", "layouts"),
-    [(1, ["mbs1", "mbs4", "tokens48", "tokens96"]), (2, ["tp2", "pp2", "cp2", "dp2"]), (4, ["tp2+pp2", "tp2+cp2"] * 2)],
+    [
+        (1, ["mbs1", "mbs4", "tokens48", "tokens96"]),
+        (2, ["tp2", "pp2", "cp2", "dp2"]),
+        (4, ["tp2+pp2", "tp2+cp2", "tp2+pp2"]),
+    ],
 )
 def test_the_threads_of_a_layout_end_with_it(ranks: Ranks, number: int, layouts: list[str]) -> None:
     """gloo starts 60 threads or more per layout; if it is not torn down, each wakes a hundred times a second."""
