@@ -60,27 +60,33 @@ def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for kind in ("dense", "moe"):
         make_model(gpus.model(kind), kind, SIZE_FOR_GPUS)
     tasks: dict[int, list[dict[str, object]]] = {1: [], 2: [], 4: []}
-    add_layouts(gpus, tasks)
-    selected = {item.name.partition("[")[0] for item in request.session.items}
-    if selected != {LAYOUT_TEST}:
+    selected = {item.name for item in request.session.items}
+    alone = all(name.startswith(f"{LAYOUT_TEST}[") for name in selected)  # other tests read layouts as well
+    for (kind, tuner), layouts in LAYOUTS.items():
+        names = [f"{LAYOUT_TEST}[{kind}-{tuner}-{layout}]" for layout in layouts]
+        wanted = [layout for layout, name in zip(layouts, names, strict=True) if name in selected or not alone]
+        if wanted:
+            add_layouts(gpus, tasks, kind, tuner, wanted)
+    if not alone:
         add_runs_of_other_tests(gpus, tasks[1])
     for number in sorted(tasks):
-        if number <= gpus.count:
+        if number <= gpus.count and tasks[number]:
             launch(number, tasks[number], gpus.folder)
     return gpus
 
 
-def add_layouts(gpus: Gpus, tasks: dict[int, list[dict[str, object]]]) -> None:
-    for (kind, tuner), layouts in LAYOUTS.items():
-        flags = make_flags(gpus, kind, tuner)
-        if tuner == "lora":
-            adapter = str(gpus.folder / f"{kind}-adapter")
-            tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
-            flags = [*flags, "--adapters", adapter]
-        Path(gpus.layouts(kind, tuner)).mkdir()
-        job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner), "one_prompt": True}
-        for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
-            tasks[number] += layout_runs
+def add_layouts(
+    gpus: Gpus, tasks: dict[int, list[dict[str, object]]], kind: str, tuner: str, layouts: list[str]
+) -> None:
+    flags = make_flags(gpus, kind, tuner)
+    if tuner == "lora":
+        adapter = str(gpus.folder / f"{kind}-adapter")
+        tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
+        flags = [*flags, "--adapters", adapter]
+    Path(gpus.layouts(kind, tuner)).mkdir()
+    job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner), "one_prompt": True}
+    for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
+        tasks[number] += layout_runs
 
 
 def add_runs_of_other_tests(gpus: Gpus, tasks: list[dict[str, object]]) -> None:
