@@ -50,10 +50,9 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
     (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.template)))
 
 
-def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
-    """Return a dense Qwen3, or one whose layers have experts."""
-    tokenizer = fill_vocabulary(make_tokenizer(), shape.vocabulary)
-    values = {
+def text_sizes(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
+    """Return what config.json has for every kind of text model."""
+    return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.ffn,
@@ -62,12 +61,20 @@ def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "max_position_embeddings": 40960,
-        "rope_theta": 1e6,
         "tie_word_embeddings": shape.tied,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "dtype": "bfloat16",
+    }
+
+
+def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return a dense Qwen3, or one whose layers have experts."""
+    tokenizer = fill_vocabulary(make_tokenizer(), shape.vocabulary)
+    values = {
+        **text_sizes(tokenizer, shape),
+        "rope_theta": 1e6,
     }
     if shape.experts:
         values |= {
@@ -92,15 +99,7 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
     rotary = shape.head_dim // 8  # pairs of channels, of a quarter of the head
     side = rotary * 3 // 8  # for height and for width; the rest is for time
     text = {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": shape.tied,
+        **text_sizes(tokenizer, shape),
         "full_attention_interval": interval,
         "layer_types": ["full_attention" if layer % interval == 0 else "linear_attention"
                         for layer in range(1, shape.layers + 1)],
@@ -114,10 +113,6 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
                             "mrope_interleaved": True, "mrope_section": [rotary - 2 * side, side, side]},
         "partial_rotary_factor": 0.25,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "bfloat16",
     }  # fmt: skip
     width = 64 * max(1, shape.hidden // 128)
     vision = {"depth": shape.tower_layers, "hidden_size": width, "intermediate_size": 4 * width,
@@ -145,20 +140,8 @@ def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokeni
     if shape.model_type == "qwen3_vl":
         rope["mrope_interleaved"] = True
     text = {
-        "vocab_size": shape.vocabulary,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": 40960,
+        **text_sizes(tokenizer, shape),
         "rope_parameters": rope,
-        "tie_word_embeddings": shape.tied,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "dtype": "bfloat16",
     }
     config = AutoConfig.for_model(
         shape.model_type,

@@ -63,7 +63,8 @@ def plan_with_shared_prompts(
     work: SampleWork, groups: Sequence[Group], dp_size: int, room: int, micro_batch_multiple: int
 ) -> Shared:
     """Plan micro batches of at most `room` packed tokens, in which bundles share their prompt."""
-    best = Shared(None, math.inf, sum(map(work.cost.of_sequence, work.lengths, work.completions)) / dp_size)
+    repeated = sum(work.flops(range(i, i + 1), 0) for group in groups for i in group.samples)
+    best = Shared(None, math.inf, repeated / dp_size)
     size = max(len(group.samples) for group in groups)
     while size > 1:
         bundles = [(part, group.shared) for group in groups for part in _parts(group, size, work, room)]

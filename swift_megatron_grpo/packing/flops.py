@@ -81,12 +81,9 @@ class FlopsModel:
 
     def of_bundle(self, shared: int, tokens: Sequence[int], completion_tokens: int) -> float:
         """Return the FLOPs of sequences of `tokens` that share their first `shared` tokens."""
-        prompt = self.of_sequence(shared, 0)
-        return (
-            prompt
-            + sum(self.of_sequence(t, 0) - prompt for t in tokens)
-            + (self.per_completion_token * completion_tokens)
-        )
+        repeated = sum(self.of_sequence(length, 0) for length in tokens)
+        copies = len(tokens) - 1
+        return repeated - copies * self.of_sequence(shared, 0) + self.per_completion_token * completion_tokens
 
 
 @dataclass(frozen=True, slots=True)

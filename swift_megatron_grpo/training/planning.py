@@ -50,13 +50,13 @@ class Planner:
 
     def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         """Plan the micro batches of training."""
-        work, groups = self._work(samples, settings), _groups(samples, settings)
+        groups = _groups(samples, settings)
         if settings.max_tokens is not None:
-            ranks, multiple = self._parallel.dp_size, self._group_size
+            work, ranks, multiple = self._work(samples, settings), self._parallel.dp_size, self._group_size
             return self._plan_within(settings.max_tokens, work, groups, ranks, multiple, settings)
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
         self._check_micro_batches(plan.num_micro_batches)
-        if groups and _is_worth_it(gain_of(plan, work, groups), settings):
+        if groups and _is_worth_it(gain_of(plan, self._work(samples, settings), groups), settings):
             return replace(plan, share_prompts=True)
         return plan
 

@@ -49,7 +49,8 @@ def packed_params(inputs: ModelInputs) -> PackedSeqParams:
     )
     if shared is None:
         return segments
-    whole = inputs.cu_seqlens[[0, -1]]
+    # First and last, as a slice: an index would be copied from the host, which then waits for the device.
+    whole = inputs.cu_seqlens[:: len(inputs.cu_seqlens) - 1].contiguous()
     # The table of angles has as many rows as the longest sequence has positions.
     return SharedPrompts(
         qkv_format="thd",

@@ -95,6 +95,8 @@ def test_prompts_that_save_nothing_are_repeated() -> None:
 def test_images_of_a_bundle_count_once() -> None:
     work = SampleWork([20] * 4, [5] * 4, [100.0] * 4, FlopsModel(1.0, 0.0))
     assert work.flops(range(4), 15) == 15 + 4 * 5 + 100.0
+    shared = plan_with_shared_prompts(work, [Group(range(4), 15)], 1, 100, 1)
+    assert (shared.shared, shared.repeated) == (135.0, 4 * 120.0)
 
 
 def test_the_gain_of_micro_batches_by_count() -> None:

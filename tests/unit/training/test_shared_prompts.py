@@ -82,6 +82,7 @@ def test_a_fused_rotary_kernel_gets_the_angle_of_each_token() -> None:
     packed = packed_params(inputs)
     assert isinstance(packed, SharedPrompts)
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 5] and packed.max_seqlen_kv == 4
+    assert packed.cu_seqlens_q.is_contiguous()
     assert packed.segments is not None and packed.segments.cu_seqlens_kv.tolist() == [0, 3, 7, 11]
 
     table = torch.arange(4.0)[:, None, None, None]
