@@ -4,7 +4,8 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe share-1.7b share-8b-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe share-1.7b share-8b-lora, and one
+#                        cell of the last two, as in share-1.7b-2048-8
 #       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -87,16 +88,14 @@ memory() {
         --pair tokens16384 mbs16 --pair tokens16384+elementwise mbs16 --pair tokens16384+recompute mbs16+recompute --rounds 1 --steps 3 --goal "memory: $2"
 }
 
-# share NAME SHAPE FLAGS STOCK_SETTING      completions of 512 tokens, in groups of 8 and 16, after prompts of three lengths
+# share NAME SHAPE FLAGS PROMPT SIZE      groups of SIZE completions of 512 tokens after prompts of PROMPT tokens
 share() {
-    local prompt size
-    for prompt in 2048 8192 512; do
-        for size in 8 16; do
-            bench train "share-$1-$prompt-$size" "$2" --lengths constant:512 --prompts "constant:$prompt" --completions 64 \
-                --generations "$size" --ours tokens16384 tokens16384+shared --stock "$4" --rounds 1 --flags "$3" \
-                --goal "2.2 over repeated prompts at 2,048, 3 at 8,192"
-        done
-    done
+    local stock=(mbs4 mbs8)
+    [ "$2" = 1.7b ] || stock=(mbs2 mbs4)
+    [ "$4" -lt 8192 ] || stock=(mbs1 mbs2)
+    bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions 64 --generations "$5" \
+        --ours tokens16384 tokens16384+shared --stock "${stock[@]}" --rounds 1 --steps 3 --flags "$3" \
+        --goal "$([ "$4" = 2048 ] && echo "2.2 over repeated prompts" || echo "3 over repeated prompts at 8,192")"
 }
 
 group() {
@@ -165,10 +164,14 @@ group() {
         vl-qwen3-lora)
             images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" ;;
         # Prompts that a group shares, against repeated ones and ms-swift's trainer.
-        share-1.7b)
-            share 1.7b 1.7b "" mbs4 ;;
-        share-8b-lora)
-            share 8b-lora 8b "${lora[*]}" mbs2 ;;
+        share-1.7b | share-8b-lora)
+            for cell in 2048-8 8192-8 512-8 2048-16 8192-16 512-16; do
+                group "$1-$cell"
+            done ;;
+        share-1.7b-*)
+            share 1.7b 1.7b "" $(cut -d- -f3 <<<"$1") ${1##*-} ;;
+        share-8b-lora-*)
+            share 8b-lora 8b "${lora[*]}" $(cut -d- -f4 <<<"$1") ${1##*-} ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
             bench train moe-4.5b 4.5b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
