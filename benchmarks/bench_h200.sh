@@ -92,9 +92,9 @@ memory() {
 share() {
     local stock=(mbs4 mbs8)
     [ "$2" = 1.7b ] || stock=(mbs2 mbs4)
-    [ "$4" -lt 8192 ] || stock=(mbs1 mbs2)
+    [ "$4" -lt 8192 ] || stock=(mbs2 mbs1)
     bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions 64 --generations "$5" \
-        --ours tokens16384 tokens16384+shared --stock "${stock[@]}" --rounds 1 --steps 3 --flags "$3" \
+        --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps 3 --flags "$3" \
         --goal "$([ "$4" = 2048 ] && echo "2.2 over repeated prompts" || echo "3 over repeated prompts at 8,192")"
 }
 
