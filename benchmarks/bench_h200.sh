@@ -90,11 +90,11 @@ memory() {
 
 # share NAME SHAPE FLAGS PROMPT SIZE      groups of SIZE completions of 512 tokens after prompts of PROMPT tokens
 share() {
-    local stock=(mbs4 mbs8)
+    local stock=(mbs4 mbs8) steps=3
     [ "$2" = 1.7b ] || stock=(mbs2 mbs4)
-    [ "$4" -lt 8192 ] || stock=(mbs2 mbs1)
+    [ "$4" -lt 8192 ] || stock=(mbs2 mbs1) steps=2
     bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions 64 --generations "$5" \
-        --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps 3 --flags "$3" \
+        --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps $steps --flags "$3" \
         --goal "$([ "$4" = 2048 ] && echo "2.2 over repeated prompts" || echo "3 over repeated prompts at 8,192")"
 }
 
@@ -139,9 +139,9 @@ group() {
                 --goal "1.8, ranks within 3 %" ;;
         # Text rows of a Qwen3.5 with its image part frozen.
         qwen3.5)
-            qwen3_5 train qwen3.5-2b "" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
+            qwen3_5 train qwen3.5-2b "" --ours tokens16384 --stock mbs16 mbs8 mbs4 --goal 1.8 ;;
         qwen3.5-lora)
-            qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs8 mbs4 mbs16 --goal 1.8 ;;
+            qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs16 mbs8 mbs4 --goal 1.8 ;;
         qwen3.5-step)
             qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs16 --rounds 1 \
                 --steps 4 --goal "1.8 for the train phase" ;;
