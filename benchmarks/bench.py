@@ -8,7 +8,7 @@ train     measures the train phase alone: log-prob passes, forward and backward,
           from a seed and vLLM does not start.
 step      measures the whole step, with vLLM in the training processes or, with --servers, behind a server of each
           trainer. Every completion stops at its given length.
-report    writes docs/performance.md, its picture and the table in README.md from benchmarks/*/*.json.
+report    writes docs/performance.md, its picture and the tables of other pages from benchmarks/*/*.json.
 
 Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
 16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are measured with is compared as
@@ -38,7 +38,7 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.page import write_page
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import Plan, Setting, make_entry_point, measure
-from benchmarks.harness.results import PHASES, Process, Run
+from benchmarks.harness.results import PHASES, SHARED, Process, Run
 from benchmarks.harness.workload import (
     IMAGE_TOKENS,
     SHAPES,
@@ -57,7 +57,7 @@ PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("report", help="write docs/performance.md and the table in README.md")
+    kinds.add_parser("report", help="write docs/performance.md and the tables of other pages")
     for kind in ("train", "step"):
         add = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter).add_argument
         add("--json", type=Path, required=True, help="file for the results; its name without .json names the run")
@@ -93,22 +93,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def revision() -> str:
+    """Return $COMMIT, for copies whose history is missing or older than their files, or what git describes."""
+    if "COMMIT" in os.environ:
+        return os.environ["COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    return done.stdout.strip() or os.environ.get("COMMIT", "not a git checkout")
+    return done.stdout.strip() or "not a git checkout"
 
 
 def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
-    """Return the settings and their number of ranks, which must be the same for all."""
+    """Return the settings and their number of ranks, which must be the same for all.
+
+    A setting of this package without `+shared` repeats prompts.
+    """
     settings, ranks = [], set()
     ours = f"{args.ours_flags} --sync_check off" if args.kind == "train" else args.ours_flags  # no engine to check
+    repeat = ("--share_prompts", "false")
     served = [f"--vllm_mode server --vllm_server_base_url {url}" for url in args.servers or ()] or ["", ""]
     flags = {"ours": f"{ours} {served[0]}", "stock": f"{args.stock_flags} {served[1]}"}
     for arm, names, extra in (("ours", args.ours, flags["ours"]), ("stock", args.stock, flags["stock"])):
         for name in names:
             layout = Variant.parse(name)
             ranks.add(layout.ranks)
-            settings.append(Setting(arm, name, (*layout.flags(), *shlex.split(extra))))
+            first = repeat if arm == "ours" and SHARED not in name else ()
+            settings.append(Setting(arm, name, (*first, *layout.flags(), *shlex.split(extra))))
     if len(ranks) != 1:
         raise SystemExit(f"bench: all settings of a run need the same number of ranks, got {sorted(ranks)}")
     return settings, ranks.pop()
@@ -202,6 +210,7 @@ def run(args: argparse.Namespace) -> int:
     write_dataset(dataset, texts, template_tokens, shape.image_side)
 
     device, versions = machine(args.revision)
+    adapters = "--tuner_type lora" in args.flags
     media = media_tokens(model) if shape.image_tokens else []
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
               media, served=bool(args.servers), waits=args.ahead)  # fmt: skip
@@ -218,13 +227,16 @@ def run(args: argparse.Namespace) -> int:
         workload={name: getattr(workload, name) for name in Workload.__slots__},
         prompt_tokens=sum(prompt * len(group) for prompt, group in zip(prompts, completions, strict=True)),
         completion_tokens=sum(map(sum, completions)),
-        flops=training_flops(SHAPES[args.shape], prompts, completions, adapters="--tuner_type lora" in args.flags),
+        flops=training_flops(shape, prompts, completions, adapters),
         memory_cap_gb=args.memory_cap_gb,
         pairs=args.pair,
         goal=args.goal,
         flags=shlex.split(args.flags) + ["--torch_dtype", args.dtype],
         warm_up=args.warm_up,
         processes=[],
+        flops_with_shared_prompts=training_flops(shape, prompts, completions, adapters, shared=True)
+        if any(SHARED in setting.name for setting in settings)
+        else None,
     )
     for process in measure(plan, settings, result):
         print(describe(result, process), flush=True)

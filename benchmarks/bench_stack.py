@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.bench import revision
 
 PACKAGES = (
     "torch",
@@ -136,10 +137,9 @@ def main() -> int:
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
     result: dict[str, Any] = {
         "devices": gpus,
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "commit": revision(),
         "python": sys.version.split()[0],
         "versions": versions(),
         "clipping": time_clipping(),

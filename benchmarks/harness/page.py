@@ -1,4 +1,4 @@
-"""Write docs/performance.md and the table in README.md; every number comes from the JSON files in benchmarks/."""
+"""Write docs/performance.md and the tables in README.md and docs/shared_prompts.md from the JSON files in benchmarks/."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from .results import ARMS, PHASES, Comparison, Measured, Run
 Row = TypeVar("Row")
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
 README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
+SHARED_PAGE, IN_SHARED_PAGE = (
+    Path("docs/shared_prompts.md"),
+    ("<!-- measured, by benchmarks/bench.py report -->\n", "<!-- end of measured -->\n"),
+)
 HEADLINES = ("step-best-1.7b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b", "pp2-1.7b", "tp2-1.7b")
 TITLES = {
     "equal flags": "equal flags",
@@ -33,11 +37,12 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   completions are generated from a seed, with the same tokens for both trainers, and vLLM does not start.
 * *Step*: everything, with vLLM in the training processes. Each completion stops at a length drawn from the seed.
 * *Settings*: *mbs4* is `--micro_batch_size 4` and *tokens16384* is `--max_tokens_per_micro_batch 16384`. The other
-  parts of a setting are its layout, written as for `python -m swift_megatron_grpo.tools.check_layouts`.
+  parts of a setting are its layout, written as for `python -m swift_megatron_grpo.tools.check_layouts`; without
+  *shared*, every completion has a copy of its prompt (`--share_prompts false`).
 * *MFU*: the FLOPs that forward and backward of these tokens require, divided by the time of forward and backward and by
   the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the
   attention scores, the output layer on completion tokens only, and no recomputation. The formula is the same for both.
-  Tokens of images count, the image part of a model does not.
+  Tokens of images count, the image part of a model does not. A prompt that completions share counts once.
 * *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
@@ -45,13 +50,20 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   some shards (docs/architecture.md). In runs with vLLM each trainer samples its own completions.
 """
 
+SHARED_PROMPTS = """\
+## Shared prompts
+
+Seconds of the train phase and peak GB, by tokens of the prompt, tokens of each completion and completions of a group.
+"""
+
 
 def write_page(repository: Path) -> None:
     runs = read_runs(repository)
     (repository / PAGE).write_text(page(runs))
     (repository / PICTURE).write_text(draw(runs))
-    readme = repository / README
-    readme.write_text(with_headlines(readme.read_text(), runs))
+    for path, marks, table in tables(runs):
+        file = repository / path
+        file.write_text(with_table(file.read_text(), marks, table))
 
 
 def read_runs(repository: Path) -> list[Run]:
@@ -66,15 +78,22 @@ def page(runs: Sequence[Run]) -> str:
             rows = [comparison for comparison in comparisons if comparison.what == what]
             if rows:
                 sections += [f"## {title}: {heading}\n", _ratios(rows), _costs(rows)]
+    if any(run.shared_and_repeated() for run in runs):
+        sections += [SHARED_PROMPTS, shared_prompts(runs)]
     sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
     sections += ["## Runs\n", *map(_describe, runs)]
     return "\n".join(sections)
 
 
-def with_headlines(readme: str, runs: Sequence[Run]) -> str:
-    begin, end = IN_README
-    before, rest = readme.split(begin)
-    return before + begin + headlines(runs) + end + rest.split(end)[1]
+def tables(runs: Sequence[Run]) -> list[tuple[Path, tuple[str, str], str]]:
+    """Return the tables in other files: path, the lines around the table, and the table."""
+    return [(README, IN_README, headlines(runs)), (SHARED_PAGE, IN_SHARED_PAGE, shared_prompts(runs))]
+
+
+def with_table(text: str, marks: tuple[str, str], table: str) -> str:
+    begin, end = marks
+    before, rest = text.split(begin)
+    return before + begin + table + end + rest.split(end)[1]
 
 
 def headlines(runs: Sequence[Run]) -> str:
@@ -92,6 +111,30 @@ def headlines(runs: Sequence[Run]) -> str:
         },
         rows,
     )
+
+
+def shared_prompts(runs: Sequence[Run]) -> str:
+    """Return the table of this package with and without shared prompts, beside ms-swift's best setting."""
+    return _table(
+        {
+            "model": lambda row: _model(row[0].run),
+            "prompt / completion / group": lambda row: _lengths(row[0].run),
+            "repeated": lambda row: f"{row[1].median:.2f} s",
+            "shared": lambda row: f"{row[0].median:.2f} s",
+            "over repeated": lambda row: f"**{row[1].median / row[0].median:.2f}**",
+            "ms-swift": lambda row: f"{row[2].median:.2f} s ({row[2].setting})",
+            "over ms-swift": lambda row: f"**{row[2].median / row[0].median:.2f}**",
+            "peak GB: repeated / shared / ms-swift": lambda row: " / ".join(
+                f"{side.peak_gb:.1f}" for side in (row[1], row[0], row[2])
+            ),
+        },
+        [(*pair, best) for run in runs for pair in run.shared_and_repeated() if (best := run.best("stock"))],
+    )
+
+
+def _lengths(run: Run) -> str:
+    prompt, completion = (_in_words(run.workload[name]) for name in ("prompt_lengths", "lengths"))
+    return f"{prompt} / {completion} / {run.workload['generations']}"
 
 
 def _model(run: Run) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 ARMS = ("ours", "stock")
 TRAIN_PHASES = ("logprobs", "forward_backward", "grad_sync", "optimizer")
 PHASES = ("generation", "switch", "weight_sync", "grading", *TRAIN_PHASES, "other")
+SHARED = "+shared"  # in the name of a setting of this package: completions share their prompt
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16 without sparsity, by part of the device's name
 
 
@@ -60,13 +61,14 @@ class Run:
     workload: dict[str, Any]
     prompt_tokens: int  # of all completions of a step
     completion_tokens: int
-    flops: float  # of one step
+    flops: float  # of one step, with a prompt per completion
     memory_cap_gb: float | None
     pairs: list[list[str]]  # settings (ours, stock) compared in addition to equal settings and the best ones
     goal: str  # free text, shown next to the ratio
     flags: list[str]  # of both trainers
     warm_up: int
     processes: list[Process]
+    flops_with_shared_prompts: float | None = None  # of one step; None: no setting shares prompts
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +95,13 @@ class Run:
 
     def _processes(self, arm: str, setting: str) -> list[Process]:
         return [process for process in self.processes if (process.arm, process.setting) == (arm, setting)]
+
+    def shared_and_repeated(self) -> list[tuple[Measured, Measured]]:
+        """Return this package's settings that share prompts, each with the same setting without it."""
+        settings = self.settings("ours")
+        pairs = [(setting, setting.replace(SHARED, "")) for setting in settings if SHARED in setting]
+        both = [(self.measured("ours", shared), self.measured("ours", repeated)) for shared, repeated in pairs]
+        return [pair for pair in both if all(side.steps for side in pair)]
 
     def best(self, arm: str) -> Measured | None:
         """Return the fastest setting of a trainer, or None if none of its settings worked."""
@@ -154,11 +163,15 @@ class Measured:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs of forward and backward divided by the peak FLOPs of the devices in that time."""
+        """Model FLOPs of forward and backward divided by the peak FLOPs of the devices in that time.
+
+        Where completions share their prompt, its FLOPs count once.
+        """
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in self.run.device), None)
         if peak is None:
             return None
-        return self.run.flops / self.phase("forward_backward", "grad_sync") / peak / self.run.ranks
+        flops = self.run.flops_with_shared_prompts if SHARED in self.setting else self.run.flops
+        return None if flops is None else flops / self.phase("forward_backward", "grad_sync") / peak / self.run.ranks
 
     @property
     def imbalance(self) -> float:

@@ -281,14 +281,16 @@ class Workload:
         return [max(at_least, tokens) for tokens in drawn]
 
 
-def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]], adapters: bool = False) -> float:
+def training_flops(
+    shape: Shape, prompts: list[int], completions: list[list[int]], adapters: bool = False, shared: bool = False
+) -> float:
     """Return the FLOPs that a model needs for forward and backward of one step.
 
     The number is the same for both trainers, whatever they compute in addition. A multiplication and an addition count
     as two FLOPs. Only half of the attention scores count, because of the causal mask, and the output layer counts on
     completion tokens only, because other tokens have no loss. Backward counts twice as much as forward, and with
     adapters, where the model's weights have no gradient, as much as forward. Recomputation does not count, and of a
-    mixture of experts only those that a token passes through.
+    mixture of experts only those that a token passes through. `shared`: a prompt counts once per group.
     """
     model = FlopsModel.of_transformer(
         num_layers=shape.layers,
@@ -300,9 +302,12 @@ def training_flops(shape: Shape, prompts: list[int], completions: list[list[int]
         kv_channels=shape.head_dim,
         delta_nets=shape.delta_nets,
     )
-    pairs = ((prompt, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group)
     passes = 2 if adapters else 3
-    return passes * sum(model.of_sequence(prompt + tokens, tokens) for prompt, tokens in pairs)
+    flops = 0.0
+    for prompt, group in zip(prompts, completions, strict=True):
+        bundles = [group] if shared else [[tokens] for tokens in group]
+        flops += sum(model.of_bundle(prompt, [prompt + tokens for tokens in one], sum(one)) for one in bundles)
+    return passes * flops
 
 
 def row_of(content: str) -> int:

@@ -117,12 +117,12 @@ class GRPOFlags(MegatronRLHFArguments):
     )
 
     share_prompts: SharePrompts = field(
-        default="false",
+        default="auto",
         metadata={
             "help": "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, "
             "which is exact. Token budgets count the copy once, so more completions fit. auto: the same where layout "
             "and model allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. "
-            "Default: false."
+            "Default: auto."
         },
     )
     unread_tensors: UnreadTensors = field(

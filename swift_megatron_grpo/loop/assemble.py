@@ -93,8 +93,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
     frozen_models = [] if models.reference is None else models.reference.models
     residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
+    training = training_engine(config, models)  # refuses what the model cannot do, before vLLM takes its minutes
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
-    training = training_engine(config, models)
     if training.passes.prompts_repeated is not None:
         run.logger.info(
             f"--share_prompts auto repeats prompts for each completion: {training.passes.prompts_repeated}."

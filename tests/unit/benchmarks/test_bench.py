@@ -176,6 +176,8 @@ def test_settings_with_different_numbers_of_ranks_are_rejected() -> None:
     settings, ranks = bench.settings_of(args)
     assert ranks == 2
     assert settings[0].flags == (
+        "--share_prompts",
+        "false",
         "--tensor_model_parallel_size",
         "2",
         "--max_tokens_per_micro_batch",
@@ -204,17 +206,28 @@ def test_the_committed_page_matches_the_committed_results() -> None:
     advice = "run python -m benchmarks.bench report"
     assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), advice
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), advice
-    readme = (REPOSITORY / page.README).read_text()
-    assert readme == page.with_headlines(readme, runs), advice
+    for path, marks, table in page.tables(runs):
+        text = (REPOSITORY / path).read_text()
+        assert text == page.with_table(text, marks, table), advice
     for run in (run for run in runs if run.name in page.HEADLINES):  # README states these facts above the table
         assert run.device == "NVIDIA H200" and run.versions["ms-swift"] == "4.6.0"
         assert (run.workload["completions"], run.workload["generations"]) == (128, 8)
 
 
+def test_shared_prompts_are_compared_with_repeated_ones_and_count_once_in_the_mfu() -> None:
+    run = some_run()
+    steps = run.measured("ours", "mbs4").steps
+    processes = [*run.processes, Process("ours", "mbs4+shared", "ok", steps, [])]
+    run = replace(run, device="NVIDIA H200", processes=processes, flops=8e12, flops_with_shared_prompts=2e12)
+    assert " / 4 | 3.10 s | 3.10 s | **1.00** | 5.05 s (mbs8) | **1.63** |" in page.shared_prompts([run])
+    shared, repeated = (run.measured("ours", setting).mfu for setting in ("mbs4+shared", "mbs4"))
+    assert shared is not None and repeated == pytest.approx(4 * shared)
+
+
 def test_the_report_replaces_only_the_table_in_the_readme() -> None:
     begin, end = page.IN_README
     runs = [replace(some_run(), name=name) for name in page.HEADLINES]
-    readme = page.with_headlines(f"before\n{begin}| old |\n{end}after\n", runs)
+    readme = page.with_table(f"before\n{begin}| old |\n{end}after\n", page.IN_README, page.headlines(runs))
     assert readme.startswith(f"before\n{begin}|  | model |") and readme.endswith(f"|\n{end}after\n")
     row = "| train phase | Qwen3 TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
     assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
