@@ -1,4 +1,4 @@
-"""Write docs/performance.md and the tables in README.md and docs/shared_prompts.md from the JSON files in benchmarks/."""
+"""Write docs/performance.md and the tables of README.md and docs/shared_prompts.md from benchmarks/*/*.json."""
 
 from __future__ import annotations
 

@@ -314,8 +314,8 @@ def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
              "--temperature", "0.9", "--lr", "1e-3", "--adam_eps", "1e-4", "--clip_grad", "0.05", "--beta", "0",
              "--max_length", "64", "--max_completion_length", "64", "--recompute_granularity", "none",
              "--tuner_type", arguments.tuner, "--lora_dropout", "0", "--attention_backend", arguments.attention_backend,
-             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false", "--share_prompts", "false",
-             *arguments.extra]  # fmt: skip
+             "--moe_aux_loss_coeff", "0", "--add_version", "false", "--check_model", "false",
+            "--share_prompts", "false", *arguments.extra]  # fmt: skip
 
 
 def print_row(cells: Sequence[str]) -> None:
