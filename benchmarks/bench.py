@@ -44,6 +44,7 @@ from benchmarks.harness.workload import (
     SHAPES,
     TEMPLATE_TOKENS_FILE,
     Workload,
+    flops_as_verl_counts,
     training_flops,
     write_dataset,
 )
@@ -237,6 +238,7 @@ def run(args: argparse.Namespace) -> int:
         flops_with_shared_prompts=training_flops(shape, prompts, completions, adapters, shared=True)
         if any(SHARED in setting.name for setting in settings)
         else None,
+        flops_as_verl_counts=flops_as_verl_counts(shape, prompts, completions),
     )
     for process in measure(plan, settings, result):
         print(describe(result, process), flush=True)

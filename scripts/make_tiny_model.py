@@ -1,6 +1,6 @@
-"""Make a tiny random Qwen3 or Qwen3-MoE with a byte-level tokenizer, for runs that test a script and not a model.
+"""Make a tiny random text model with a byte-level tokenizer, for runs that test a script and not a model.
 
-    python scripts/make_tiny_model.py --out DIR [--kind dense|moe]
+    python scripts/make_tiny_model.py --out DIR [--kind dense|moe|deepseek]
 
 The model is saved as Hugging Face safetensors in bf16. ms-swift, mcore-bridge and vLLM load it like a real one. The
 same seed writes the same files.
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -21,10 +24,25 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from swift_megatron_grpo.tools.tiny_models import VOCABULARY, make_tokenizer
+from swift_megatron_grpo.tools.tiny_models import TEXT_CONFIGS, VOCABULARY, Sizes, make_tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+def make_deepseek(args: argparse.Namespace) -> PreTrainedModel:
+    """Return a DeepSeek-V3 whose routers have a bias, as released ones do."""
+    hidden, head_dim = args.hidden, 2 * args.head_dim  # head_dim: of each of the two parts of a query, and of a value
+    sizes = Sizes(hidden, 2 * hidden, args.layers, args.heads, args.heads, head_dim, args.experts, hidden // 2, 2048)
+    config = AutoConfig.for_model("deepseek_v3", **TEXT_CONFIGS["deepseek_v3"](sizes))
+    torch.manual_seed(args.seed)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.05 * torch.randn_like(bias))
+    return model.to(torch.bfloat16)
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedModel:
+    if args.kind == "deepseek":
+        return make_deepseek(args)
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": args.hidden,
@@ -58,7 +76,9 @@ def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--kind", choices=["dense", "moe"], default="dense", help="Qwen3 or Qwen3-MoE")
+    parser.add_argument(
+        "--kind", choices=["dense", "moe", "deepseek"], default="dense", help="Qwen3, Qwen3-MoE or DeepSeek-V3"
+    )
     parser.add_argument("--layers", type=int, default=4, help="number of layers")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size")
     parser.add_argument("--intermediate", type=int, help="width of the dense MLP; default: twice the hidden size")
@@ -67,7 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--head-dim", type=int, default=32, help="size of a head; vLLM's CPU attention needs at least 32"
     )
-    parser.add_argument("--experts", type=int, default=4, help="experts per layer, with --kind moe")
+    parser.add_argument("--experts", type=int, default=4, help="experts per layer of a mixture")
     parser.add_argument("--tie", action="store_true", help="share the weights of embedding and output layer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     args = parser.parse_args()

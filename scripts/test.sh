@@ -77,16 +77,20 @@ print(runpy.run_path(f"{root}/core/package_info.py")["__version__"])'
     "${pytest[@]}" --alone no "${workers[@]}" "$@"
 }
 
-tests() { # tests FOLDER ARGUMENT...: several workers, then one with what is marked `alone`
-    local status=0
-    tests_of "tests/$1" "${@:2}" || status=$?
+tests() { # tests "FOLDER..." ARGUMENT...: several workers
+    local status=0 folders
+    read -ra folders <<<"$1"
+    tests_of "${folders[@]/#/tests/}" "${@:2}" || status=$?
     # 5: nothing was collected. With arguments that select, a folder may be left empty; without, something is wrong.
-    if [ "$status" = 5 ] && [ $# -gt 1 ]; then status=0; fi
-    [ "$status" = 0 ] || return "$status"
-    local alone # only these files are collected: importing all others takes 10 to 20 s
-    mapfile -t alone < <(grep -rl --include 'test_*.py' 'mark\.alone' "tests/$1")
-    [ ${#alone[@]} -gt 0 ] || return 0 # not every folder has tests that measure time
-    "${pytest[@]}" "${alone[@]}" --alone yes "${one_worker[@]}" "${@:2}" || status=$?
+    [ "$status" = 5 ] && [ $# -gt 1 ] || return "$status"
+}
+
+alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
+    local status=0 folders files # only these files are collected: importing all others takes 10 to 20 s
+    read -ra folders <<<"$1"
+    mapfile -t files < <(grep -rl --include 'test_*.py' 'mark\.alone' "${folders[@]/#/tests/}")
+    [ ${#files[@]} -gt 0 ] || return 0
+    "${pytest[@]}" "${files[@]}" --alone yes "${one_worker[@]}" "${@:2}" || status=$?
     [ "$status" = 5 ] || return "$status"
 }
 
@@ -138,10 +142,27 @@ if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then
         *) preload upstream ;;
     esac
 fi
+# Two neighbours run as one: a start of three workers takes 10 s, and the last files of a stage leave workers idle.
+chosen=" ${stages[*]} "
+chosen=${chosen/ unit contract / unit+contract }
+chosen=${chosen/ dist e2e / dist+e2e }
+read -ra stages <<<"$chosen"
+folders=()
+for stage in "${stages[@]}"; do
+    case $stage in
+        checks | core-*) ;;
+        *) folders+=("${stage/+/ }") ;;
+    esac
+done
 for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;
         core-*) step "pytest on megatron-core ${stage#core-}" "$stage" "$@" ;;
-        *) step "pytest tests/$stage" tests "$stage" "$@" ;;
+        *)
+            step "pytest tests/${stage/+/ tests/}" tests "${stage/+/ }" "$@"
+            if [ "${stage/+/ }" = "${folders[-1]}" ]; then
+                step "pytest, one test at a time" alone "${folders[*]}" "$@"
+            fi
+            ;;
     esac
 done

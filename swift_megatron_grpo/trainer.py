@@ -124,11 +124,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         supply_context_parallelism()
         super().prepare_model()
-        mark_sharded_parameters(self.unwrapped_models)
+        mark_sharded_parameters(self.unwrapped_models)  # with those of the adapters
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         args = self.args
+        mark_sharded_parameters(models)  # mcore-bridge chooses the layers of adapters by the marks
         with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
             load_reference_adapter(self.bridge, models, self.settings.reference.adapter)

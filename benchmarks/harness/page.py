@@ -43,6 +43,8 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the
   attention scores, the output layer on completion tokens only, and no recomputation. The formula is the same for both.
   Tokens of images count, the image part of a model does not. A prompt that completions share counts once.
+* *MFU as verl counts*: by the formula of verl's `flops_counter.py`, to compare with published figures: all attention
+  scores, and embedding and output layer on all tokens. Earlier runs have no figure.
 * *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
@@ -176,7 +178,8 @@ def _costs(rows: Sequence[Comparison]) -> str:
         "run": lambda row: row.ours.run.name,
         "settings": lambda row: f"{row.ours.setting} / {row.stock.setting}",
         "tokens/s/device": lambda row: _both(row, lambda side: f"{side.tokens_per_second_per_device:,.0f}"),
-        "MFU": lambda row: _both(row, lambda side: "-" if side.mfu is None else f"{side.mfu:.1%}"),
+        "MFU": lambda row: _both(row, lambda side: _percent(side.mfu)),
+        "MFU as verl counts": lambda row: _both(row, lambda side: _percent(side.mfu_as_verl_counts)),
         "peak GB": lambda row: _both(row, lambda side: f"{side.peak_gb:.1f}" if side.peak_gb else "-"),
         "peak ratio": lambda row: f"{row.ours.peak_gb / row.stock.peak_gb:.2f}" if row.stock.peak_gb else "-",
         "slowest rank / mean": lambda row: _both(row, lambda side: f"{side.imbalance:.3f}"),
@@ -227,6 +230,10 @@ def _describe(run: Run) -> str:
 
 def _seconds(measured: Measured) -> str:
     return f"{measured.median:.3f} ({min(measured.seconds):.3f}-{max(measured.seconds):.3f})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _both(row: Comparison, cell: Callable[[Measured], str]) -> str:

@@ -69,6 +69,7 @@ class Run:
     warm_up: int
     processes: list[Process]
     flops_with_shared_prompts: float | None = None  # of one step; None: no setting shares prompts
+    flops_as_verl_counts: float | None = None  # of one step; None: not recorded, or verl has no formula
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,11 +168,18 @@ class Measured:
 
         Where completions share their prompt, its FLOPs count once.
         """
-        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in self.run.device), None)
-        if peak is None:
-            return None
         flops = self.run.flops_with_shared_prompts if SHARED in self.setting else self.run.flops
-        return None if flops is None else flops / self.phase("forward_backward", "grad_sync") / peak / self.run.ranks
+        return None if flops is None else self._utilization(flops)
+
+    @property
+    def mfu_as_verl_counts(self) -> float | None:
+        """The same by verl's formula, which has none for shared prompts."""
+        flops = None if SHARED in self.setting else self.run.flops_as_verl_counts
+        return None if flops is None else self._utilization(flops)
+
+    def _utilization(self, flops: float) -> float | None:
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in self.run.device), None)
+        return None if peak is None else flops / self.phase("forward_backward", "grad_sync") / peak / self.run.ranks
 
     @property
     def imbalance(self) -> float:

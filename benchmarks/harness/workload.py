@@ -310,6 +310,24 @@ def training_flops(
     return passes * flops
 
 
+def flops_as_verl_counts(shape: Shape, prompts: list[int], completions: list[list[int]]) -> float | None:
+    """Return the FLOPs of one step as verl's flops_counter.py has them, for comparisons with published figures.
+
+    All attention scores count, as if there were no causal mask, embedding and output layer count for all tokens, and so
+    does a prompt for each of its completions. None: verl has no formula for linear attention.
+    """
+    if shape.delta_nets is not None:
+        return None
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    router = shape.hidden * shape.experts
+    feed_forward = 3 * shape.hidden * shape.ffn * shape.experts_per_token + router
+    of_layer = feed_forward + shape.hidden * (2 * queries + 2 * keys)
+    parameters = shape.layers * of_layer + 2 * shape.hidden * shape.vocabulary
+    lengths = [prompt + tokens for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
+    scores = 12.0 * sum(length**2 for length in lengths) * queries * shape.layers
+    return 6.0 * parameters * sum(lengths) + scores
+
+
 def row_of(content: str) -> int:
     """Return the dataset row of a prompt; its text begins with that number."""
     return int(content.split(" ", 1)[0])

@@ -92,9 +92,37 @@ def _qwen3_moe(sizes: Sizes) -> Values:
     }
 
 
+def _deepseek_v3(sizes: Sizes) -> Values:
+    """Latent attention, a dense layer before the mixtures, a shared expert, sigmoid scores, routing within groups."""
+    half = sizes.head_dim // 2
+    return _text(sizes) | {
+        "num_key_value_heads": sizes.heads,
+        "head_dim": half,
+        "q_lora_rank": sizes.hidden // 2,
+        "kv_lora_rank": sizes.hidden // 4,
+        "qk_nope_head_dim": half,
+        "qk_rope_head_dim": half,
+        "v_head_dim": half,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": sizes.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes.expert_ffn,
+        "n_group": 2,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        # transformers does not read these two; in released checkpoints they announce the bias of the router
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    }
+
+
 TEXT_CONFIGS: Mapping[str, Callable[[Sizes], Values]] = {
     "llama": _text,
     "qwen2": _text,
     "qwen3": _text,
     "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
 }

@@ -1,4 +1,4 @@
-"""Composite models and linear attention match one rank on every layout, in fp32, and plain transformers on one rank.
+"""Composite models, linear and latent attention match one rank on every layout, in fp32, and plain transformers.
 
 Gradient norms of these models are 10 to 20, with terms that cancel, so they are compared to 1e-5.
 """
@@ -25,9 +25,11 @@ LAYOUTS = {
     ("qwen3_5_moe", "full"): ["tp2+sp", "dp2+ep2", "tp2+sp+etp2"],
     ("qwen3_5_moe", "lora"): ["tp2+sp"],
     ("qwen3_next", "full"): ["tp2+sp"],
+    ("deepseek", "full"): ["tokens64", "tp2+sp+recompute", "pp2", "cp2", "dp2+ep2"],
+    ("deepseek", "lora"): ["tp2+sp"],
     ("qwen3_vl", "full"): ["tp2+sp"],  # test_image_layouts.py has more of the types with images
 }
-KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl"]
+KINDS = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen2_5_vl", "deepseek"]
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 
 

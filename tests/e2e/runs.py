@@ -39,8 +39,8 @@ def environment_of_processes() -> dict[str, str]:
 
 
 def make_model(folder: Path, kind: str = "dense", extra: Sequence[str] = ()) -> Path:
-    """Make a tiny Qwen3 (dense, moe), or a model of another type, named as in config.json."""
-    script = "make_tiny_model.py" if kind in ("dense", "moe") else "make_tiny_composite.py"
+    """Make a tiny Qwen3 (dense, moe) or DeepSeek-V3, or a model of another type, named as in config.json."""
+    script = "make_tiny_model.py" if kind in ("dense", "moe", "deepseek") else "make_tiny_composite.py"
     run_script(REPOSITORY / "scripts" / script, "--out", folder, "--kind", kind, *extra)
     return folder
 

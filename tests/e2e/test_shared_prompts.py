@@ -28,10 +28,9 @@ def test_a_run_that_shares_prompts_is_that_which_repeats_them(folder: Path, dens
 def test_a_model_with_linear_attention_repeats_prompts_and_logs_why(folder: Path, dataset: Path) -> None:
     model = make_model(folder / "linear", kind="qwen3_5")
     flags = ["--train_iters", "1", "--save_steps", "100", "--micro_batch_size", "4", "--share_prompts"]
-    vllm_starts = "Initializing a V1 LLM engine"
     run = megatron_rlhf(model, dataset, folder / "auto", 1, [*flags, "auto"])
-    assert run.code == 0 and vllm_starts in run.output, run.output[-4000:]
+    assert run.code == 0, run.output[-4000:]
     assert "--share_prompts auto repeats prompts for each completion: layers with gated_delta_net" in run.output
-    run = megatron_rlhf(model, dataset, folder / "true", 1, [*flags, "true"])
+    no_vllm = ["--vllm_engine_kwargs", '{"kv_cache_memory_bytes": 1}']  # it would end the run if it started
+    run = megatron_rlhf(model, dataset, folder / "true", 1, [*flags, "true", *no_vllm])
     assert run.code != 0 and "use --share_prompts auto, which repeats prompts here" in run.output
-    assert vllm_starts not in run.output

@@ -11,16 +11,20 @@ Upstream:
   7-9 % on a small model.
 * Transformer Engine marks the weight of every linear layer. Layers that megatron-core calls "duplicated", such as the
   half of a LoRA adapter that is replicated on every rank, are therefore counted TP times: 14 % on a small model.
-  megatron-core 0.17 and newer unmark them.
+  megatron-core 0.17 and newer unmark them. mcore-bridge takes the mark of such a layer for its kind: it gives the
+  down-projections of latent attention an adapter for a sharded layer, whose B is then another one on every rank, and
+  its gradient that of the rank's own tokens.
 * Transformer Engine below 2.13 also marks the weights of experts, newer versions do not, and megatron-core does only
   from 0.19 on. With megatron-core 0.16 to 0.18 and Transformer Engine 2.13 or newer the norm leaves out the experts of
   all tensor-parallel ranks but the first.
 
-Fix: set all marks before the optimizer copies them to its own shards. Where upstream is right they stay as they are.
+Fix: set all marks before adapters are added, and again before the optimizer copies them to its own shards. Where
+upstream is right they stay as they are.
 
 Tests: tests/unit/training/megatron_fixes/test_upstream_marks.py names the version that sets each mark, and fails if
 another one does; a part can go once no supported version needs it. tests/dist/test_layouts.py[dense-full-tp2] and
-[dense-lora-tp2+sp] fail without the fix, and tests/dist/test_newer_transformer_engine.py without its last part.
+[dense-lora-tp2+sp] fail without the fix, tests/dist/test_newer_transformer_engine.py without its last part, and
+tests/dist/test_composite_layouts.py[deepseek-lora-tp2+sp] if it comes after the adapters.
 """
 
 from __future__ import annotations

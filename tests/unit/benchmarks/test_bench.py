@@ -18,7 +18,16 @@ from benchmarks.harness.models import count_template_tokens, fill_vocabulary
 from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
-from benchmarks.harness.workload import SHAPES, Lengths, Shape, Workload, row_of, training_flops, write_dataset
+from benchmarks.harness.workload import (
+    SHAPES,
+    Lengths,
+    Shape,
+    Workload,
+    flops_as_verl_counts,
+    row_of,
+    training_flops,
+    write_dataset,
+)
 from scripts.make_tiny_model import make_tokenizer
 from tests.paths import REPOSITORY
 
@@ -222,6 +231,12 @@ def test_shared_prompts_are_compared_with_repeated_ones_and_count_once_in_the_mf
     assert " / 4 | 3.10 s | 3.10 s | **1.00** | 5.05 s (mbs8) | **1.63** |" in page.shared_prompts([run])
     shared, repeated = (run.measured("ours", setting).mfu for setting in ("mbs4+shared", "mbs4"))
     assert shared is not None and repeated == pytest.approx(4 * shared)
+
+
+def test_verl_counts_all_scores_and_embeddings() -> None:
+    shape = SHAPES["tiny"]  # 2 layers, 256 channels, 768 in the MLP, 4 heads of 64 with 2 for keys, 32,768 tokens
+    weights = 2 * (3 * 256 * 768 + 256 * (2 * 256 + 2 * 128)) + 2 * 256 * 32768
+    assert flops_as_verl_counts(shape, [4], [[6, 8]]) == 6 * weights * 22 + 12 * (10**2 + 12**2) * 256 * 2
 
 
 def test_the_report_replaces_only_the_table_in_the_readme() -> None:
