@@ -217,8 +217,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _checkpoint_writer(self, train_rows: Any) -> CheckpointWriter:
         """Compare the data with that of the checkpoint, and check that another checkpoint fits on the disk."""
-        args = self.args
-        dataset = dataset_identity(train_rows)
+        args, dataset = self.args, dataset_identity(train_rows)
         if args.resumes and self.state.iteration > 0:
             warning = compare_datasets(args.checkpoint_sources, dataset)
             if warning is not None:

@@ -43,7 +43,7 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the
   attention scores, the output layer on completion tokens only, and no recomputation. The formula is the same for both.
   Tokens of images count, the image part of a model does not. A prompt that completions share counts once.
-* *MFU as verl counts*: by the formula of verl's `flops_counter.py`, to compare with published figures: all attention
+* *MFU as verl counts*: by the formula of verl's FLOPs counter, to compare with published figures: all attention
   scores, and embedding and output layer on all tokens. Earlier runs have no figure.
 * *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
