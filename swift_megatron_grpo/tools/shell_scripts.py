@@ -25,6 +25,15 @@ class Launch:
     environment: Mapping[str, str]
 
 
+@dataclass(frozen=True)
+class Words:
+    """The commands of a script, and what its variables are at its end."""
+
+    commands: list[list[str]]
+    arrays: Mapping[str, list[str]]
+    variables: Mapping[str, str]
+
+
 @dataclass
 class _Word:
     """One word as it is read. `values`: what it expands to; several for an array."""
@@ -49,12 +58,34 @@ class _State:
 
 def launches(script: str, environment: Mapping[str, str] | None = None) -> list[Launch]:
     """Return the launches in the order of the script. `environment`: the variables that it inherits."""
-    reader = _Reader(script.replace("\\\n", " "), _State(dict(environment or {}), exported=set(environment or ())))
+    reader = _reader(script, environment)
     return [launch for command in reader.commands() if (launch := _launch(command, reader.state)) is not None]
+
+
+def words_of(script: str, environment: Mapping[str, str] | None = None) -> Words:
+    """Return all commands of the script that are no assignments."""
+    reader = _reader(script, environment)
+    commands = [values for command in reader.commands() if (values := _assign(command, reader.state)[0])]
+    return Words(commands, reader.state.arrays, reader.state.variables)
+
+
+def _reader(script: str, environment: Mapping[str, str] | None) -> _Reader:
+    return _Reader(script.replace("\\\n", " "), _State(dict(environment or {}), exported=set(environment or ())))
 
 
 def _launch(words: list[_Word], state: _State) -> Launch | None:
     """Apply the assignments of a command, and return it if it is a launch."""
+    values, local = _assign(words, state)
+    given = {name: value for name, value in state.variables.items() if name in state.exported} | local
+    for kind, commands in COMMANDS.items():
+        for command in commands:
+            if tuple(values[: len(command)]) == command:
+                return Launch(kind, tuple(values[len(command) :]), given)
+    return None
+
+
+def _assign(words: list[_Word], state: _State) -> tuple[list[str], dict[str, str]]:
+    """Apply the assignments of a command. Return its words, and the variables that are set for it alone."""
     local: dict[str, str] = {}
     while words and (assignment := re.match(r"([A-Za-z_]\w*)=", words[0].raw)):
         local[assignment[1]] = words.pop(0).text[assignment.end() :]
@@ -63,20 +94,15 @@ def _launch(words: list[_Word], state: _State) -> Launch | None:
         values.pop(0)
     if not values:
         state.variables |= local
-        return None
+        return [], {}
     if values[0] in ("export", "declare", "readonly", "local"):
         for value in values[1:]:
             name, equals, text = value.partition("=")
             state.exported.add(name)
             if equals:
                 state.variables[name] = text
-        return None
-    given = {name: value for name, value in state.variables.items() if name in state.exported} | local
-    for kind, commands in COMMANDS.items():
-        for command in commands:
-            if tuple(values[: len(command)]) == command:
-                return Launch(kind, tuple(values[len(command) :]), given)
-    return None
+        return [], {}
+    return values, local
 
 
 class _Reader:

@@ -103,7 +103,13 @@ def test_the_refused_batch_size_in_the_readme_is_what_the_check_prints() -> None
 
 def test_commands_of_the_readme_exist() -> None:
     modules = re.findall(r"python -m (swift_megatron_grpo[\w.]+)", README)
-    assert {module.rsplit(".", 1)[1] for module in modules} == {"check_layouts", "check_script", "doctor", "templates"}
+    assert {module.rsplit(".", 1)[1] for module in modules} == {
+        "check_layouts",
+        "check_script",
+        "convert",
+        "doctor",
+        "templates",
+    }
     for module in modules:
         path = REPOSITORY / module.replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()

@@ -1,0 +1,161 @@
+"""A table of the keys of another trainer, and its application to the settings of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+Flags = Mapping[str, Any]
+
+
+COMPUTED = "(computed by the script)"  # a value that is known only while the script runs
+
+
+class NoCounterpart(ValueError):
+    """A value that this package cannot express; the message has the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needless:
+    """A setting without a counterpart, because the result is the same without it."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """A setting that needs a decision or a file of the user."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Flags that follow from a value."""
+
+    flags: Sequence[str]  # that `rule` may return
+    rule: Callable[[Any], Flags]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Flags that follow from several settings. `rule` gets all settings."""
+
+    keys: Sequence[str]
+    flags: Sequence[str]
+    rule: Callable[[Mapping[str, Any]], Flags]
+
+
+Rule = str | Needless | ByHand | Computed  # a text is the name of a flag with the same values
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rules by key. A key may contain * for any text; the first rule that fits counts."""
+
+    name: str  # of the trainer
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, Any]  # of the trainer, where ms-swift has others
+    together: Sequence[Together] = ()
+
+    def rule(self, key: str) -> Rule | None:
+        if key in self.rules:
+            return self.rules[key]
+        return next((rule for pattern, rule in self.rules.items() if fnmatchcase(key, pattern)), None)
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Flags and variables of a script, and the settings that became none."""
+
+    flags: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    needless: dict[str, str] = field(default_factory=dict)  # key: why
+    by_hand: dict[str, str] = field(default_factory=dict)  # key and value: what to do
+    unknown: dict[str, str] = field(default_factory=dict)  # key: its value, with the reason if there is one
+
+    def add(self, flags: Flags) -> None:
+        """Add flags, and environment variables, whose names are in capitals."""
+        for name, value in flags.items():
+            if value is not None:
+                (self.environment if name.isupper() else self.flags)[name] = text_of(value)
+
+
+def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
+    """Apply a table to all settings; those of the file come before the trainer's defaults."""
+    conversion = Conversion()
+    complete = {**table.defaults, **settings}
+    grouped = {key for group in table.together for key in group.keys}
+    for key, value in complete.items():
+        if key in grouped or value is None:
+            continue
+        match table.rule(key):
+            case None:
+                conversion.unknown[key] = text_of(value)
+            case str(flag):
+                _apply(conversion, {key: value}, [flag], partial(_same, flag, value))
+            case Needless(why):
+                conversion.needless[key] = why
+            case ByHand(what):
+                conversion.by_hand[f"{key}={text_of(value)}"] = what
+            case Computed(flags, rule):
+                _apply(conversion, {key: value}, flags, partial(rule, value))
+    for group in table.together:
+        chosen = {key: complete[key] for key in group.keys if complete.get(key) is not None}
+        if chosen:
+            _apply(conversion, chosen, group.flags, partial(group.rule, complete))
+    if "reward_funcs" not in conversion.flags:
+        conversion.by_hand.setdefault("reward functions", "name them with --reward_funcs")
+    return conversion
+
+
+def _same(flag: str, value: Any) -> Flags:
+    return {flag: value}
+
+
+def _apply(
+    conversion: Conversion, settings: Mapping[str, Any], flags: Sequence[str], rule: Callable[[], Flags]
+) -> None:
+    if COMPUTED in settings.values():
+        names = " ".join(f"--{name}" for name in flags)
+        conversion.by_hand |= {f"{key}={text_of(value)}": f"set {names}" for key, value in settings.items()}
+        return
+    try:
+        conversion.add(rule())
+    except NoCounterpart as reason:
+        conversion.unknown |= {key: f"{text_of(value)}: {reason}" for key, value in settings.items()}
+    except (TypeError, ValueError, LookupError, ZeroDivisionError):
+        conversion.unknown |= {key: f"{text_of(value)}: not a value of {key}" for key, value in settings.items()}
+
+
+def choice(values: Mapping[str, Flags], otherwise: str = "there is no such choice here") -> Computed:
+    """Return a rule that maps each value to flags."""
+
+    def rule(value: Any) -> Flags:
+        try:
+            return values[text_of(value)]
+        except KeyError:
+            raise NoCounterpart(otherwise) from None
+
+    return Computed(list(dict.fromkeys(name for flags in values.values() for name in flags)), rule)
+
+
+def whole(value: Any) -> int:
+    """Return a whole number; anything else has no counterpart."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise NoCounterpart("not a whole number")
+    return value
+
+
+def text_of(value: Any) -> str:
+    """Write a value as flags have it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return " ".join(map(text_of, value))
+        case _:
+            return str(value)
