@@ -90,12 +90,22 @@ memory() {
 
 # share NAME SHAPE FLAGS PROMPT SIZE      groups of SIZE completions of 512 tokens after prompts of PROMPT tokens
 share() {
-    local stock=(mbs4 mbs8) steps=3
-    [ "$2" = 1.7b ] || stock=(mbs2 mbs4)
-    [ "$4" -lt 8192 ] || stock=(mbs2 mbs1) steps=2
-    bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions 64 --generations "$5" \
-        --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps $steps --flags "$3" \
-        --goal "$([ "$4" = 2048 ] && echo "2.2 over repeated prompts" || echo "3 over repeated prompts at 8,192")"
+    local stock=(mbs8) steps=3 completions=64 goal=""
+    case $1-$4 in
+        1.7b-512) stock=(mbs16 mbs8) ;;
+        1.7b-8192) stock=(mbs2) steps=2 ;;
+        8b-lora-512) stock=(mbs8 mbs4) steps=2 ;;
+        8b-lora-2048) stock=(mbs4 mbs2) steps=2 ;;
+        8b-lora-8192) stock=(mbs1 mbs2) steps=2 completions=32 ;;
+    esac
+    case $4-$5 in
+        2048-8) goal="2.2 over repeated prompts" ;;
+        8192-8) goal="3 over repeated prompts" ;;
+        *-16) stock=("${stock[0]}") ;; # the same tokens as with groups of 8
+    esac
+    bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions $completions \
+        --generations "$5" --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps $steps \
+        --flags "$3" --goal "$goal"
 }
 
 group() {

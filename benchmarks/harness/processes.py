@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -10,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,6 +28,7 @@ PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
 MAX_REASON = 400  # characters of a failure's reason
+DEVICE_LOCK = Path(tempfile.gettempdir()) / "swift_megatron_grpo_benchmark.lock"
 
 
 @dataclass(frozen=True)
@@ -89,23 +92,33 @@ class _Queue:
 
     def finish(self, setting: Setting, following: Setting | None) -> Process | None:
         """Measure one setting and start the next process; return None if the deadline is too close."""
-        left = self._plan.deadline - time.monotonic()
         folder, process = self._waiting or start(self._plan, setting)
-        if left < self._longest:
-            _kill(process)
-            return None
-        began = time.monotonic()
-        (folder / "go").touch()
-        self._waiting = start(self._plan, following) if following else None
+        self._waiting = None
         try:
-            status = _wait(process, min(left, self._plan.timeout), folder)
-            self._longest = max(self._longest, time.monotonic() - began)
+            with device_lock():
+                left = self._plan.deadline - time.monotonic()
+                if left < self._longest:
+                    _kill(process)
+                    return None
+                began = time.monotonic()
+                (folder / "go").touch()
+                self._waiting = start(self._plan, following) if following else None
+                status = _wait(process, min(left, self._plan.timeout), folder)
+                self._longest = max(self._longest, time.monotonic() - began)
             return _collect(self._plan, setting, folder, status)
         except BaseException:
             _kill(process)
             if self._waiting:
                 _kill(self._waiting[1])
             raise
+
+
+@contextmanager
+def device_lock() -> Iterator[None]:
+    """Let one benchmark of this machine at a time use the device; others start their next process meanwhile."""
+    with DEVICE_LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
