@@ -90,18 +90,21 @@ memory() {
 
 # share NAME SHAPE FLAGS PROMPT SIZE      groups of SIZE completions of 512 tokens after prompts of PROMPT tokens
 share() {
-    local stock=(mbs8) steps=3 completions=64 goal=""
-    case $1-$4 in
-        1.7b-512) stock=(mbs16 mbs8) ;;
-        1.7b-8192) stock=(mbs2) steps=2 ;;
-        8b-lora-512) stock=(mbs8 mbs4) steps=2 ;;
-        8b-lora-2048) stock=(mbs4 mbs2) steps=2 ;;
-        8b-lora-8192) stock=(mbs1 mbs2) steps=2 completions=32 ;;
-    esac
-    case $4-$5 in
-        2048-8) goal="2.2 over repeated prompts" ;;
-        8192-8) goal="3 over repeated prompts" ;;
-        *-16) stock=("${stock[0]}") ;; # the same tokens as with groups of 8
+    local stock steps=2 completions=64 goal=""
+    # A micro batch of ms-swift's trainer must divide the prompts of a step.
+    case $1-$4-$5 in
+        1.7b-512-8) stock=(mbs16 mbs8) steps=3 completions=128 ;;
+        1.7b-512-16) stock=(mbs8) steps=3 completions=128 ;;
+        1.7b-2048-8) stock=(mbs8 mbs4) steps=3 goal="2.2 over repeated prompts" ;;
+        1.7b-2048-16) stock=(mbs8) steps=3 completions=128 ;;
+        1.7b-8192-8) stock=(mbs2 mbs1) goal="3 over repeated prompts" ;;
+        1.7b-8192-16) stock=(mbs2) ;;
+        8b-lora-512-8) stock=(mbs8 mbs4) ;;
+        8b-lora-512-16) stock=(mbs4) ;;
+        8b-lora-2048-8) stock=(mbs4 mbs2) goal="2.2 over repeated prompts" ;;
+        8b-lora-2048-16) stock=(mbs4) ;;
+        8b-lora-8192-8) stock=(mbs1 mbs2) completions=32 goal="3 over repeated prompts" ;;
+        8b-lora-8192-16) stock=(mbs1) completions=32 ;;
     esac
     bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions $completions \
         --generations "$5" --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps $steps \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 
@@ -44,3 +45,13 @@ class Layout:
             f"TP {self.tensor_model_parallel_size}{sequence}, PP {self.pipeline_model_parallel_size}{interleaved}, "
             f"CP {self.context_parallel_size}, EP {self.expert_model_parallel_size}, DP {self.data_parallel}"
         )
+
+
+def parse_stages(layout: str) -> tuple[str, ...]:
+    """Return the parts of each stage of --pipeline_model_parallel_layout: one letter each, t for a layer.
+
+    With a virtual pipeline every rank has several stages.
+    """
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
+    return tuple(layout.split("|"))

@@ -294,3 +294,19 @@ class GRPOFlags(MegatronRLHFArguments):
             "the loss. Default: 1."
         },
     )
+    check: bool = field(
+        default=False,
+        metadata={
+            "help": "Do not train. In one process, without a GPU and without weights: check all flags, read the dataset, "
+            "call the reward functions with made-up answers, and print the layout, the batches, the memory of each GPU "
+            "by phase, a guess of the time, and settings that fit if these do not. docs/check.md has an example. "
+            "Default: false."
+        },
+    )
+    check_gpu: str | None = field(
+        default=None,
+        metadata={
+            "help": "With --check true: the GPU of the run, such as A100-80G, H100-80G or H200-141G. Default: the GPU "
+            "of this machine, or H100-80G without one."
+        },
+    )

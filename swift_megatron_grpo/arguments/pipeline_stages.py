@@ -5,16 +5,9 @@ E: the embedding, t: a layer, L: the output layer and the loss, |: the end of a 
 
 from __future__ import annotations
 
-import re
+from swift_megatron_grpo.layout import parse_stages
 
 FLAG = "pipeline_model_parallel_layout"
-
-
-def parse_stages(layout: str) -> tuple[str, ...]:
-    """Return what each stage holds, one letter per part; with a virtual pipeline every rank has several stages."""
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
-    return tuple(layout.split("|"))
 
 
 def virtual_stages(layout: str, pipeline_size: int) -> int:

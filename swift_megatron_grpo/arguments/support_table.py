@@ -121,7 +121,8 @@ def _flags(names: str) -> frozenset[str]:
 
 USED_HERE = _flags(
     """
-    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size share_prompts num_iterations
+    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size share_prompts check check_gpu
+    num_iterations
     lora_dropout unread_tensors fast_kernels recompute_elementwise router_replay_mode router_agreement_samples
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size

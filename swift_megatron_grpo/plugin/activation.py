@@ -18,6 +18,7 @@ from swift_megatron_grpo.plugin.command_line import (
     SWIFT_MEGATRON,
     TORCHRUN,
     arguments_of_ranks,
+    asks_for_check,
     classify,
     program_of,
     uses_ray,
@@ -25,6 +26,7 @@ from swift_megatron_grpo.plugin.command_line import (
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.server"
+_DRY_RUN_MODULE = "swift_megatron_grpo.dry_run"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 
 
@@ -38,6 +40,8 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     mode = environ.get(SWITCH, "on")
     if process in (LAUNCHER, TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
+            if process == LAUNCHER and asks_for_check(argv):
+                _replace_process(_DRY_RUN_MODULE, argv[2:], orig_argv)
             _prepare_launch(process, argv, environ)
         return
     if mode not in MODES:
@@ -51,6 +55,10 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         if mode == "on":
             _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
         return
+    if process == RANK and mode == "on" and asks_for_check(argv):  # started by a torchrun of the user
+        if environ.get("RANK", "0") != "0":
+            raise SystemExit(0)
+        _replace_process(_DRY_RUN_MODULE, argv[1:], orig_argv)
     hook_platform()
     if process == RANK and mode == "on":
         from swift_megatron_grpo.plugin.register import register

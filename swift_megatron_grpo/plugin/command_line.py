@@ -93,6 +93,14 @@ def parse_flag(args: Sequence[str], wanted: str) -> str | None:
     return found
 
 
+def asks_for_check(args: Sequence[str]) -> bool:
+    """Return True for a command of this trainer with `--check true`: a dry run in place of the training."""
+    value = parse_flag(args, "check")
+    if value is None or not selects_grpo(args):
+        return False
+    return value == "" or value.startswith("--") or value.lower() in ("true", "t", "yes", "y", "1")
+
+
 def uses_ray(args: Sequence[str]) -> bool:
     """Return True for ms-swift's Ray pipeline, which has its own trainers and runs them in other processes."""
     return "--use_ray" in args and "".join(args[args.index("--use_ray") + 1 :][:1]).lower() != "false"

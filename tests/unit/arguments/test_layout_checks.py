@@ -16,7 +16,7 @@ from swift_megatron_grpo.arguments.layout_checks import (
     expert_size_notes,
     read_model_shape,
 )
-from swift_megatron_grpo.arguments.pipeline_stages import parse_stages
+from swift_megatron_grpo.layout import parse_stages
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_distributed_cpu_optimizer,
