@@ -297,10 +297,10 @@ class GRPOFlags(MegatronRLHFArguments):
     check: bool = field(
         default=False,
         metadata={
-            "help": "Do not train. In one process, without a GPU and without weights: check all flags, read the dataset, "
-            "call the reward functions with made-up answers, and print the layout, the batches, the memory of each GPU "
-            "by phase, a guess of the time, and settings that fit if these do not. docs/check.md has an example. "
-            "Default: false."
+            "help": "Do not train. In one process, without a GPU and without weights: check all flags, read the "
+            "dataset, call the reward functions with made-up answers, and print the layout, the batches, the memory of "
+            "each GPU by phase, a guess of the time, and settings that fit if these do not. docs/check.md has an "
+            "example. Default: false."
         },
     )
     check_gpu: str | None = field(

@@ -16,7 +16,6 @@ from swift_megatron_grpo.arguments.layout_checks import (
     expert_size_notes,
     read_model_shape,
 )
-from swift_megatron_grpo.layout import parse_stages
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_distributed_cpu_optimizer,
@@ -28,7 +27,7 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_shared_prompts,
     length_notes,
 )
-from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.layout import Layout, parse_stages
 
 
 def shape(**changes: Any) -> ModelShape:

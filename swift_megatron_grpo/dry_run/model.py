@@ -1,0 +1,120 @@
+"""Sizes of a model, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto as auto
+
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
+from swift_megatron_grpo.planning.activations import Decoder
+from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
+from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model that the estimates need."""
+
+    name: str
+    tensors: list[Tensor]
+    decoder: Decoder
+    flops: FlopsModel
+    has_windows: bool  # layers attend to the last tokens only
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.size for tensor in self.tensors)
+
+
+def read_model(folder: str | Path) -> Model:
+    """Read the sizes. Raises ValueError if transformers cannot build the model."""
+    config = read_model_config(folder)
+    text = language_config(config)
+    decoder = decoder_of(text, tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))))
+    return Model(
+        name=str((config.get("architectures") or [config.get("model_type")])[0]),
+        tensors=tensors_of(shapes_of(folder)),
+        decoder=decoder,
+        flops=flops_of(text, decoder),
+        has_windows=bool(text.get("use_sliding_window", text.get("sliding_window") is not None)),
+    )
+
+
+def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all parameters, which are not allocated. Raises ValueError for unknown classes."""
+    config = AutoConfig.from_pretrained(folder)
+    is_text = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not is_text and config.model_type not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+        raise ValueError(f"transformers has no model class for {config.model_type}: memory cannot be estimated")
+    with torch.device("meta"):
+        factory = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        model = factory.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def decoder_of(text: Mapping[str, Any], tied: bool) -> Decoder:
+    """Return the sizes in the config of a language model, under the names that transformers uses."""
+    layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
+    head = text.get("head_dim") or hidden // heads
+    queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
+    if "kv_lora_rank" in text:  # multi-latent attention: keys of all heads exist for the kernel
+        queries = keys = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
+    kinds = text.get("layer_types") or ["full_attention"] * layers
+    delta = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    experts = _first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0
+    expert_ffn = text.get("moe_intermediate_size") or text.get("intermediate_size", 0)
+    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * expert_ffn
+    return Decoder(
+        layers=layers,
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        ffn=text.get("intermediate_size") or 0,
+        vocabulary=text["vocab_size"],
+        tied=tied,
+        expert_layers=_expert_layers(text, layers) if experts else frozenset(),
+        expert_ffn=expert_ffn if experts else 0,
+        experts_per_token=_first(text, "num_experts_per_tok", "top_k") or 0,
+        shared_ffn=shared if experts else 0,
+        delta_layers=delta,
+        delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
+        delta_values=text.get("linear_num_value_heads", 0) * text.get("linear_value_head_dim", 0),
+    )
+
+
+def _expert_layers(text: Mapping[str, Any], layers: int) -> frozenset[int]:
+    dense = set(text.get("mlp_only_layers") or []) | set(range(text.get("first_k_dense_replace") or 0))
+    step = text.get("decoder_sparse_step") or 1
+    return frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def flops_of(text: Mapping[str, Any], decoder: Decoder) -> FlopsModel:
+    """Return the FLOPs of a sequence; of a mixture of experts, those of the experts that a token takes."""
+    heads = text["num_attention_heads"]
+    nets = None
+    if decoder.delta_layers:
+        names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        nets = DeltaNets(len(decoder.delta_layers), *(text[name] for name in names))
+    active = decoder.experts_per_token * decoder.expert_ffn + decoder.shared_ffn
+    share = len(decoder.expert_layers) / decoder.layers
+    head = decoder.queries // heads
+    return FlopsModel.of_transformer(
+        num_layers=decoder.layers,
+        hidden_size=decoder.hidden,
+        ffn_hidden_size=round(share * active + (1 - share) * decoder.ffn),
+        num_attention_heads=heads,
+        vocab_size=decoder.vocabulary,
+        num_query_groups=decoder.keys // head,
+        kv_channels=head,
+        delta_nets=nets,
+    )
+
+
+def _first(text: Mapping[str, Any], *names: str) -> int | None:
+    return next((text[name] for name in names if isinstance(text.get(name), int)), None)

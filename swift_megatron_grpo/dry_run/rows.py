@@ -1,0 +1,93 @@
+"""Encode the prompts of a dataset, and grade made-up answers with the reward functions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from swift.megatron.trainers.utils import TrainerState
+from swift.rlhf_trainers.utils import resolve_reward_funcs
+from swift.template import Template
+
+from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.generation.requests import infer_request
+from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.grading.rewards import RewardError, call_reward_functions
+from swift_megatron_grpo.types import Prompt, Rollout
+
+MOST_ROWS = 256  # that are encoded
+_GRADED_ROWS = 4
+_ANSWER = "A made-up answer of a dry run."
+_SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns whose text is tried as an answer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The dataset."""
+
+    total: int
+    prompts: list[Prompt]  # the first ones that training would take
+    lengths: list[int]  # tokens of each of them
+
+    @property
+    def median(self) -> int:
+        return int(median(self.lengths))
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """The scores of a reward function for made-up answers; the problem, if it failed."""
+
+    name: str
+    seconds: float = 0.0
+    scores: tuple[float | None, ...] = ()
+    problem: str | None = None
+
+
+def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
+    """Encode the first prompts, in the order of training. Images count with one token."""
+    source = PromptSource(dataset, args.data_seed, args.train_dataloader_shuffle, template.template_meta.default_system)
+    encoder = copy(template)
+    encoder.max_length = None
+    encoder.set_mode("vllm")
+    prompts = source.take(min(MOST_ROWS, len(dataset)))
+    lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
+    limit = args.max_length
+    return Rows(len(dataset), prompts, [length if limit is None else min(length, limit) for length in lengths])
+
+
+def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:
+    """Call every reward function with made-up answers to the first prompts: text, and the row's solution."""
+    functions, _ = resolve_reward_funcs(args.reward_funcs, args=args)
+    rollouts = [
+        _rollout(prompt, text, template) for prompt in rows.prompts[:_GRADED_ROWS] for text in _answers(prompt.row)
+    ]
+    return [_try(name, function, rollouts) for name, function in zip(args.reward_names, functions, strict=False)]
+
+
+def _answers(row: dict[str, Any]) -> list[str]:
+    solutions = [row[name] for name in _SOLUTIONS if isinstance(row.get(name), str)]
+    return [_ANSWER, *solutions[:1]]
+
+
+def _rollout(prompt: Prompt, text: str, template: Template) -> Rollout:
+    tokens = template.tokenizer(text, add_special_tokens=False)["input_ids"]
+    return Rollout(prompt, [], tokens, None, text, "stop", weights_version=0)
+
+
+def _try(name: str, function: Any, rollouts: Sequence[Rollout]) -> Reward:
+    began = time.monotonic()
+    try:
+        scores = call_reward_functions(rollouts, RewardFunctions([name], [function], [1.0]), TrainerState())
+    except RewardError as error:
+        return Reward(name, problem=str(error))
+    return Reward(name, time.monotonic() - began, tuple(score for [score] in scores))

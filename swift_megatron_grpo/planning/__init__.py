@@ -1,0 +1,11 @@
+"""Arithmetic of a dry run: the memory of every rank, the time of a step, and settings that fit. Pure Python.
+
+    parameters.py   parameters of a rank, from the names and shapes of a checkpoint's tensors
+    activations.py  bytes that a forward pass keeps for backward
+    memory.py       memory by rank and phase
+    gpus.py         memory and speed of GPUs
+    throughput.py   seconds of a step
+    advice.py       the nearest settings that fit
+
+Tests: tests/unit/planning.
+"""
