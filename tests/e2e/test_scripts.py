@@ -40,8 +40,12 @@ print("CHECKED", time.monotonic() - began)
 
 
 def plan_of(script: Published, folder: Path) -> Plan:
-    """Make the plan of a script and check its flags, as tools/check_script.py does, in a fork."""
-    printed = run_code("trainer", MAKE_PLAN.format(text=script.text, folder=str(folder)))
+    return plan_of_text(script.text, folder)
+
+
+def plan_of_text(text: str, folder: Path) -> Plan:
+    """Make the plan of a script and check it at its own size, as tools/check_script.py and --check do, in a fork."""
+    printed = run_code("trainer", MAKE_PLAN.format(text=text, folder=str(folder)))
     [seconds] = re.findall(r"^CHECKED (.*)", printed, re.MULTILINE)
     assert float(seconds) < SECONDS_OF_CHECK and "memory of each GPU" in printed, printed[-4000:]
     [line] = [line for line in printed.splitlines() if line.startswith("PLAN")]
