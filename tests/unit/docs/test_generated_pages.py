@@ -1,4 +1,4 @@
-"""docs/flags.md is what scripts/write_flags_page.py writes, and every example of it has the type of its flag."""
+"""Pages are what their scripts write, and every example of docs/flags.md has the type of its flag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import write_flags_page
+from scripts import write_flags_page, write_memory_page
 from scripts.write_flags_page import Flag
 
 
@@ -19,6 +19,17 @@ def all_flags() -> list[Flag]:
 
 def test_the_page_of_flags_is_that_of_the_code() -> None:
     assert write_flags_page.page() == write_flags_page.PAGE.read_text(), "run python scripts/write_flags_page.py"
+
+
+def test_the_table_of_memory_is_that_of_the_plan() -> None:
+    page = write_memory_page.PAGE.read_text()
+    assert write_memory_page.with_table(page) == page, "run python -m scripts.write_memory_page"
+
+
+def test_every_flag_of_the_table_of_memory_changes_the_plan() -> None:
+    rows = [row.split(" | ", 1) for row in write_memory_page.table().splitlines()[2:]]
+    first = rows[0][1]
+    assert len(rows) > 10 and all(values != first for _, values in rows[1:])
 
 
 @pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)
