@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from typing import Any
 
 import pytest
 from swift.dataset import load_dataset
+from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rewards import orms
 from swift.rollout.gym_env import envs
+from swift.rollout.multi_turn import GYMScheduler
 
-from swift_megatron_grpo.grading import RewardError, RewardFunctions, call_reward_functions
+from swift_megatron_grpo.grading import RewardError, RewardFunctions, call_reward_functions, gym_reward
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.paths import REPOSITORY
 
@@ -123,13 +126,24 @@ def test_a_service_that_is_too_slow_stops_the_run(service: Any, monkeypatch: pyt
         call(service, [rollout("abc")])
 
 
-def test_the_environment_grades_until_the_answer_is_right() -> None:
-    environment = program("guess.py")["Guess"]({})
+def test_the_environment_asks_until_the_answer_is_right_and_grades_the_conversation() -> None:
+    envs["guess"] = program("guess.py")["Guess"]
+    scheduler = GYMScheduler(gym_env="guess", max_turns=5)
+    row = RolloutInferRequest(messages=[{"role": "user", "content": "-"}], uuid="a", data_dict={"number": "5"})
 
-    async def play() -> list[tuple[Any, ...]]:
-        await environment.reset(SimpleNamespace(data_dict={"number": 5}))
-        steps = [await environment.step([{"role": "assistant", "content": text}]) for text in ("x", "3", "8", "5")]
-        await environment.close()
-        return steps
+    async def play(*answers: str) -> dict[str, Any]:
+        ends: list[dict[str, Any]] = []
+        await scheduler.on_trajectory_start([row])
+        for turn, answer in enumerate(answers, start=1):
+            row.messages.append({"role": "assistant", "content": answer})
+            ends.append(await scheduler.on_turn_end(row, None, turn))
+            scheduler.step(row, None, turn)
+        assert [end["done"] for end in ends] == [False] * (len(answers) - 1) + [True]
+        infos: dict[str, Any] = ends[-1]["rollout_infos"]
+        return infos
 
-    assert [step[1:3] for step in asyncio.run(play())] == [(-0.1, False), (0.0, False), (0.0, False), (1.0, True)]
+    infos = asyncio.run(play("x", "3", "8", "5"))
+    asked = [message["content"] for message in row.messages if message["role"] == "user"]
+    assert asked[0].startswith("Guess a number") and asked[1:] == ["That is no number.", "Higher.", "Lower."]
+    assert infos["step_rewards"] == [-0.1, 0.0, 0.0, 1.0]
+    assert call(gym_reward, [replace(rollout("5"), infos=infos)]) == [0.9]
