@@ -30,6 +30,7 @@ def main(command_line: Sequence[str]) -> int:
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("NPROC_PER_NODE", "1")))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_machine), "RANK": "0", "LOCAL_RANK": "0"}
     os.environ.setdefault("LOG_LEVEL", "ERROR")  # of ms-swift, which prints all arguments
+    from swift_megatron_grpo.arguments.resume import RunFinished
     from swift_megatron_grpo.arguments.start_up_log import start_up_lines
     from swift_megatron_grpo.dry_run.arguments import Inputs, parse_flags
     from swift_megatron_grpo.dry_run.estimate import estimate
@@ -45,6 +46,9 @@ def main(command_line: Sequence[str]) -> int:
         rewards = try_rewards(args, rows, inputs.template)
         model = read_model(args.model_dir)
         result = estimate(args, model, rows, gpu)
+    except RunFinished as finished:
+        print(finished)
+        return 0
     except ValueError as problem:
         print(f"--check: this run would be refused:\n{problem}", file=sys.stderr)
         return 1
