@@ -5,6 +5,7 @@ With --resume auto, the command that was killed continues when it is started aga
 
 from __future__ import annotations
 
+import filecmp
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,10 @@ NEVER = "step 99, rank 0, train"
 
 
 def run_auto(
-    inputs: tuple[Path, Path], folder: Path, flags: list[str], stop: str = NEVER, signal: str = ""
+    inputs: tuple[Path, Path], folder: Path, flags: list[str], stop: str = NEVER, signal: str = "", ranks: int = 1
 ) -> Finished:
     environment = {"STOP": stop, "SIGNAL": signal or "SIGKILL", API_KEY_VARIABLE: KEY}
-    return megatron_rlhf(*inputs, folder, 1, [*AUTO, *flags], environment)
+    return megatron_rlhf(*inputs, folder, ranks, [*AUTO, *flags], environment, kills_ranks=True)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -89,11 +90,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(ignored)} for row in steps]
 
 
+def saved(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoint-*[0-9]"))
+
+
 def check_equal(broken: Path, whole: Path) -> None:
-    """Compare the logs of steps and of completions: each is there once, with the same digits."""
+    """Compare the logs of steps and of completions, each of which is there once, and the last weights bit by bit."""
     assert rows(broken) == rows(whole)
     assert [row["iteration"] for row in rows(broken)] == [f"{step}/6" for step in range(1, 7)]
     assert read_json_lines(broken / "completions.jsonl") == read_json_lines(whole / "completions.jsonl")
+    weights = list((whole / "checkpoint-6").glob("*.safetensors"))
+    assert weights and all(filecmp.cmp(path, broken / "checkpoint-6" / path.name, shallow=False) for path in weights)
 
 
 @pytest.fixture(scope="module")
@@ -113,15 +120,18 @@ def test_a_killed_run_and_a_stopped_run_continue_with_the_same_command_to_the_sa
     killed = run_auto(inputs, folder, dump, "step 6, rank 0, train")
     assert killed.code != 0 and [row["iteration"] for row in rows(folder)] == [f"{step}/6" for step in range(1, 6)]
 
-    stopped = run_auto(inputs, folder, dump, "step 2, rank 0, train", "SIGINT")
+    each = [*dump, "--save_steps", "1", "--save_total_limit", "2"]
+    stopped = run_auto(inputs, folder, each, "step 2, rank 0, train", "SIGINT")
     assert stopped.code != 0, stopped.output[-4000:]
+    assert saved(folder) == ["checkpoint-3", "checkpoint-4", "checkpoint-5"]  # two, and the one continued from
     assert f"the run continues from step 3, in {folder}/checkpoint-3" in stopped.output
     assert "rollout 2: 16 of 16 completions are taken from" in stopped.output
     assert "stopped by SIGINT after step 5 of 6" in stopped.output
     assert "To continue, use the same command again" in stopped.output
 
-    ended = run_auto(inputs, folder, dump)
+    ended = run_auto(inputs, folder, [*dump, "--save_total_limit", "2"])
     assert ended.code == 0, ended.output[-4000:]
+    assert saved(folder) == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
     check_equal(folder, whole)
     for path in (tmp_path / "whole-dump").glob("rollout-*"):
         assert (tmp_path / "dump" / path.name).read_bytes() == path.read_bytes()
@@ -134,16 +144,17 @@ def test_a_killed_run_and_a_stopped_run_continue_with_the_same_command_to_the_sa
 def test_a_lora_run_that_was_killed_while_it_generated_continues_in_its_version_folder(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    """Each of the two ranks has the old log-probs of its own completions, which the checkpoint gathers."""
     lora = ["--tuner_type", "lora", "--beta", "0.04"]
-    whole = run_auto(inputs, tmp_path / "whole", lora)
+    whole = run_auto(inputs, tmp_path / "whole", lora, ranks=2)
     assert whole.code == 0, whole.output[-4000:]
     lora += ["--add_version", "true", "--save_total_limit", "2"]
-    run_auto(inputs, tmp_path / "broken", lora, "step 5, rank 0, generation")
-    ended = run_auto(inputs, tmp_path / "broken", lora)
+    run_auto(inputs, tmp_path / "broken", lora, "step 5, rank 0, generation", ranks=2)
+    ended = run_auto(inputs, tmp_path / "broken", lora, ranks=2)
     assert ended.code == 0, ended.output[-4000:]
     (folder,) = (tmp_path / "broken").iterdir()
     check_equal(folder, whole.folder)
-    assert sorted(path.name for path in folder.glob("checkpoint-*[0-9]")) == ["checkpoint-3", "checkpoint-6"]
+    assert saved(folder) == ["checkpoint-3", "checkpoint-6"]
 
 
 def test_the_completions_of_a_rollout_that_was_killed_halfway_are_not_generated_again(
