@@ -101,12 +101,17 @@ def check_ranks_agree(args: DerivedArguments) -> None:
     found = "none" if args.finetune else str(args.mcore_adapter if args.has_adapter else args.mcore_model)
     by_rank = [found] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
-    if len(set(by_rank)) > 1:
-        rank, other = next((rank, other) for rank, other in enumerate(by_rank) if other != by_rank[0])
-        raise ValueError(
-            f"--resume {args.resume}: ranks see different checkpoints: rank 0 {by_rank[0]}, rank {rank} {other}; put "
-            "--output_dir on a file system that all machines share, and wait until no other run writes to it"
-        )
+    check_same(args.resume, by_rank)
+
+
+def check_same(resume: str, found: Sequence[str]) -> None:
+    """Raise ValueError unless all ranks have found the same checkpoint."""
+    for rank, other in enumerate(found):
+        if other != found[0]:
+            raise ValueError(
+                f"--resume {resume}: ranks see different checkpoints: rank 0 {found[0]}, rank {rank} {other}; put "
+                "--output_dir on a file system that all machines share, and wait until no other run writes to it"
+            )
 
 
 def check_or_fall_back(args: DerivedArguments, check: Callable[[Sequence[Source]], list[str]]) -> list[str]:

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.resume import RunFinished, apply_resume, check_or_fall_back, raise_if_finished
+from swift_megatron_grpo.arguments.resume import (
+    RunFinished,
+    apply_resume,
+    check_or_fall_back,
+    check_same,
+    raise_if_finished,
+)
 from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source
 from tests.unit.checkpoints.test_newest import saved
 
@@ -97,3 +103,9 @@ def test_a_run_that_has_done_all_steps_ends_and_a_longer_one_goes_on(tmp_path: P
         raise_if_finished(args)
     args.train_iters = 10
     raise_if_finished(args)
+
+
+def test_ranks_that_see_different_checkpoints_are_refused() -> None:
+    check_same("auto", ["a", "a", "a"])
+    with pytest.raises(ValueError, match=r"rank 0 out/checkpoint-5, rank 2 none; put --output_dir on a file system"):
+        check_same("auto", ["out/checkpoint-5", "out/checkpoint-5", "none"])
