@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swift_megatron_grpo.arguments import resume
+from swift_megatron_grpo.arguments.flag_names import known_flags
 from swift_megatron_grpo.arguments.resume import (
     RunFinished,
     apply_resume,
     check_or_fall_back,
     check_same,
     raise_if_finished,
+    typed_flags,
 )
 from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source
 from tests.unit.checkpoints.test_newest import saved
@@ -109,3 +113,12 @@ def test_ranks_that_see_different_checkpoints_are_refused() -> None:
     check_same("auto", ["a", "a", "a"])
     with pytest.raises(ValueError, match=r"rank 0 out/checkpoint-5, rank 2 none; put --output_dir on a file system"):
         check_same("auto", ["out/checkpoint-5", "out/checkpoint-5", "none"])
+
+
+def test_flags_without_effect_on_a_rollout_and_secrets_are_not_compared() -> None:
+    assert known_flags() > resume._WITHOUT_EFFECT
+    names = ("lr", "output_dir", "hub_token", "vllm_server_api_key", "top_p")
+    assert typed_flags(make_dataclass("Flags", names)(0.1, "out", "secret", "secret", None)) == (
+        ("lr", "0.1"),
+        ("top_p", "None"),
+    )
