@@ -95,6 +95,7 @@ class GRPOLoop:
             self.stages.residency.for_training()
             loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
             metrics |= effective_sample_size(self.stages.training.train_step(samples, loss, self._outputs))
+        metrics["speed/train_tflop"] = self.stages.training.flops_of_last_step / 1e12
         self._weights_version += 1
         if self.kl_controller.adapts and not self.config.kl.in_reward:
             metrics["kl_beta"] = self.kl_controller.value
