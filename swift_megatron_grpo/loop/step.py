@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
@@ -81,6 +82,10 @@ class GRPOLoop:
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, after a rollout if the last one is used up. Return the metrics for the log."""
+        with self.stages.trace.step(self._weights_version + 1):
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
         step = self._begin_step()
         metrics, timer = step.metrics, step.timer
         if not self._batches:
@@ -122,7 +127,12 @@ class GRPOLoop:
 
     def _begin_step(self) -> Step:
         self.stages.stop.raise_if_requested()
-        return Step(self._weights_version, PhaseTimer(self.stages.watchdog.phase))
+        return Step(self._weights_version, PhaseTimer(self._phase))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.stages.watchdog.phase(name), self.stages.trace.phase(name):
+            yield
 
     def _summary(self, step: Step, graded: list[Graded], num_generations: int) -> dict[str, float]:
         return step.metrics | self._reward_metrics(graded, num_generations) | step.timer.seconds()

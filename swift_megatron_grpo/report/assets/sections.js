@@ -12,7 +12,8 @@ const GROUPS = [
   ] },
   { id: "policy", title: "Policy and optimizer", charts: [
     { title: "KL to the reference", metric: "kl" },
-    { title: "Entropy", metric: "entropy/mean" },
+    { title: "Entropy", metric: "entropy/entropy_mean", low: "entropy/entropy_min", high: "entropy/entropy_max",
+      note: "mean, min to max over completions" },
     { title: "Clipped tokens", metric: "clip_ratio/region_mean", note: "share" },
     { title: "KL since generation", metric: "actor/approxkl" },
     { title: "Loss", metric: "loss" },
