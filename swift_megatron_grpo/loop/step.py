@@ -105,7 +105,7 @@ class GRPOLoop:
         if self.kl_controller.adapts and not self.config.kl.in_reward:
             metrics["kl_beta"] = self.kl_controller.value
             self.kl_controller.observe(metrics["kl"], len(samples))
-        return metrics | timer.seconds()
+        return metrics | timer.seconds() | timer.memory()
 
     def roll_out(self) -> dict[str, float]:
         """Generate, grade and dump one rollout without training. Return the metrics for the log."""
