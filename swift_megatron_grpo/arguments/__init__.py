@@ -24,6 +24,7 @@ batch_sizes.py       refuse batch sizes that do not fit together, and suggest th
 rollout_checks.py    flags of recording, asynchronous generation and time limits
 routing_checks.py    flags of router replay
 server_checks.py     flags of `--vllm_mode server`
+trace_steps.py       the steps of --trace_steps
 value_checks.py      single flags: paths, rewards, lengths, micro batches
 value_ranges.py      the valid range of every numeric flag, in one table
 problems.py          collect the problems of several checks into one error

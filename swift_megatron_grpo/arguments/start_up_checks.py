@@ -33,6 +33,7 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
+from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
@@ -76,6 +77,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_turns(args),
             lambda: check_recording(args),
             lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout, args.stop_grace),
+            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
@@ -146,6 +148,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: check_rewards(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
+            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
