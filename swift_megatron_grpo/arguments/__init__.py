@@ -20,6 +20,7 @@ long_prompts.py      --truncation_strategy delete and raise
 rows_on_ranks.py     work on every row of a dataset, distributed over the ranks
 batch_plan.py        resolve the batch sizes of a run
 batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
+evaluation_checks.py flags of evaluation
 rollout_checks.py    flags of recording, asynchronous generation and time limits
 routing_checks.py    flags of router replay
 server_checks.py     flags of `--vllm_mode server`

@@ -43,6 +43,7 @@ _CHANGED: Mapping[str, str] = {  # the name and the value
     "logging_level": "the environment variable LOG_LEVEL",
     "moe_router_bias_update_rate": """--megatron_extra_kwargs '{"moe_router_bias_update_rate": 0.001}'""",
 }
+_AS_NEAR = 0.05  # difference of two ratios of difflib
 
 
 def _names(names: str) -> frozenset[str]:
@@ -123,7 +124,14 @@ def _advice_for_old(name: str) -> str | None:
     return "leave it out, because there is nothing to set any more" if name in _GONE else None
 
 
+def _closest(name: str, known: Collection[str]) -> list[str]:
+    """Return the nearest name, and those that are about as near."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.75)
+    ratios = [difflib.SequenceMatcher(None, name, flag).ratio() for flag in close]
+    return [flag for flag, ratio in zip(close, ratios, strict=True) if ratio > ratios[0] - _AS_NEAR]
+
+
 def _nearest(name: str, known: Collection[str]) -> str:
     begin_alike = sorted(flag for flag in known if flag.startswith(name))
-    close = begin_alike or difflib.get_close_matches(name, sorted(known), n=2, cutoff=0.8)
+    close = begin_alike or _closest(name, known)
     return f"; did you mean {' or '.join(f'--{flag}' for flag in close[:5])}?" if close else "; leave it out"

@@ -19,6 +19,7 @@ from swift.utils import import_external_file
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import evaluation_checks as evaluation
 from swift_megatron_grpo.arguments import image_checks as images
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
@@ -72,6 +73,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_lengths(args),
             lambda: values.check_duration(args.train_iters, args.num_train_epochs),
             lambda: check_rewards(args),
+            lambda: _check_evaluation(args),
             lambda: _check_callbacks(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
@@ -144,6 +146,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_routing(args),
             lambda: _check_algorithm(args),
             lambda: check_rewards(args),
+            lambda: _check_evaluation(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
             lambda: _check_servers(args),
@@ -196,6 +199,21 @@ def check_rewards(args: DerivedArguments) -> None:
     if args.reward_funcs or not args.grades_by_environment:
         values.check_reward_functions(args.reward_funcs, orms)
     values.check_reward_weights(args.reward_weights, len(args.reward_names))
+
+
+def _check_evaluation(args: DerivedArguments) -> None:
+    evaluation.check_evaluation(
+        evaluation.EvaluationFlags(
+            {flag: getattr(args, flag) for flag in evaluation.ONLY_WITH_DATASET},
+            as_list(args.val_dataset),
+            args.split_dataset_ratio,
+            args.eval_iters,
+            args.num_generations_eval,
+            args.rollout_only,
+        )
+    )
+    if args.evaluates:
+        check_all([lambda: args.evaluation_names, lambda: args.correct_reward])
 
 
 def check_recording(args: DerivedArguments) -> None:

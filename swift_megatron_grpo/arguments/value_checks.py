@@ -164,15 +164,18 @@ def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) ->
         )
 
 
-def length_notes(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> list[str]:
-    """Return a note if the longest prompts leave vLLM less room than a completion may take."""
-    needed = (max_length or 1) + max_completion_length
+def length_notes(max_length: int | None, flag: str, longest: int, vllm_max_model_len: int | None) -> list[str]:
+    """Return a note if the longest prompts leave vLLM less room than a completion may take.
+
+    `longest`: of completions, as `flag` sets it.
+    """
+    needed = (max_length or 1) + longest
     if vllm_max_model_len is None or vllm_max_model_len >= needed:
         return []
     prompt = "a token of prompt" if max_length is None else f"--max_length {max_length}"
     return [
-        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --max_completion_length "
-        f"{max_completion_length} together: completions of longer prompts are cut at {vllm_max_model_len} tokens, "
+        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --{flag} {longest} together: "
+        f" completions of longer prompts are cut at {vllm_max_model_len} tokens, "
         f"prompt included, and a prompt that leaves no room stops the run; --vllm_max_model_len {needed} has room for "
         "all"
     ]

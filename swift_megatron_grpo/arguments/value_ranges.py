@@ -46,6 +46,8 @@ RANGES: Mapping[str, Range] = {
     "top_p": Range(0, 1.0, high=1, above_low=True),
     "top_k": Range(-1, -1, why="-1 and 0 sample from all tokens"),
     "repetition_penalty": Range(0, 1.0, above_low=True),
+    "eval_top_p": Range(0, 1.0, high=1, above_low=True),
+    "eval_max_completion_length": Range(1, 512),
     "max_length": Range(2, 2048, why="prompts are truncated to that many tokens"),
     # learning rate
     "lr": Range(0, 1e-6, above_low=True, why="at 0 no weight is trained"),

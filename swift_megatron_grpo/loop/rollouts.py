@@ -17,10 +17,16 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.config import GRPOConfig
+from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.failures import SharedFailure
-from swift_megatron_grpo.generation.interface import Generation, Progress, Share, requests_for
+from swift_megatron_grpo.generation.interface import (
+    Generation,
+    Progress,
+    Share,
+    evaluation_requests,
+    requests_for,
+)
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.expert_checks import check_experts
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
@@ -82,12 +88,12 @@ class Rollouts:
             step.metrics["rollout/staleness_max"] = max(stale)
         return graded
 
-    def evaluate(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> list[Graded]:
+    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: Step) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
         for pending in self._pending:
             for groups in self._collect(pending, step):
                 pending.kept |= groups
-        return self._grade(self._start(prompts, num_generations, step, with_experts=0), step)
+        return self._grade(self._start(prompts, evaluation.num_generations, step, evaluation), step)
 
     # ---- the rollouts of the run, by their numbers
 
@@ -151,22 +157,22 @@ class Rollouts:
     # ---- generation
 
     def _start(
-        self, prompts: Sequence[Prompt], num_generations: int, step: Step, with_experts: int | None = None
+        self, prompts: Sequence[Prompt], num_generations: int, step: Step, evaluation: EvaluationConfig | None = None
     ) -> _PendingRollout:
-        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has.
-
-        `with_experts`: the number of completions that come with their experts. Default: those that training reads.
-        """
+        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has."""
         engine, sync = self._stages.generation, self._stages.sync
         assert engine is not None and sync is not None
         if self._engine_is_idle():
             step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
-        if with_experts is None:
+        sampling = self._config.sampling if evaluation is None else evaluation.sampling
+        if evaluation is None:
             with_experts = self._config.routing.requested(len(prompts) * num_generations)
-        seed = self._config.sampling.seed
-        requests = requests_for(prompts, num_generations, seed, self._engine_version, with_experts)
-        generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
+            requests = requests_for(prompts, num_generations, sampling.seed, self._engine_version, with_experts)
+        else:
+            assert sampling.seed is not None
+            requests = evaluation_requests(prompts, num_generations, sampling.seed)
+        generation = engine.generate(engine.share.pick(requests), num_generations, sampling)
         return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version})
 
     def _engine_is_idle(self) -> bool:
