@@ -7,6 +7,8 @@ to_config.py         convert the arguments into the frozen settings of config.py
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
+command_line.py      names and values as typed, before the parser
+flag_values.py       types and choices of the values on the command line
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model

@@ -53,11 +53,11 @@ def _replace_arguments(rlhf: ModuleType) -> None:
     def parse_args(self: Any, args: Any = None) -> Any:
         command_line = sys.argv[1:] if args is None else args
         if isinstance(command_line, list) and selects_grpo(command_line):
-            from swift_megatron_grpo.arguments.flag_names import check_flag_names
+            from swift_megatron_grpo.arguments.command_line import check_typed
             from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
             if (parse_flag(command_line, "ignore_args_error") or "false").lower() == "false":
-                check_flag_names(command_line)
+                check_typed(command_line)
             self.args_class = GRPOArguments
         return stock_parse_args(self, args)
 
