@@ -9,6 +9,8 @@ start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
 command_line.py      names and values as typed, before the parser
 flag_values.py       types and choices of the values on the command line
+local_files.py       files and folders that must exist, and lines of datasets that cannot be read
+named_paths.py       all flags that name files, folders, models or templates
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model

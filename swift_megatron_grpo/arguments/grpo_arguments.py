@@ -15,9 +15,10 @@ from swift.template import Template
 
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
-from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.evaluation_checks import rounds_of
 from swift_megatron_grpo.arguments.image_rows import read_images
+from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.data.checks import check_rows
@@ -99,8 +100,13 @@ class GRPOArguments(DerivedArguments):
         self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.layout.world_size)
 
     def load_dataset(self) -> tuple[Any, Any]:
-        with no_prompt_dropped():
-            datasets: tuple[Any, Any] = super().load_dataset()
+        try:
+            with no_prompt_dropped():
+                datasets: tuple[Any, Any] = super().load_dataset()
+        except Exception:  # of datasets: the line is in none of its messages
+            for flag in ("dataset", "val_dataset"):
+                explain_unreadable(flag, as_list(vars(self)[flag]))
+            raise
         return datasets
 
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:

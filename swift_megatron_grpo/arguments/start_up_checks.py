@@ -30,6 +30,7 @@ from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.named_paths import check_paths
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
@@ -50,10 +51,11 @@ megatron_callbacks_map.setdefault("none", MegatronCallback)
 def check_command_line(args: DerivedArguments) -> None:
     """Check the values that the user typed, before ms-swift resolves them."""
     plugins = as_list(args.external_plugins) + as_list(args.custom_register_path)
-    values.check_plugin_files(plugins)
+    for flag in ("external_plugins", "custom_register_path"):
+        values.check_plugin_files(flag, as_list(getattr(args, flag)))
     # Importing the files registers reward functions. ms-swift imports them again later, which changes nothing.
     for plugin in plugins:
-        import_external_file(plugin)
+        values.import_plugin(plugin, import_external_file)
     check_all(
         [
             lambda: check_flags(args),
@@ -62,6 +64,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_json(args),
             lambda: check_rope_scaling(args.rope_scaling),
             lambda: _check_model_path(args),
+            lambda: check_paths(args),
             lambda: _check_checkpoints(args),
             args.batch_plan,
             lambda: check_layout(args),
@@ -188,6 +191,8 @@ def check_ranges(args: DerivedArguments) -> None:
             lambda: ranges.check_ranges(given, defaults),
             lambda: ranges.check_schedule(given),
             lambda: ranges.check_trainable(given),
+            lambda: ranges.check_recompute(given),
+            lambda: ranges.check_dtype(given),
         ]
     )
 
@@ -198,6 +203,7 @@ def check_rewards(args: DerivedArguments) -> None:
         return
     if args.reward_funcs or not args.grades_by_environment:
         values.check_reward_functions(args.reward_funcs, orms)
+        values.check_reward_classes(args.reward_funcs, orms)
     values.check_reward_weights(args.reward_weights, len(args.reward_names))
 
 

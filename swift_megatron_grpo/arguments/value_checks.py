@@ -6,10 +6,11 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,21 @@ def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) ->
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"--{flag} {model}: the folder {path.resolve()} has no config.json, so it is not a model")
+            raise ValueError(
+                f"--{flag} {model}: the folder {path.resolve()} has no config.json, so it is not a model; use the "
+                "folder of a checkpoint of transformers"
+            )
         return
-    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-    if not looks_local and (_HUB_ID.fullmatch(model) or bare_ids):
+    if looks_like_hub_id(model, bare_ids):
         return
     advice = "use a folder with a config.json, or a hub id of the form organisation/name"
     raise ValueError(f"--{flag} {model}: the folder {path.resolve()} does not exist{_similar_folders(path)}; {advice}")
+
+
+def looks_like_hub_id(typed: str, bare_ids: bool = False) -> bool:
+    """Return True for organisation/name, unless there is such a folder."""
+    looks_local = typed.startswith(("/", "./", "../", "~")) or typed.count("/") > 1 or Path(typed).exists()
+    return not looks_local and (_HUB_ID.fullmatch(typed) is not None or bare_ids)
 
 
 def _similar_folders(path: Path) -> str:
@@ -73,12 +82,35 @@ def check_reward_weights(weights: Sequence[float] | None, num_functions: int) ->
         raise ValueError(f"{typed}: every reward would be 0, so nothing would be trained; {advice}")
 
 
-def check_plugin_files(paths: Sequence[str]) -> None:
-    """Check that the files of --external_plugins exist."""
+def check_plugin_files(flag: str, paths: Sequence[str]) -> None:
+    """Check that the files of --external_plugins or --custom_register_path exist."""
     missing = [path for path in paths if not Path(path).expanduser().is_file()]
     if missing:
         path = Path(missing[0]).expanduser().resolve()
-        raise ValueError(f"--external_plugins {missing[0]}: the file {path} does not exist; correct the path")
+        raise ValueError(f"--{flag} {missing[0]}: the file {path} does not exist; use another path")
+
+
+def import_plugin(path: str, load: Callable[[str], object]) -> None:
+    """Import a file of --external_plugins, which may raise anything."""
+    try:
+        load(path)
+    except Exception as error:
+        raise ValueError(
+            f"--external_plugins {path}: importing it raises {type(error).__name__}: {error}; use a file that "
+            f"`python {path}` runs"
+        ) from error
+
+
+def check_reward_classes(names: Sequence[Any], registered: Mapping[str, Any]) -> None:
+    """Refuse a registered reward that is no class: ms-swift calls the entry with `args` to create the function."""
+    for name in names:
+        entry = registered[name] if isinstance(name, str) else None
+        takes_completions = inspect.isfunction(entry) and "completions" in inspect.signature(entry).parameters
+        if entry is not None and (takes_completions or not callable(entry)):
+            raise ValueError(
+                f"--reward_funcs {name}: orms[{name!r}] is a {type(entry).__name__}, and ms-swift creates an object "
+                f"from it; use a class with __call__(self, completions, **kwargs) in its place"
+            )
 
 
 # ---- generation, training

@@ -40,6 +40,8 @@ class Range:
 _SEED = Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")
 _BETA = Range(0, 0.9, high=1, below_high=True, why="it is a moving average, which would never forget")
 
+_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
+
 RANGES: Mapping[str, Range] = {
     # sampling
     "temperature": Range(0.01, 1.0, why="vLLM samples at 0.01 below that, and the loss divides by the flag's value"),
@@ -156,6 +158,22 @@ def check_trainable(values: Mapping[str, Any]) -> None:
             "--freeze_parameters_ratio 1 freezes every weight, so nothing would be trained; use "
             "--freeze_parameters_ratio 0, or --trainable_parameters with the names of some weights"
         )
+
+
+def check_recompute(values: Mapping[str, Any]) -> None:
+    """Check the flags of --recompute_granularity full, which Megatron refuses once the model is built."""
+    if values["recompute_granularity"] != "full":
+        return
+    if values["recompute_method"] is not None and values["recompute_num_layers"] is None:
+        raise ValueError(
+            f"--recompute_method {values['recompute_method']} needs a number of layers; use --recompute_num_layers 1"
+        )
+
+
+def check_dtype(values: Mapping[str, Any]) -> None:
+    typed = values["torch_dtype"]
+    if isinstance(typed, str) and typed.removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"--torch_dtype {typed} is no type of weights that can be trained; use --torch_dtype bfloat16")
 
 
 def check_weight_decay(values: Mapping[str, Any]) -> None:
