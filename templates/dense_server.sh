@@ -41,18 +41,18 @@ train() {
         --tensor_model_parallel_size 2           # TP: ranks that share each layer
         --sequence_parallel true                 # divide activations between TP ranks as well
         --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
-        --recompute_granularity selective        # recompute attention in backward, to save memory
+        --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
         # Data and rewards.
         --dataset "$DATASET"                     # one JSON object per line, with `messages`
         --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
-        --reward_funcs accuracy format           # the reward is their sum
+        --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
 
         # Batch sizes count completions. A rollout has 192 = 24 prompts * 8 and is trained in two optimizer steps of 96.
         --num_generations 8                      # completions per prompt
         --global_batch_size 96                   # completions per optimizer step
         --steps_per_generation 2                 # optimizer steps per rollout
-        --micro_batch_size 4                     # completions per forward and backward pass
+        --max_tokens_per_micro_batch 16384       # tokens of one forward and backward pass; less needs less memory
         --max_length 2048                        # tokens of a prompt, at most
         --max_completion_length 4096             # tokens of a completion, at most
         --temperature 1.0                        # of sampling
@@ -64,7 +64,7 @@ train() {
         --vllm_server_timeout 600                # seconds to wait for a server that starts or restarts
 
         # Optimization.
-        --num_train_epochs 1                     # passes over the dataset
+        --train_iters 500                        # optimizer steps
         --lr 1e-6                                # learning rate
         --lr_warmup_fraction 0.05                # share of the steps in which the learning rate rises
         --beta 0                                 # weight of the KL term; with 0 there is no reference model

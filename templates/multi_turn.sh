@@ -65,7 +65,7 @@ train() {
         --tensor_model_parallel_size 2           # TP: ranks that share each layer
         --sequence_parallel true                 # divide activations between TP ranks as well
         --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
-        --recompute_granularity selective        # recompute attention in backward, to save memory
+        --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
         # Data and environment.
         --dataset "$DATASET"                     # one JSON object per line, with `messages`
@@ -83,7 +83,7 @@ train() {
         --use_vllm true                          # generate with vLLM
 
         # Optimization.
-        --num_train_epochs 1                     # passes over the dataset
+        --train_iters 500                        # optimizer steps
         --lr 1e-6                                # learning rate
         --beta 0                                 # weight of the KL term; with 0 there is no reference model
 

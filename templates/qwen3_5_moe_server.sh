@@ -24,6 +24,5 @@ moe=(
     --lr 1e-5                                # ten times the learning rate of full-parameter training
     --expert_model_parallel_size 4           # EP: ranks that share the experts of a layer
     --moe_grouped_gemm true                  # one matrix product for all experts of a rank
-    --moe_aux_loss_coeff 1e-3                # weight of the load-balancing loss
 )
 exec "$here/dense_server.sh" "$command" "${moe[@]}" "$@"

@@ -11,7 +11,9 @@ T = TypeVar("T")
 
 
 def on_all_ranks(work: Callable[[int], T], rows: int) -> list[T]:
-    """Return the result for every row; rank r works on rows r, r + ranks, ..."""
+    """Return the result for every row; rank r works on rows r, r + ranks, ... A dry run has one process."""
+    if not dist.is_initialized():
+        return [work(row) for row in range(rows)]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     shares: list[list[T] | Exception] = [[]] * ranks
     share: list[T] | Exception

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
+from megatron.core import parallel_state
 from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.template import Template
 from swift.utils import get_dist_setting, parse_args
@@ -25,6 +28,11 @@ class DryArguments(GRPOArguments):
         self.rank, self.local_rank, self.world_size, self.local_world_size = get_dist_setting()
         self.data_parallel_size = self.layout.data_parallel
         self.num_microbatches = self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
+        """Set the number of iterations. ms-swift would divide by the ranks of a process group."""
+        with patch.object(parallel_state, "get_data_parallel_world_size", return_value=self.data_parallel_size):
+            super().init_iters(train_dataset, val_dataset)
 
 
 def parse_flags(command_line: Sequence[str]) -> DryArguments:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.config import GRPOConfig
+from swift_megatron_grpo.dry_run.micro_batches import micro_batches, saved_by_sharing
 from swift_megatron_grpo.dry_run.model import Model
 from swift_megatron_grpo.dry_run.rows import Rows
 from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
+from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_that_fit
+from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory
 from swift_megatron_grpo.planning.throughput import (
@@ -36,8 +37,12 @@ class Estimate:
     plan: StepPlan
     largest: Tokens  # micro batch, if all completions have --max_completion_length
     memory: list[RankMemory]  # by pipeline stage
+    engine: Engine | None  # None: servers generate
+    engine_fits: bool
+    at_once: int  # sequences of full length that vLLM's cache holds on each engine
     fits: bool
     changes: list[Change]
+    engine_changes: list[str]  # flags with which vLLM fits into its share
     work: StepWork  # of a step whose completions have half of --max_completion_length
     train_seconds: float
     generation_seconds: float | None  # None: servers generate
@@ -47,29 +52,41 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     config = configure(args)
     prompts = _prompts_of_step(rows, config)
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
-    plan, largest = _micro_batches(args, config, model, samples)
+    plan, largest = micro_batches(config.batch, config.packing, model, samples)
+    longest = max(tokens for tokens, _ in samples)
+    engine = _engine(args, config, model, longest)
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,
         training=_training(args, config, largest, plan.num_micro_batches),
         vllm=None if config.server is not None else Vllm(config.vllm.gpu_memory_utilization, config.vllm.sleep_level),
-        longest_sample=max(tokens for tokens, _ in samples),
+        longest_sample=longest,
+        engine=engine,
     )
     memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes)
     fits = max(rank.peak for rank in memory) <= gpu.memory_bytes * (1 - MARGIN)
+    engine_fits = engine is None or engine.fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
-    saved = _saved_by_sharing(plan, samples, config, model)
+    saved = saved_by_sharing(plan, config.batch, model, samples)
     return Estimate(
-        longest=run.longest_sample,
+        longest=longest,
         plan=plan,
         largest=largest,
         memory=memory,
+        engine=engine,
+        engine_fits=engine_fits,
+        at_once=0 if engine is None else engine.sequences(gpu.memory_bytes, longest),
         fits=fits,
         changes=[] if fits else settings_that_fit(run, gpu.memory_bytes, _divides(args)),
+        engine_changes=[]
+        if engine is None or engine_fits
+        else [flags for flags, _ in engines_that_fit(engine, gpu.memory_bytes, config.batch.layout.world_size)],
         work=work,
         train_seconds=_train_seconds(args, config, run.training, model, gpu, work) * (1 - saved),
-        generation_seconds=_generation_seconds(args, config, model, gpu, prompts),
+        generation_seconds=None
+        if engine is None or not engine_fits
+        else _generation_seconds(args, config, model, gpu, prompts, engine),
     )
 
 
@@ -78,67 +95,6 @@ def _prompts_of_step(rows: Rows, config: GRPOConfig) -> list[int]:
     needed = max(1, math.ceil(config.batch.global_batch_size / config.batch.num_generations))
     lengths = [rows.lengths[place % len(rows.lengths)] for place in range(needed)]
     return [length for length in lengths for _ in range(config.batch.num_generations)][: config.batch.global_batch_size]
-
-
-# ---- micro batches
-
-
-def _micro_batches(
-    args: GRPOArguments, config: GRPOConfig, model: Model, samples: list[tuple[int, int]]
-) -> tuple[StepPlan, Tokens]:
-    layout, packing = config.batch.layout, config.packing
-    lengths, completions = [tokens for tokens, _ in samples], [completion for _, completion in samples]
-    align = Alignment.of_layout(
-        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
-    )
-    multiple = 1
-    if layout.virtual_pipeline_model_parallel_size > 1:
-        multiple = layout.microbatch_group_size_per_vp_stage or layout.pipeline_model_parallel_size
-    work, groups = SampleWork(lengths, completions, None, model.flops), _groups(samples, config)
-    shares = packing.share_prompts_from is not None and _can_share(layout, model)
-    if packing.max_tokens is None:
-        plan = plan_by_count(len(samples), layout.data_parallel, config.batch.micro_batch_size)
-        if shares and groups and gain_of(plan, work, groups).gain >= (packing.share_prompts_from or 0) > 0:
-            plan = replace(plan, share_prompts=True)
-    else:
-        plan = plan_by_tokens(
-            lengths, layout.data_parallel, packing.max_tokens, model.flops, align, multiple, completions, None
-        )
-        if shares and groups:
-            room = room_of(packing.max_tokens, align)
-            shared = plan_with_shared_prompts(work, groups, layout.data_parallel, room, multiple)
-            if shared.plan is not None and 0 < shared.gain >= (packing.share_prompts_from or 0):
-                plan = shared.plan
-    return plan, max((_tokens(batch, plan, samples, groups) for rank in plan.assignment for batch in rank),
-                     key=lambda tokens: tokens.packed + tokens.keys)  # fmt: skip
-
-
-def _groups(samples: list[tuple[int, int]], config: GRPOConfig) -> list[Group]:
-    size = config.batch.num_generations
-    if size < 2:
-        return []
-    starts = range(0, len(samples) - size + 1, size)
-    return [Group(range(start, start + size), samples[start][0] - samples[start][1]) for start in starts]
-
-
-def _can_share(layout: Layout, model: Model) -> bool:
-    """Return True if completions can share a prompt: training/shared_prompts.py decides it in a run."""
-    return layout.context_parallel_size == 1 and not model.decoder.delta_layers and not model.has_windows
-
-
-def _tokens(batch: tuple[int, ...], plan: StepPlan, samples: list[tuple[int, int]], groups: list[Group]) -> Tokens:
-    repeated, trained = sum(samples[i][0] for i in batch), sum(samples[i][1] for i in batch)
-    if not plan.share_prompts:
-        return Tokens(repeated, repeated, trained)
-    prompts = {group.samples.start: group.shared for group in groups if set(group.samples) & set(batch)}
-    return Tokens(trained + sum(prompts.values()), repeated, trained)
-
-
-def _saved_by_sharing(plan: StepPlan, samples: list[tuple[int, int]], config: GRPOConfig, model: Model) -> float:
-    if not plan.share_prompts:
-        return 0.0
-    lengths, completions = [tokens for tokens, _ in samples], [completion for _, completion in samples]
-    return gain_of(plan, SampleWork(lengths, completions, None, model.flops), _groups(samples, config)).gain
 
 
 # ---- memory
@@ -208,26 +164,37 @@ def _train_seconds(
     )
 
 
-def _generation_seconds(
-    args: GRPOArguments, config: GRPOConfig, model: Model, gpu: Gpu, prompts: list[int]
-) -> float | None:
-    """Return the seconds in which the training processes generate a rollout, for one optimizer step."""
+def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:
     if config.server is not None:
         return None
-    layout, decoder = config.batch.layout, model.decoder
-    ranks = layout.vllm_tensor_parallel_size
-    share = math.ceil(config.batch.generation_batch_size * ranks / layout.world_size)
-    at_once = min(share, config.vllm.max_num_seqs)
-    attending = decoder.layers - len(decoder.delta_layers)
-    mean_prompt = sum(prompts) / len(prompts)
+    item = args.torch_dtype.itemsize
+    tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_tower)
+    return Engine(
+        weight_bytes=(model.parameters - tower) * item,
+        cache_bytes_per_token=model.cached * item,
+        key_heads=model.key_heads,
+        longest=longest,
+        ranks=config.vllm.tensor_parallel_size,
+        utilization=config.vllm.gpu_memory_utilization,
+        given_cache=config.vllm.engine_kwargs.get("kv_cache_memory_bytes"),
+    )
+
+
+def _generation_seconds(
+    args: GRPOArguments, config: GRPOConfig, model: Model, gpu: Gpu, prompts: list[int], engine: Engine
+) -> float:
+    """Return the seconds in which the training processes generate a rollout, for one optimizer step."""
+    share = math.ceil(config.batch.generation_batch_size * engine.ranks / config.batch.layout.world_size)
+    mean_length = sum(prompts) / len(prompts) + args.max_completion_length / 4
+    at_once = max(1, min(share, config.vllm.max_num_seqs, engine.sequences(gpu.memory_bytes, mean_length)))
     seconds = seconds_of_generation(
         Generation(
             sequences=at_once,
             waves=share / at_once,
             steps=args.max_completion_length,
-            weight_bytes=_weights_of_a_step(model, at_once) * args.torch_dtype.itemsize / ranks,
-            cache_bytes_per_token=2 * decoder.keys * attending * args.torch_dtype.itemsize / ranks,
-            mean_length=mean_prompt + args.max_completion_length / 4,
+            weight_bytes=_weights_of_a_step(model, at_once) * args.torch_dtype.itemsize / engine.ranks,
+            cache_bytes_per_token=engine.cache_bytes_per_token / min(engine.ranks, engine.key_heads),
+            mean_length=mean_length,
         ),
         gpu,
     )

@@ -25,7 +25,9 @@ class Model:
     tensors: list[Tensor]
     decoder: Decoder
     flops: FlopsModel
-    has_windows: bool  # layers attend to the last tokens only
+    cached: int  # channels of a token in the cache of vLLM, of all layers
+    key_heads: int  # that vLLM's ranks can divide
+    repeats_prompts: bool  # has attention that cannot share a prompt: docs/shared_prompts.md
 
     @property
     def parameters(self) -> int:
@@ -42,18 +44,24 @@ def read_model(folder: str | Path) -> Model:
         tensors=tensors_of(shapes_of(folder)),
         decoder=decoder,
         flops=flops_of(text, decoder),
-        has_windows=bool(text.get("use_sliding_window", text.get("sliding_window") is not None)),
+        cached=cached_channels(text, decoder),
+        key_heads=1 if "kv_lora_rank" in text else text.get("num_key_value_heads") or text["num_attention_heads"],
+        repeats_prompts=bool(
+            decoder.delta_layers
+            or "kv_lora_rank" in text
+            or text.get("use_sliding_window", text.get("sliding_window") is not None)
+        ),
     )
 
 
 def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of all parameters, which are not allocated. Raises ValueError for unknown classes."""
     config = AutoConfig.from_pretrained(folder)
-    is_text = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    if not is_text and config.model_type not in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    sees_images = config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not sees_images and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no model class for {config.model_type}: memory cannot be estimated")
     with torch.device("meta"):
-        factory = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        factory = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
         model = factory.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -86,6 +94,14 @@ def decoder_of(text: Mapping[str, Any], tied: bool) -> Decoder:
         delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
         delta_values=text.get("linear_num_value_heads", 0) * text.get("linear_value_head_dim", 0),
     )
+
+
+def cached_channels(text: Mapping[str, Any], decoder: Decoder) -> int:
+    """Return the channels that the cache has for a token: keys and values, or the latent of multi-latent attention."""
+    of_layer = 2 * decoder.keys
+    if "kv_lora_rank" in text:
+        of_layer = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    return int(of_layer * (decoder.layers - len(decoder.delta_layers)))
 
 
 def _expert_layers(text: Mapping[str, Any], layers: int) -> frozenset[int]:

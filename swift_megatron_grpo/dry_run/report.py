@@ -13,21 +13,16 @@ from swift_megatron_grpo.planning.gpus import Gpu
 _LABEL = 12  # columns
 
 
-def report(gpu: Gpu, ranks: int, notes: Sequence[str], model: Model, rows: Rows, rewards: Sequence[Reward],
-           result: Estimate) -> str:  # fmt: skip
-    """Return the text of the report."""
-    sections = [
-        [*notes],
-        [
-            _row("model", f"{model.name}, {_count(model.parameters)} parameters"),
-            *_dataset(rows),
-            *_rewards(rewards),
-            *_micro_batches(result),
-        ],
-        _memory(gpu, ranks, result),
-        _time(result),
-        _verdict(gpu, ranks, result),
-    ]
+def report(notes: Sequence[str], rows: Rows, rewards: Sequence[Reward], model: Model | str, result: Estimate | None,
+           gpu: Gpu) -> str:  # fmt: skip
+    """Return the text of the report. `model`: the reason, if its sizes are unknown; then there is no result."""
+    sections = [[*notes], [*_dataset(rows), *_rewards(rewards)]]
+    if isinstance(model, str):
+        sections.append([_row("memory", f"unknown: {model}")])
+    elif result is not None:
+        sections[1].insert(0, _row("model", f"{model.name}, {_count(model.parameters)} parameters"))
+        sections[1].extend(_micro_batches(result))
+        sections += [_memory(gpu, result), _time(result), _verdict(gpu, result)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -70,8 +65,8 @@ def _micro_batches(result: Estimate) -> list[str]:
     return lines
 
 
-def _memory(gpu: Gpu, ranks: int, result: Estimate) -> list[str]:
-    columns = ("stage", "weights", "gradients", "optimizer", "reference", "activations", "logits", "vLLM",
+def _memory(gpu: Gpu, result: Estimate) -> list[str]:
+    columns = ("stage", "weights", "gradients", "optimizer", "reference", "activations", "logits", "vLLM", "offloaded",
                "generation", "train")  # fmt: skip
     lines = [
         f"memory of each GPU in GB, of {gpu.memory_gb:g} that a {gpu.name} has; the last two columns are peaks",
@@ -79,8 +74,15 @@ def _memory(gpu: Gpu, ranks: int, result: Estimate) -> list[str]:
     ]
     for rank in result.memory:
         sizes = (rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.activations, rank.in_backward,
-                 rank.vllm, rank.phases["generation"], rank.phases["train"])  # fmt: skip
+                 rank.vllm, rank.offloaded, rank.phases["generation"], rank.phases["train"])  # fmt: skip
         lines.append(f"{rank.pipeline_rank:>12}" + "".join(f"{size / 1e9:>12.1f}" for size in sizes))
+    if result.engine is not None:
+        engine = result.engine
+        lines.append(
+            f"vLLM's share holds {engine.weights() / 1e9:.1f} GB of weights and "
+            f"{max(0, engine.cache(gpu.memory_bytes)) / 1e9:.1f} GB of cache: {result.at_once:,} sequences of "
+            f"{engine.longest:,} tokens at one time"
+        )
     return lines
 
 
@@ -88,7 +90,7 @@ def _time(result: Estimate) -> list[str]:
     """Return a first guess: shares of the GPU's peak are those of dense models on one H200."""
     train = f"train phase {result.train_seconds:.3g} s"
     if result.generation_seconds is None:
-        return [_row("time", f"{train}, for completions of half the maximal length; servers generate")]
+        return [_row("time", f"a guess: {train}, for completions of half the maximal length, without generation")]
     both = result.train_seconds + result.generation_seconds
     rate = result.work.completion_tokens / both
     return [
@@ -100,20 +102,34 @@ def _time(result: Estimate) -> list[str]:
     ]
 
 
-def _verdict(gpu: Gpu, ranks: int, result: Estimate) -> list[str]:
+def _verdict(gpu: Gpu, result: Estimate) -> list[str]:
     peak = max(rank.peak for rank in result.memory) / 1e9
+    lines = [] if result.engine_fits else _small_engine(gpu, result)
     if result.fits:
-        return [f"The run fits: {peak:.1f} of {gpu.memory_gb:g} GB."]
+        return lines or [f"The run fits: {peak:.1f} of {gpu.memory_gb:g} GB."]
     limit = gpu.memory_gb * (1 - MARGIN)
-    lines = [f"The run does not fit: {peak:.1f} GB, of which {limit:.1f} can be used on a {gpu.name}."]
+    lines.append(f"The run does not fit: {peak:.1f} GB, of which {limit:.1f} can be used on a {gpu.name}.")
     if not result.changes:
-        return [*lines, "No change of a single kind makes it fit; use more GPUs with a larger pipeline or more experts "
-                "parallel"]  # fmt: skip
+        return [*lines, "No change of one kind makes it fit: use more GPUs, with pipeline or expert parallelism."]
     return [
         *lines,
         "Any of these makes it fit:",
         *(f"  {change.flags}    ({change.cost})" for change in result.changes),
     ]
+
+
+def _small_engine(gpu: Gpu, result: Estimate) -> list[str]:
+    """Return what vLLM lacks, and flags with which it has it."""
+    engine = result.engine
+    assert engine is not None
+    found = [
+        f"vLLM does not fit: {engine.weights() / 1e9:.1f} GB of weights and a sequence of {engine.longest:,} tokens",
+        f"need more than its {engine.utilization * gpu.memory_gb:.1f} GB, which are --vllm_gpu_memory_utilization "
+        f"{engine.utilization:g}.",
+    ]
+    if not result.engine_changes:
+        return [*found, "Neither a larger share nor a larger --vllm_tensor_parallel_size is enough: use servers."]
+    return [*found, "Any of these is enough:", *(f"  {flags}" for flags in result.engine_changes)]
 
 
 def _count(parameters: int) -> str:

@@ -3,6 +3,7 @@
     parameters.py   parameters of a rank, from the names and shapes of a checkpoint's tensors
     activations.py  bytes that a forward pass keeps for backward
     memory.py       memory by rank and phase
+    engine.py       weights and cache of vLLM
     gpus.py         memory and speed of GPUs
     throughput.py   seconds of a step
     advice.py       the nearest settings that fit

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder, Recompute
+from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.planning.parameters import Tensor
 
@@ -25,6 +26,7 @@ class Run:
     training: Training
     vllm: Vllm | None
     longest_sample: int  # tokens; a micro batch has at least one
+    engine: Engine | None = None  # of vLLM, whose weights and longest sequence need a part of its share
 
     def peak(self, phase: str, gpu_bytes: float) -> float:
         ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes)
@@ -32,6 +34,11 @@ class Run:
 
     def fits(self, phase: str, gpu_bytes: float) -> bool:
         return self.peak(phase, gpu_bytes) <= gpu_bytes * (1 - MARGIN)
+
+    def engine_fits(self, gpu_bytes: float) -> bool:
+        if self.engine is None or self.vllm is None:
+            return True
+        return replace(self.engine, utilization=self.vllm.utilization).fits(gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +56,14 @@ def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], boo
     `allows`: whether the model can be divided by a layout.
     """
     if run.vllm is not None and not run.fits("generation", gpu_bytes):
-        shared = next((change for change in _less_generation(run) if change.run.fits("generation", gpu_bytes)), None)
-        base = shared or next(_offloaded(run))
+        base = next(
+            (
+                change
+                for change in _less_generation(run)
+                if change.run.fits("generation", gpu_bytes) and change.run.engine_fits(gpu_bytes)
+            ),
+            next(_offloaded(run)),
+        )
     else:
         base = Change("", "", run)
     kinds = (_nothing, _awake_no_more, _smaller_budgets, _recomputed_elementwise, _recomputed, _larger_tensor_parallel,
@@ -104,11 +117,12 @@ def _offloaded(run: Run) -> Iterator[Change]:
 
 
 def _smaller_budgets(run: Run) -> Iterator[Change]:
-    budget = run.training.tokens.packed // 2
-    while budget >= max(_SMALLEST_BUDGET, run.longest_sample):
+    smallest = max(_SMALLEST_BUDGET, run.longest_sample)
+    budget = run.training.tokens.packed
+    while budget > smallest:
+        budget = max(budget // 2, smallest)
         change = replace(run, training=with_budget(run.training, budget))
         yield Change(f"--max_tokens_per_micro_batch {budget}", "smaller matrix products", change)
-        budget //= 2
 
 
 def _recomputed_elementwise(run: Run) -> Iterator[Change]:
@@ -164,7 +178,10 @@ def _adapters(run: Run) -> Iterator[Change]:
     if run.training.lora_rank is None:
         training = replace(run.training, lora_rank=16, frozen_reference=False)
         flags = "--tuner_type lora --lora_rank 16 --target_modules all-linear"
-        yield Change(flags, "adapters are trained instead of all weights", replace(run, training=training))
+        whole = Change(flags, "adapters are trained instead of all weights", replace(run, training=training))
+        yield whole
+        for change in _smaller_budgets(whole.run):
+            yield _joined(whole, change)
 
 
 def _gpus(layout: Layout, ranks: int) -> str:

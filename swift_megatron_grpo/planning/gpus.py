@@ -38,18 +38,16 @@ NAMES = [gpu.name for gpu in _GPUS]
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of a name such as H100-80G, h100, or what CUDA calls it. Raises ValueError for others."""
-    wanted = _letters(text)
+    """Return the GPU of a name such as H100-80G, h100, or what CUDA reports. Raises ValueError for others.
+
+    A name without a size is that of the first GPU of its model in the list, which has the least memory.
+    """
+    wanted = re.sub(r"[\W_]", "", text.upper())
     for gpu in _GPUS:
-        if _letters(gpu.name) == wanted:
+        if gpu.name.replace("-", "") == wanted:
             return gpu
-    # By the model alone: the first of the list, which is the one with less memory.
     for gpu in _GPUS:
-        model = _letters(gpu.name.rsplit("-", 1)[0])
-        if re.search(rf"(?<![A-Z0-9]){re.escape(model)}(?![0-9])", _letters(text, keep=" ")) or wanted == model:
+        model = gpu.name.rsplit("-", 1)[0].replace("-", "[ -]?")
+        if re.search(rf"(?<![A-Z0-9]){model}(?![0-9])", text.upper()):
             return gpu
     raise ValueError(f"--check_gpu {text}: there is no such GPU in the list; use one of {', '.join(NAMES)}")
-
-
-def _letters(text: str, keep: str = "") -> str:
-    return re.sub(rf"[^A-Z0-9{keep}]", "", text.upper().replace("-", keep))

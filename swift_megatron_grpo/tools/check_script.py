@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift.utils import find_free_port, parse_args
+from swift.utils import find_free_port
 
 from swift_megatron_grpo.tools.script_stand_ins import (
     Flags,
@@ -124,25 +124,11 @@ def _server(given: Flags, trainer: Flags) -> Flags:
 
 def check_flags(flags: Flags, world_size: int) -> None:
     """Check the flags as the script's ranks would, up to the point where they create process groups."""
-    from swift_megatron_grpo.arguments.flag_names import check_flag_names
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    class Checked(Exception):
-        pass
-
-    class FlagsOnly(GRPOArguments):
-        def _init_output_dir(self) -> None:
-            self.check_before_process_groups()
-            raise Checked
+    from swift_megatron_grpo.dry_run.arguments import parse_flags
 
     for name, value in {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": 0, "LOCAL_RANK": 0}.items():
         os.environ[name] = str(value)
-    command_line = typed(flags)
-    check_flag_names(command_line)
-    try:
-        parse_args(FlagsOnly, command_line)
-    except Checked:
-        return
+    parse_flags(typed(flags))
 
 
 # ---- the command

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,21 +17,37 @@ from tests.forking.client import fork_server, run_code
 from tests.scripts import NOT_RUN, Published, published_scripts
 
 SCRIPTS = published_scripts()
+SECONDS_OF_CHECK = 30
 MAKE_PLAN = """
-import dataclasses, json
+import dataclasses, json, os, shutil, time
 from pathlib import Path
-from swift_megatron_grpo.tools.check_script import check_flags, make_plan
-plan = make_plan({text!r}, Path({folder!r}), ranks=2, steps=2, environment={{}})
+from swift_megatron_grpo.dry_run.check import check
+from swift_megatron_grpo.tools.check_script import make_plan
+from swift_megatron_grpo.tools.script_stand_ins import typed
+folder = Path({folder!r})
+plan = make_plan({text!r}, folder, ranks=2, steps=2, environment={{}})
 print("PLAN" + json.dumps(dataclasses.asdict(plan)))
-check_flags(plan.published, plan.world_size)
-print("ACCEPTED")
+for file in (folder / "model").iterdir():  # the large model has no tokenizer of its own
+    if file.suffix != ".safetensors" and (folder / "large").is_dir() and not (folder / "large" / file.name).exists():
+        shutil.copy(file, folder / "large" / file.name)
+for name, value in dict(WORLD_SIZE=plan.world_size, LOCAL_WORLD_SIZE=plan.world_size, RANK=0, LOCAL_RANK=0).items():
+    os.environ[name] = str(value)
+began = time.monotonic()
+report, _ = check(typed(plan.published | dict(check_gpu=["H200"])))
+print(report)
+print("CHECKED", time.monotonic() - began)
 """
 
 
 def plan_of(script: Published, folder: Path) -> Plan:
-    """Make the plan of a script and check its flags, as tools/check_script.py does, in a fork."""
-    printed = run_code("trainer", MAKE_PLAN.format(text=script.text, folder=str(folder)))
-    assert "ACCEPTED" in printed
+    return plan_of_text(script.text, folder)
+
+
+def plan_of_text(text: str, folder: Path) -> Plan:
+    """Make the plan of a script and check it at its own size, as tools/check_script.py and --check do, in a fork."""
+    printed = run_code("trainer", MAKE_PLAN.format(text=text, folder=str(folder)))
+    [seconds] = re.findall(r"^CHECKED (.*)", printed, re.MULTILINE)
+    assert float(seconds) < SECONDS_OF_CHECK and "memory of each GPU" in printed, printed[-4000:]
     [line] = [line for line in printed.splitlines() if line.startswith("PLAN")]
     return Plan(**json.loads(line.removeprefix("PLAN")))
 

@@ -1,0 +1,98 @@
+"""`--check true` reads what a run would read, in one process and without weights, and trains nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import grpo_flags, megatron_command
+from tests.forking.client import run_code
+
+pytestmark = pytest.mark.e2e
+QWEN3_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "layer_types": ["full_attention"] * 36,
+}
+SIZES = ["--vllm_max_model_len", "3072", "--max_length", "1024", "--max_completion_length", "2048",
+         "--global_batch_size", "64", "--num_generations", "8", "--vllm_engine_kwargs", "{}"]  # fmt: skip
+CHECK = """
+import os, sys
+os.environ |= {{"NPROC_PER_NODE": "{ranks}"}}
+from swift_megatron_grpo.dry_run.__main__ import run
+print("EXIT", run(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def large(folder: Path, dense: Path) -> Path:
+    """Return the folder of a model with the sizes of Qwen3-8B and without weights."""
+    config = json.loads((dense / "config.json").read_text()) | QWEN3_8B
+    target = folder / "8b"
+    target.mkdir()
+    for file in dense.iterdir():
+        if file.suffix != ".safetensors":
+            (target / file.name).write_bytes(file.read_bytes())
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def check(arguments: Sequence[str], ranks: int) -> tuple[int, str]:
+    """Run a check in a fork."""
+    output = run_code("trainer", CHECK.format(ranks=ranks), *arguments, "--check", "true", "--check_gpu", "H100-80G")
+    [code] = re.findall(r"^EXIT (\d)$", output, re.MULTILINE)
+    return int(code), output
+
+
+def test_the_command_prints_the_memory_of_a_run_that_does_not_fit(folder: Path, large: Path, dataset: Path) -> None:
+    """The real command: the switch is seen before torchrun would start ranks."""
+    flags = [*SIZES, "--max_tokens_per_micro_batch", "16384", "--check", "true", "--check_gpu", "H100-80G"]
+    run = megatron_command(large, dataset, folder / "unused", 4, flags)
+    assert run.code == 1, run.output[-4000:]
+    assert "8.19 billion parameters" in run.output and "32 rows" in run.output
+    assert "world 4" in run.output and "The run does not fit: " in run.output
+    assert "--tuner_type lora" in run.output and "--tensor_model_parallel_size" in run.output
+    assert not run.folder.exists() and "Loading: " not in run.output
+
+
+def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> None:
+    arguments = grpo_flags(large, dataset, folder / "unused", [*SIZES, "--max_tokens_per_micro_batch", "16384"])
+    code, output = check(arguments, 4)
+    assert code == 1
+    [line] = [line for line in output.splitlines() if line.strip().startswith("--") and "lora" in line]
+    proposed = line.split("    (")[0].split()
+    code, output = check([*arguments, *proposed], 4)
+    assert code == 0 and "The run fits: " in output, output[-4000:]
+
+
+def test_problems_of_flags_rows_and_rewards_are_errors(folder: Path, dense: Path, dataset: Path) -> None:
+    def problem(*flags: str, rows: Path = dataset) -> str:
+        code, output = check(grpo_flags(dense, rows, folder / "unused", flags), 1)
+        assert code == 1, output[-4000:]
+        return output
+
+    assert "--lrr is not a flag" in problem("--lrr", "1")
+    assert "unknown name 'lettres' in --reward_funcs; did you mean letters?" in problem("--reward_funcs", "lettres")
+    mixed = folder / "mixed.jsonl"
+    mixed.write_text("\n".join([*dataset.read_text().splitlines()[:8], json.dumps({"query": "1+1"})]))
+    assert "row 8 has query but no messages" in problem(rows=mixed)
+    plugin = folder / "broken.py"
+    plugin.write_text(
+        "from swift.rewards import ORM, orms\n"
+        "class Broken(ORM):\n"
+        "    def __call__(self, completions, **kwargs):\n"
+        "        return [1 / 0 for _ in completions]\n"
+        "orms['broken'] = Broken\n"
+    )
+    assert "ZeroDivisionError" in problem("--external_plugins", str(plugin), "--reward_funcs", "broken")
+    assert not (folder / "unused").exists()

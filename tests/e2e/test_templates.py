@@ -1,0 +1,53 @@
+"""The templates pass a dry run at their own sizes; `-m slow` also trains two steps of each with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ON_CPU
+from tests.e2e.test_scripts import plan_of_text, run
+from tests.paths import REPOSITORY
+
+TEMPLATES = REPOSITORY / "templates"
+# cpu_quickstart.sh runs as it is in tests/unit/scripts.
+NAMES = sorted(path.name for path in TEMPLATES.glob("*.sh") if path.name != "cpu_quickstart.sh")
+IMAGES = "AI-ModelScope/clevr_cogen_a_train"  # ms-swift lists it with images; made-up rows take its place
+PRINT_COMMAND = """#!/usr/bin/env bash
+echo export NPROC_PER_NODE=$NPROC_PER_NODE
+printf '%q ' megatron "$@"
+"""
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not ON_CPU, reason="the ranks are forked")]
+
+
+def trainer_command(name: str, folder: Path) -> str:
+    """Run the template in bash with a `megatron` that prints the command line it was started with."""
+    stub = folder / "bin" / "megatron"
+    stub.parent.mkdir()
+    stub.write_text(PRINT_COMMAND)
+    stub.chmod(0o755)
+    environment = {
+        "PATH": f"{stub.parent}:{os.environ['PATH']}",
+        "DATASET": IMAGES if name.startswith("vl") else "org/rows",
+    }
+    command = [str(TEMPLATES / name), *(["train"] if "server" in name else [])]
+    return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_passes_a_dry_run(name: str, tmp_path: Path) -> None:
+    plan = plan_of_text(trainer_command(name, tmp_path), tmp_path)
+    assert plan.published["train_iters"] and "num_train_epochs" not in plan.published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_template_trains_two_steps(name: str, tmp_path: Path) -> None:
+    code, output = run(plan_of_text(trainer_command(name, tmp_path), tmp_path), tmp_path)
+    assert code == 0, output[-4000:]
+    lines = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "loss" in line]) == 2

@@ -1,0 +1,49 @@
+"""Sizes that a dry run reads from config.json, for each kind of architecture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.dry_run.model import read_model
+from swift_megatron_grpo.planning.parameters import Part
+from swift_megatron_grpo.tools.stand_in_models import save_large_config
+
+NAMES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+}
+
+
+@pytest.mark.parametrize("model_type", NAMES)
+def test_every_tensor_has_a_part_and_a_layer(model_type: str, tmp_path: Path) -> None:
+    model = read_model(save_large_config(tmp_path / "model", model_type, NAMES[model_type]))
+    decoder = model.decoder
+    layers = {tensor.layer for tensor in model.tensors if tensor.part in (Part.LAYERS, Part.EXPERTS)} - {None}
+    assert layers == set(range(decoder.layers))
+    assert {tensor.layer for tensor in model.tensors if tensor.part is Part.EXPERTS} == decoder.expert_layers
+    assert any(tensor.is_tower for tensor in model.tensors) == ("_5" in model_type)
+    embeddings = [tensor for tensor in model.tensors if tensor.part is Part.EMBEDDING]
+    assert [tensor.shape for tensor in embeddings] == [(decoder.vocabulary, decoder.hidden)]
+
+
+def test_attention_that_shares_no_prompt_and_its_cache(tmp_path: Path) -> None:
+    dense, latent, delta = (
+        read_model(save_large_config(tmp_path / name, name, NAMES[name]))
+        for name in ("qwen3", "deepseek_v3", "qwen3_5_moe")
+    )
+    assert not dense.repeats_prompts and latent.repeats_prompts and delta.repeats_prompts
+    assert dense.cached == 2 * dense.decoder.keys * dense.decoder.layers
+    assert len(delta.decoder.delta_layers) == delta.decoder.layers * 3 // 4
+    assert delta.cached == 2 * delta.decoder.keys * delta.decoder.layers // 4
+    assert latent.key_heads == 1 and latent.cached < 2 * latent.decoder.keys * latent.decoder.layers
+
+
+def test_the_flops_of_experts_are_those_that_a_token_takes(tmp_path: Path) -> None:
+    model = read_model(save_large_config(tmp_path / "moe", "qwen3_moe", NAMES["qwen3_moe"]))
+    active = model.decoder.experts_per_token * model.decoder.expert_ffn
+    assert active and model.flops.of_sequence(100, 50) < 2.5 * 100 * model.parameters

@@ -1,0 +1,95 @@
+"""Every proposed change of flags fits, and the cheapest ones come first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.activations import Decoder, Tokens, micro_batches_in_flight
+from swift_megatron_grpo.planning.advice import Run, settings_that_fit
+from swift_megatron_grpo.planning.engine import Engine
+from swift_megatron_grpo.planning.gpus import NAMES, find_gpu
+from swift_megatron_grpo.planning.memory import Training, Vllm, with_budget
+from swift_megatron_grpo.planning.parameters import tensors_of
+
+H100 = find_gpu("H100-80G").memory_bytes
+DECODER = Decoder(layers=36, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=151936, tied=False)
+
+
+def run(layout: Layout, packed: int = 16384, vllm: Vllm | None = None) -> Run:
+    """Return a full-parameter run of an 8B model."""
+    shapes = {"model.embed_tokens.weight": (151936, 4096), "lm_head.weight": (151936, 4096)}
+    for layer in range(36):
+        shapes[f"model.layers.{layer}.self_attn.q_proj.weight"] = (4096, 2 * 4096 + 2 * 1024)
+        shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (3 * 12288, 4096)
+    return Run(tensors_of(shapes), DECODER, Training(layout, Tokens(packed, packed, packed // 2), 8), vllm, 2560)
+
+
+def changes(run: Run) -> dict[str, Run]:
+    return {change.flags: change.run for change in settings_that_fit(run, H100, lambda layout: True)}
+
+
+def test_a_run_that_does_not_fit_gets_settings_that_do() -> None:
+    found = changes(run(Layout(4), vllm=Vllm(0.4, sleep_level=2)))
+    assert len(found) >= 3
+    for flags, changed in found.items():
+        assert changed.fits("train", H100) and changed.fits("generation", H100), flags
+    assert any("--tuner_type lora" in flags for flags in found)
+    assert any("--tensor_model_parallel_size" in flags for flags in found)
+
+
+def test_a_smaller_budget_is_the_first_and_the_largest_that_fits() -> None:
+    sixteen = run(Layout(16), packed=65536)
+    flags, changed = next(iter(changes(sixteen).items()))
+    assert flags.startswith("--max_tokens_per_micro_batch")
+    budget = int(flags.split()[1])
+    assert changed.fits("train", H100)
+    assert not replace(sixteen, training=with_budget(sixteen.training, 2 * budget)).fits("train", H100)
+
+
+def test_the_smallest_budget_is_that_of_the_longest_sample() -> None:
+    flags = next(iter(changes(run(Layout(8), packed=16384))))
+    assert flags == "--max_tokens_per_micro_batch 2560"
+
+
+def test_layouts_that_the_model_does_not_allow_are_left_out() -> None:
+    found = settings_that_fit(run(Layout(4)), H100, lambda layout: layout.tensor_model_parallel_size == 1)
+    assert found and not any("--tensor_model_parallel_size" in change.flags for change in found)
+
+
+def test_generation_that_does_not_fit_offloads_or_gets_a_smaller_cache() -> None:
+    large = run(Layout(16), packed=4096, vllm=Vllm(0.9, sleep_level=2))
+    assert all("--vllm_gpu_memory_utilization" in flags for flags in changes(large)) and changes(large)
+
+
+def test_a_share_that_is_too_small_for_the_weights_of_vllm_is_not_proposed() -> None:
+    engine = Engine(weight_bytes=20e9, cache_bytes_per_token=1e5, key_heads=8, longest=2560, ranks=1, utilization=0.9)
+    large = replace(run(Layout(16), packed=4096, vllm=Vllm(0.9, sleep_level=2)), engine=engine)
+    shares = [float(flags.split()[1]) for flags in changes(large) if flags.startswith("--vllm_gpu")]
+    assert all(0.3 <= share < 0.9 for share in shares) and changes(large)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "virtual", "rank", "micro_batches", "expected"),
+    [(1, 1, 0, 8, 1), (4, 1, 0, 8, 4), (4, 1, 3, 8, 1), (4, 1, 0, 2, 2), (2, 2, 0, 8, 2.5), (2, 2, 1, 8, 1.5)],
+)
+def test_micro_batches_between_forward_and_backward(
+    pipeline: int, virtual: int, rank: int, micro_batches: int, expected: float
+) -> None:
+    layout = Layout(pipeline, pipeline_model_parallel_size=pipeline, virtual_pipeline_model_parallel_size=virtual)
+    assert micro_batches_in_flight(layout, rank, micro_batches) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_gpu_is_found_by_its_name(name: str) -> None:
+    assert find_gpu(name).name == find_gpu(name.lower().replace("-", "")).name == name
+
+
+def test_gpus_are_found_by_the_name_that_cuda_reports() -> None:
+    assert find_gpu("NVIDIA H100 80GB HBM3").name == "H100-80G"
+    assert find_gpu("h200").name == "H200-141G"
+    assert find_gpu("NVIDIA GeForce RTX 4090").name == "RTX-4090-24G"
+    with pytest.raises(ValueError, match=r"--check_gpu V100: .* use one of A100-40G"):
+        find_gpu("V100")
