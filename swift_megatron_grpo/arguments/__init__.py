@@ -11,6 +11,7 @@ command_line.py      names and values as typed, before the parser
 flag_values.py       types and choices of the values on the command line
 local_files.py       files and folders that must exist, and lines of datasets that cannot be read
 named_paths.py       all flags that name files, folders, models or templates
+trained_parameters.py  flags that choose what is trained
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model

@@ -20,7 +20,7 @@ from swift_megatron_grpo.arguments.evaluation_checks import rounds_of
 from swift_megatron_grpo.arguments.image_rows import read_images
 from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
-from swift_megatron_grpo.arguments.problems import check_all
+from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
@@ -103,9 +103,12 @@ class GRPOArguments(DerivedArguments):
         try:
             with no_prompt_dropped():
                 datasets: tuple[Any, Any] = super().load_dataset()
-        except Exception:  # of datasets: the line is in none of its messages
-            for flag in ("dataset", "val_dataset"):
+        except Exception as problem:  # of datasets: the line is in none of its messages
+            flags = [flag for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
+            for flag in flags:
                 explain_unreadable(flag, as_list(vars(self)[flag]))
+            if isinstance(problem, ValueError):
+                raise ValueError(f"{' or '.join(f'--{flag}' for flag in flags)}: {problem}") from problem
             raise
         return datasets
 
@@ -116,7 +119,8 @@ class GRPOArguments(DerivedArguments):
         most = []
         for name, dataset in rows.items():
             if dataset is not None:
-                check_rows(dataset, self.is_multimodal)
+                with prefix_problems(f"--{name}"):
+                    check_rows(dataset, self.is_multimodal)
                 images = read_images(dataset, template, self.is_multimodal)
                 most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
                 rows[name] = without_long_prompts(dataset, images, template, self.max_length, strategy, name)

@@ -35,6 +35,7 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
+from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
@@ -50,19 +51,17 @@ megatron_callbacks_map.setdefault("none", MegatronCallback)
 
 def check_command_line(args: DerivedArguments) -> None:
     """Check the values that the user typed, before ms-swift resolves them."""
-    plugins = as_list(args.external_plugins) + as_list(args.custom_register_path)
-    for flag in ("external_plugins", "custom_register_path"):
-        values.check_plugin_files(flag, as_list(getattr(args, flag)))
     # Importing the files registers reward functions. ms-swift imports them again later, which changes nothing.
-    for plugin in plugins:
-        values.import_plugin(plugin, import_external_file)
+    for flag in ("external_plugins", "custom_register_path"):
+        values.import_plugins(flag, as_list(getattr(args, flag)), import_external_file)
     check_all(
         [
             lambda: check_flags(args),
             lambda: check_ranges(args),
+            lambda: check_trained(vars(args)),
             lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
-            lambda: check_rope_scaling(args.rope_scaling),
+            lambda: check_rope_scaling(args.rope_scaling, args.max_model_len),
             lambda: _check_model_path(args),
             lambda: check_paths(args),
             lambda: _check_checkpoints(args),
@@ -190,7 +189,6 @@ def check_ranges(args: DerivedArguments) -> None:
         [
             lambda: ranges.check_ranges(given, defaults),
             lambda: ranges.check_schedule(given),
-            lambda: ranges.check_trainable(given),
             lambda: ranges.check_recompute(given),
             lambda: ranges.check_dtype(given),
         ]
@@ -309,7 +307,9 @@ def _check_model(args: DerivedArguments) -> None:
     models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
     check_stacked_experts(args.model, args.model_dir, config)
-    if args.model_meta.is_multimodal:
+    if not args.model_meta.is_multimodal:
+        check_target_modules(args.target_modules)
+    else:
         check_composite_rope(args.rope_scaling, config)
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER

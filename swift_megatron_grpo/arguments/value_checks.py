@@ -82,23 +82,20 @@ def check_reward_weights(weights: Sequence[float] | None, num_functions: int) ->
         raise ValueError(f"{typed}: every reward would be 0, so nothing would be trained; {advice}")
 
 
-def check_plugin_files(flag: str, paths: Sequence[str]) -> None:
-    """Check that the files of --external_plugins or --custom_register_path exist."""
+def import_plugins(flag: str, paths: Sequence[str], load: Callable[[str], object]) -> None:
+    """Import the files of --external_plugins or --custom_register_path, which may raise anything."""
     missing = [path for path in paths if not Path(path).expanduser().is_file()]
     if missing:
         path = Path(missing[0]).expanduser().resolve()
         raise ValueError(f"--{flag} {missing[0]}: the file {path} does not exist; use another path")
-
-
-def import_plugin(path: str, load: Callable[[str], object]) -> None:
-    """Import a file of --external_plugins, which may raise anything."""
-    try:
-        load(path)
-    except Exception as error:
-        raise ValueError(
-            f"--external_plugins {path}: importing it raises {type(error).__name__}: {error}; use a file that "
-            f"`python {path}` runs"
-        ) from error
+    for file in paths:
+        try:
+            load(file)
+        except Exception as error:
+            raise ValueError(
+                f"--{flag} {file}: importing it raises {type(error).__name__}: {error}; use a file that "
+                f"`python {file}` runs"
+            ) from error
 
 
 def check_reward_classes(names: Sequence[Any], registered: Mapping[str, Any]) -> None:
@@ -108,8 +105,8 @@ def check_reward_classes(names: Sequence[Any], registered: Mapping[str, Any]) ->
         takes_completions = inspect.isfunction(entry) and "completions" in inspect.signature(entry).parameters
         if entry is not None and (takes_completions or not callable(entry)):
             raise ValueError(
-                f"--reward_funcs {name}: orms[{name!r}] is a {type(entry).__name__}, and ms-swift creates an object "
-                f"from it; use a class with __call__(self, completions, **kwargs) in its place"
+                f"--reward_funcs {name}: orms[{name!r}] is of type {type(entry).__name__}, and ms-swift creates an "
+                f"object from it; use a class with __call__(self, completions, **kwargs) in its place"
             )
 
 

@@ -31,10 +31,10 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        low = f"{'above' if self.above_low else 'at least'} {self.low:g}"
+        low = f"{'above' if self.above_low else 'at least'} {_typed(self.low)}"
         if math.isinf(self.high):
             return low
-        return f"{low} and {'below' if self.below_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.below_high else 'at most'} {_typed(self.high)}"
 
 
 _SEED = Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")
@@ -103,14 +103,15 @@ def check_ranges(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     `values` and `defaults`: by flag. None is a flag that was not set.
     """
     problems = [
-        f"--{flag} {values[flag]:g} must be {valid}{f': {valid.why}' if valid.why else ''}; use --{flag} {valid.use}"
+        f"--{flag} {_typed(values[flag])} must be {valid}{f': {valid.why}' if valid.why else ''}; "
+        f"use --{flag} {valid.use}"
         for flag, valid in RANGES.items()
         if _is_number(values[flag]) and values[flag] not in valid
     ]
     for flag, value in values.items():
         numbers = value if isinstance(value, list) else [value]
         infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
-        if infinite and flag not in RANGES and flag != "reward_weights":  # value_checks.py checks these
+        if infinite and flag not in RANGES and flag != "reward_weights":  # value_checks.py checks them
             default = defaults[flag]
             advice = f"use --{flag} {default}" if _is_number(default) else "use a finite value, or leave it out"
             problems.append(f"--{flag} {infinite[0]} is not a finite number; {advice}")
@@ -125,7 +126,7 @@ def check_schedule(values: Mapping[str, Any]) -> None:
     """
     lr, iterations = values["lr"], values["lr_decay_iters"] or values["train_iters"]
     problems = []
-    if lr is not None:
+    if lr is not None and lr > 0:
         for flag in ("min_lr", "lr_warmup_init"):
             if values[flag] > lr:
                 problems.append(f"--{flag} {values[flag]:g} must not be above --lr {lr:g}; use --{flag} 0")
@@ -148,16 +149,6 @@ def check_schedule(values: Mapping[str, Any]) -> None:
         )
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def check_trainable(values: Mapping[str, Any]) -> None:
-    """Refuse flags with which no weight could change."""
-    activated = values["trainable_parameters"] or values["trainable_parameters_regex"]
-    if values["tuner_type"] == "full" and values["freeze_parameters_ratio"] == 1 and not activated:
-        raise ValueError(
-            "--freeze_parameters_ratio 1 freezes every weight, so nothing would be trained; use "
-            "--freeze_parameters_ratio 0, or --trainable_parameters with the names of some weights"
-        )
 
 
 def check_recompute(values: Mapping[str, Any]) -> None:
@@ -194,3 +185,7 @@ def check_weight_decay(values: Mapping[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _typed(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
