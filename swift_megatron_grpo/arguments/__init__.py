@@ -10,7 +10,7 @@ support_table.py     the support of every ms-swift flag, and the messages that r
 command_line.py      names and values as typed, before the parser
 flag_values.py       types and choices of the values on the command line
 local_files.py       files and folders that must exist, and lines of datasets that cannot be read
-named_paths.py       all flags that name files, folders, models or templates
+named_paths.py       all flags that name files, folders, or entries of tables
 trained_parameters.py  flags that choose what is trained
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling

@@ -66,6 +66,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "eval_strategy": "--eval_steps",
     "vllm_server_url": "--vllm_server_base_url",
     "lora_r": "--lora_rank",
+    "dtype": "--torch_dtype bfloat16",
+    "log_level": "the environment variable LOG_LEVEL",
     "tp": "--tensor_model_parallel_size",
     "pp": "--pipeline_model_parallel_size",
     "cp": "--context_parallel_size",

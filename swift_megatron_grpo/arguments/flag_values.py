@@ -83,6 +83,7 @@ _EXAMPLES: Mapping[str, str] = {
     "dataset": "with a file or a hub id",
     "output_dir": "with a folder",
     "loss_type": "grpo",
+    "vllm_server_port": "8000",
     "reward_funcs": "with one or more reward functions",
 }
 _OF_TYPES: Mapping[Any, str] = {int: "8", float: "0.5", str: "with a value"}

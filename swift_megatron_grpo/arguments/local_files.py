@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet", ".arrow")
-_SAMPLED = re.compile(r"#\d+$")
+_SAMPLED = re.compile(r"#\d+$")  # the number of rows
 
 
 def check_datasets(flag: str, typed: Sequence[str]) -> None:
@@ -26,6 +26,8 @@ def _problem_of_dataset(flag: str, typed: str) -> str | None:
     path = Path(typed)
     if not path.exists():
         path = Path(_SAMPLED.sub("", typed))
+    if path.is_file() and str(path) != typed and int(typed.rpartition("#")[2]) == 0:
+        return f"--{flag} {typed} takes none of its rows; use --{flag} {path}#500, or the file without a number"
     if path.is_file() and path.stat().st_size == 0:
         return f"--{flag} {typed}: the file is empty; use a file with one JSON object per line"
     if path.exists() or not _looks_local(str(path)):

@@ -70,7 +70,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_interleaving(args),
             lambda: _check_reference(args),
             lambda: values.check_iterations(args.num_iterations),
-            lambda: _check_algorithm(args),
+            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
             lambda: _check_micro_batches(args),
             lambda: _check_lengths(args),
             lambda: values.check_duration(args.train_iters, args.num_train_epochs),
@@ -146,7 +146,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_interleaving(args),
             lambda: _check_model(args),
             lambda: _check_routing(args),
-            lambda: _check_algorithm(args),
+            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
             lambda: check_rewards(args),
             lambda: _check_evaluation(args),
             lambda: _check_turns(args),
@@ -161,7 +161,7 @@ def check_adopted(args: DerivedArguments) -> None:
 
 def check_flags(args: DerivedArguments) -> None:
     """Refuse unsupported flags, and combinations that no other check covers."""
-    problems = unsupported_flags({field.name: getattr(args, field.name) for field in fields(args)}, STOCK_TRAINER)
+    problems = unsupported_flags(vars(args), STOCK_TRAINER)
     if args.ref_model is not None and args.has_adapter:
         problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
     if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
@@ -202,6 +202,8 @@ def check_rewards(args: DerivedArguments) -> None:
     if args.reward_funcs or not args.grades_by_environment:
         values.check_reward_functions(args.reward_funcs, orms)
         values.check_reward_classes(args.reward_funcs, orms)
+        longest = args.soft_max_length or args.max_completion_length
+        values.check_soft_overlong(args.reward_funcs, args.soft_cache_length, longest)
     values.check_reward_weights(args.reward_weights, len(args.reward_names))
 
 
@@ -379,10 +381,6 @@ def _check_micro_batches(args: DerivedArguments) -> None:
     budgets = (args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch)
     completions = max(args.micro_batch_size, args.infer_batch_size or 1) if budgets == (None, None) else None
     values.check_shared_prompts(args.share_prompts, args.context_parallel_size, completions)
-
-
-def _check_algorithm(args: DerivedArguments) -> None:
-    algorithm.check_algorithm(algorithm.flags_of(vars(args)))
 
 
 def _check_turns(args: DerivedArguments) -> None:

@@ -98,6 +98,16 @@ def import_plugins(flag: str, paths: Sequence[str], load: Callable[[str], object
             ) from error
 
 
+def check_soft_overlong(names: Sequence[Any], cache: int | None, longest: int) -> None:
+    """Check the length that the reward function soft_overlong needs. `longest`: completion."""
+    if "soft_overlong" in names and (cache is None or cache >= longest):
+        fault = "is not set" if cache is None else f"{cache} is not below the longest completion, {longest}"
+        raise ValueError(
+            f"--soft_cache_length {fault}: --reward_funcs soft_overlong penalises the last tokens before the limit; "
+            f"use --soft_cache_length {max(1, longest // 4)}"
+        )
+
+
 def check_reward_classes(names: Sequence[Any], registered: Mapping[str, Any]) -> None:
     """Refuse a registered reward that is no class: ms-swift calls the entry with `args` to create the function."""
     for name in names:

@@ -90,6 +90,10 @@ RANGES: Mapping[str, Range] = {
     # vLLM in the training processes
     "vllm_gpu_memory_utilization": Range(0, 0.5, high=1, above_low=True),
     "vllm_max_model_len": Range(1, 4096),
+    "max_model_len": Range(2, 32768),
+    "max_pixels": Range(784, 1003520, why="a picture has at least one patch"),
+    "soft_cache_length": Range(1, 128, why="soft_overlong divides by it"),
+    "soft_max_length": Range(2, 1024),
     "vllm_max_num_seqs": Range(1, 256),
     "vllm_mm_processor_cache_gb": Range(0, 4),
     # mixtures of experts

@@ -69,7 +69,7 @@ max_steps train_iters|warmup_ratio lr_warmup_fraction|warmup_steps lr_warmup_ite
 max_grad_norm clip_grad|adam_epsilon adam_eps|gradient_checkpointing recompute_granularity
 save_only_model no_save_optim|resume_from_checkpoint mcore_model|vllm_server_url vllm_server_base_url|kl_coef beta
 deepspeed use_distributed_optimizer|tp tensor_model_parallel_size|pp pipeline_model_parallel_size
-cp context_parallel_size|ep expert_model_parallel_size|num_epochs num_train_epochs|lora_r lora_rank
+cp context_parallel_size|ep expert_model_parallel_size|num_epochs num_train_epochs|lora_r lora_rank|dtype torch_dtype
 per_device_eval_batch_size num_generations_eval|eval_strategy eval_steps
 """
 
@@ -123,6 +123,8 @@ _CHOICES = """
 --completion_length_limit_scope all -> completion_length_limit_scope & total
 --model_type qwen33 -> model_type & qwen3
 --template chattml -> template & chatml
+--agent_template hermess -> agent_template & hermes
+--recompute_modules nothing --recompute_granularity selective -> recompute_modules & core_attn
 """
 _RANGES = """
 --num_generations 0
@@ -185,7 +187,7 @@ adam_beta1:1,1.5,-0.1 adam_beta2:1 adam_eps:0 freeze_parameters_ratio:1.5,-1 lor
 lora_dropout:1,-0.5 train_iters:0,-1 logging_steps:0,-1 save_steps:0,-5 save_total_limit:0 eval_steps:0
 eval_iters:-2 seed:-1,99999999999 data_seed:-1 split_dataset_ratio:1,-0.1,2 dataset_num_proc:0
 vllm_gpu_memory_utilization:0,1.5,-1 vllm_max_model_len:0 vllm_max_num_seqs:0 ddp_timeout:0 moe_z_loss_coeff:-1
-num_train_epochs:0,-1
+num_train_epochs:0,-1 max_model_len:-5,0 max_pixels:-1 soft_cache_length:0
 """
 _SIZES = """
 --tensor_model_parallel_size 3 -> tensor_model_parallel_size & use --tensor_model_parallel_size
@@ -244,6 +246,8 @@ _CONTRADICTIONS = """
 --async_generate true -> async_generate & vllm_mode
 --max_staleness 1 -> max_staleness & async_generate
 --vllm_mode server -> vllm_server
+--vllm_mode server --vllm_server_host 127.0.0.1 --vllm_server_port 99999 -> vllm_server_port & 8000
+--vllm_mode server --vllm_server_base_url localhost:8000 -> vllm_server_base_url & http://
 --vllm_enable_lora true -> vllm_enable_lora
 --tuner_type lora --vllm_enable_lora true --sleep_level 2 -> sleep_level
 --tuner_type lora --ref_model MODEL -> ref_model
@@ -312,6 +316,8 @@ _REWARDS = """
 --reward_funcs letters formatt -> reward_funcs & format
 --reward_funcs letters,format -> reward_funcs
 --reward_funcs NONE -> reward_funcs
+--reward_funcs soft_overlong -> soft_cache_length & 6
+--reward_funcs soft_overlong --soft_cache_length 4096 -> soft_cache_length & 6
 --reward_funcs /tmp/my_reward.py -> reward_funcs
 --external_plugins PLAIN --reward_funcs plain -> reward_funcs & plain
 --external_plugins NOT_CALLABLE --reward_funcs value -> reward_funcs & value
@@ -331,11 +337,15 @@ _JSON = """
 --vllm_limit_mm_per_prompt {x -> vllm_limit_mm_per_prompt
 --vllm_limit_mm_per_prompt 3 -> vllm_limit_mm_per_prompt
 --rope_scaling {x -> rope_scaling
+--megatron_extra_kwargs {"no_such":1} -> megatron_extra_kwargs & no_such
+--megatron_extra_kwargs {"normalisation":"RMSNorm"} -> megatron_extra_kwargs & normalization
 --rope_scaling yarn -> rope_scaling & max_model_len
 --rope_scaling dynamic -> rope_scaling & yarn
 """
 _DATASETS = """
 --dataset FILE:empty.jsonl -> --dataset & empty.jsonl
+--dataset FILE:few.jsonl#0 -> --dataset & few.jsonl#500
+--dataset FILE:few.jsonl#-5 -> --dataset & few.jsonl
 --dataset FILE:truncated.jsonl -> --dataset & truncated.jsonl & line 3
 --dataset FILE:comma.jsonl -> comma.jsonl & line 1
 --dataset FILE:text.jsonl -> text.jsonl & line 1
