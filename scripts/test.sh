@@ -3,18 +3,18 @@
 # first; the first stage that fails ends the run.
 #   scripts/test.sh                             all stages
 #   scripts/test.sh --quick                     checks, unit, contract, one layout, one run of the real command
-#   scripts/test.sh STAGE... [pytest arguments] stages: checks unit contract dist e2e core-0.18.2 core-0.19.2
+#   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.18.2 core-0.19.2
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
 # The stages core-VERSION run a choice of tests on another version of megatron-core.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all=(checks unit contract dist e2e core-0.18.2 core-0.19.2)
+all=(checks docs unit contract dist e2e core-0.18.2 core-0.19.2)
 stages=() quick=""
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
-        checks | unit | contract | dist | e2e | core-0.18.2 | core-0.19.2) stages+=("$1") ;;
+        checks | docs | unit | contract | dist | e2e | core-0.18.2 | core-0.19.2) stages+=("$1") ;;
         *) break ;;
     esac
     shift
@@ -68,6 +68,10 @@ checks() {
     step "ruff format" ruff format --check "${code[@]}"
     step "mypy" mypy
     step "import contracts" lint-imports
+}
+
+docs() {
+    step "site of docs" env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 }
 
 tests_of() { # tests_of PYTEST_ARGUMENT...: several workers, without what is marked `alone` because it measures time
@@ -150,13 +154,14 @@ read -ra stages <<<"$chosen"
 folders=()
 for stage in "${stages[@]}"; do
     case $stage in
-        checks | core-*) ;;
+        checks | docs | core-*) ;;
         *) folders+=("${stage/+/ }") ;;
     esac
 done
 for stage in "${stages[@]}"; do
     case $stage in
         checks) checks ;;
+        docs) docs ;;
         core-*) step "pytest on megatron-core ${stage#core-}" "$stage" "$@" ;;
         *)
             step "pytest tests/${stage/+/ tests/}" tests "${stage/+/ }" "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -336,6 +337,8 @@ class RecordingConfig:
     replay: Path | None = None  # folder of another run, read instead of generating and grading
     only: bool = False  # generate without training
     vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
+    continues: bool = False  # True: what an earlier run has left in the folders of this run is continued (--resume)
+    flags: Mapping[str, str] = field(default_factory=dict)  # those that decide what a run generates, as typed
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from swift.template import Template
 from swift.utils import JsonlWriter, get_dist_setting, get_logger, is_last_rank, is_master, safe_snapshot_download
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.arguments.resume import check_or_fall_back
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer_identity
@@ -39,7 +40,7 @@ from swift_megatron_grpo.loop.assemble import (
     FrozenReference,
     LoadedModels,
     RunInputs,
-    assemble_stages,
+    assemble_loop,
     evaluation,
     reference_engine_settings,
     reference_policy,
@@ -49,7 +50,6 @@ from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
-from swift_megatron_grpo.recording.resumed_logs import trim_logs
 from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
@@ -104,8 +104,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """Refuse damaged checkpoints, and those of another model or tokenizer, before the model loads."""
         tokenizer = tokenizer_identity(template.tokenizer) if args.resumes else None
         model, threads = read_model_identity(args.model_dir), threads_of_a_rank(_ranks_of_this_machine())
-        sources, verify = args.checkpoint_sources, args.verify_checkpoint
-        for warning in check_sources(sources, model, tokenizer, verify, self.coordinator, threads):
+        identity, ranks = (model, tokenizer, args.verify_checkpoint), self.coordinator
+        for warning in check_or_fall_back(args, lambda used: check_sources(used, *identity, ranks, threads)):
             logger.warning(warning)
 
     def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
@@ -188,8 +188,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
         config, args, rollouts_done = self.settings, self.args, self._rollouts_done
         args.check_replay_reach(rollouts_done)
-        if self.state.iteration > 0 and is_last_rank():
-            trim_logs(args.output_dir, self.state.iteration, rollouts_done)
+        loaded = (args.mcore_adapter, args.mcore_model, *args.adapters, args.model)
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
         inputs = RunInputs(
             template=self.template,
@@ -200,17 +199,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             coordinator=self.coordinator,
             stop=self.stop,
             rollouts_done=rollouts_done,
+            checkpoints=tuple(path for path in loaded if path is not None) if self.state.iteration > 0 else (),
             recording=args.recording_settings(),
             write_completions=writer.append,
             is_master=is_master(),
             is_last_rank=is_last_rank(),
             logger=logger,
         )
-        stages = assemble_stages(config, self._loaded_models(), inputs)
-        loop = GRPOLoop(config, stages, self.state, self.state.iteration, args.train_iters)
-        if loop.kl_controller.adapts and self.state.iteration > 0:
-            loop.kl_controller.restore((args.mcore_adapter, args.mcore_model, *args.adapters, args.model))
-        return loop
+        return assemble_loop(config, self._loaded_models(), inputs, self.state, args.train_iters)
 
     @property
     def _rollouts_done(self) -> int:
@@ -259,8 +255,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         size = saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
         with self.checkpoints.writing(self.state.iteration, prompts, size):
             super().save_checkpoint()
-            if self.loop.kl_controller.adapts and is_master():
-                self.loop.kl_controller.save(self.state.last_model_checkpoint)
+            self.loop.save(self.state.last_model_checkpoint)
         self._finish_checkpoints()
 
     def _finish_checkpoints(self) -> None:
@@ -343,8 +338,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if number is None:
             return
         self._release()
-        args, step = self.args, self.state.iteration
-        line = last_line(number, step, args.train_iters, folder, args.has_adapter, not args.no_save_optim)
+        args, step, auto = self.args, self.state.iteration, self.args.resume == "auto"
+        line = last_line(number, step, args.train_iters, folder, args.has_adapter, not args.no_save_optim, auto)
         raise StoppedBySignal(self.stop, number, line)
 
     def _save_last_step(self) -> str | None:

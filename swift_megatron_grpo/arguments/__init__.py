@@ -4,6 +4,7 @@ flags.py             the flags that this package adds to ms-swift's, with their 
 grpo_arguments.py    the class that ms-swift parses into, and its overrides of ms-swift
 derived.py           values that follow from the flags
 to_config.py         convert the arguments into the frozen settings of config.py
+resume.py            find the checkpoint of --resume, and set the flags that load it
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one

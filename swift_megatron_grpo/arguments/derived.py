@@ -37,6 +37,9 @@ _REFERENCE_SIZES = (
 class DerivedArguments(GRPOFlags):
     """The flags, with the values that follow from them."""
 
+    resumed_step = 0  # no flag: the step of the checkpoint that --resume has found
+    typed = tuple[tuple[str, str], ...]()  # no flag: those that decide what a run generates and trains, as typed
+
     # ---- the run
 
     @property
@@ -48,6 +51,8 @@ class DerivedArguments(GRPOFlags):
     def checkpoint_sources(self) -> tuple[Source, ...]:
         """The folders that this run loads, the one that it resumes from first."""
         megatron = [("mcore_adapter", self.mcore_adapter), ("mcore_model", self.mcore_model)]
+        if self.resume != "never" and self.resumes:  # name the flag that the user has typed
+            megatron[0 if self.has_adapter else 1] = ("resume", megatron[0 if self.has_adapter else 1][1])
         others = [("adapters", path) for path in as_list(self.adapters)]
         others += [("model", self.model), ("ref_model", self.ref_model)]
         typed = [(flag, path, True) for flag, path in megatron] + [(flag, path, False) for flag, path in others]

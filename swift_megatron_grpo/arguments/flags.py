@@ -290,6 +290,17 @@ class GRPOFlags(MegatronRLHFArguments):
             "without training. Default: false."
         },
     )
+    resume: str = field(
+        default="never",
+        metadata={
+            "help": "auto: continue from the newest whole checkpoint in --output_dir or in one of its version folders, "
+            "in the folder of that run; incomplete and damaged checkpoints are skipped, with a line in the log. "
+            "Without a checkpoint the run starts with step 1, and a run that has done all its steps ends at once. "
+            "Rollouts that --rollout_dump has stored beyond the checkpoint are trained without being generated again. "
+            "A folder checkpoint-N: continue from it. never: start with step 1, unless --finetune false and "
+            "--mcore_model or --mcore_adapter name a checkpoint. docs/checkpoints.md describes it. Default: never."
+        },
+    )
     verify_checkpoint: bool = field(
         default=True,
         metadata={

@@ -21,6 +21,7 @@ from swift_megatron_grpo.arguments.image_rows import read_images
 from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
@@ -42,11 +43,13 @@ class GRPOArguments(DerivedArguments):
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are for --rlhf_type grpo, not {self.rlhf_type}")
+        self.typed = typed_flags(self)
         if self.vllm_server_api_key is not None:  # keep it out of args.json and of the log
             os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
             hide_in_process_list(os.environ[API_KEY_VARIABLE])
         if self.vllm_mode == "server":
             read_api_key(os.environ)  # before a model is loaded
+        apply_resume(self)
         checks.check_command_line(self)
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
@@ -61,6 +64,7 @@ class GRPOArguments(DerivedArguments):
     def _init_output_dir(self) -> None:
         """Run the last checks; ms-swift creates process groups and the folder next."""
         self.check_before_process_groups()
+        check_ranks_agree(self)  # before ms-swift broadcasts a version folder
         super()._init_output_dir()
 
     def check_before_process_groups(self) -> None:
@@ -150,6 +154,7 @@ class GRPOArguments(DerivedArguments):
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
         checks.check_ranges(self)  # once more, with the number of iterations
+        raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)
 

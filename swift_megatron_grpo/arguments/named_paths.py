@@ -8,8 +8,8 @@ from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from mcore_bridge import ModelConfig
 from swift.agent_template import agent_template_map
+from swift.megatron.model.utils import ModelConfig  # of mcore-bridge
 from swift.model import MODEL_MAPPING
 from swift.template import TEMPLATE_MAPPING
 

@@ -226,7 +226,8 @@ def check_recording(args: DerivedArguments) -> None:
     """Check the recording flags, and the folders on disk against the settings of this run."""
     rollouts.check_recording(args.rollout_dump, args.rollout_replay, args.rollout_only)
     if args.dump_folder is not None and not args.servers_may_grade:
-        recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes)
+        stopped_early = dict(args.typed) if args.resume == "auto" else None  # before its first checkpoint
+        recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes, stopped_early)
     if args.replay_folder is not None:
         recording.check_replay(args.replay_folder, args.recording_settings())
 

@@ -148,7 +148,7 @@ USED_HERE = _flags(
     eval_correct_from
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     multi_turn_scheduler max_turns use_gym_env gym_env vllm_server_pass_dataset
-    reward_timeout phase_timeout stop_grace rollout_dump rollout_replay rollout_only verify_checkpoint
+    reward_timeout phase_timeout stop_grace rollout_dump rollout_replay rollout_only resume verify_checkpoint
     log_completions wandb_log_unique_prompts report_to output_dir
     """
 )

@@ -108,7 +108,12 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(
-            args.dump_folder, args.replay_folder, args.rollout_only, read_model_identity(args.model_dir)["vocab_size"]
+            args.dump_folder,
+            args.replay_folder,
+            args.rollout_only,
+            read_model_identity(args.model_dir)["vocab_size"],
+            args.resume != "never",
+            dict(args.typed),
         ),
         max_staleness=args.rollouts_ahead,
         routing=args.routing,

@@ -42,6 +42,7 @@ class Manifest:
     tokenizer: TokenizerIdentity
     dataset: DatasetIdentity
     files: Mapping[str, FileEntry]  # by path below the checkpoint's folder
+    saved_at: float | None = None  # seconds since 1970; None: saved by an earlier version
 
     @property
     def size(self) -> int:
@@ -98,6 +99,7 @@ def read_manifest(folder: Path) -> Manifest:
         tokenizer=TokenizerIdentity(**content["tokenizer"]),
         dataset=DatasetIdentity(**content["dataset"]),
         files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+        saved_at=content.get("saved_at"),
     )
 
 

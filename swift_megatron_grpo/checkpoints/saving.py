@@ -161,6 +161,7 @@ class CheckpointWriter:
             tokenizer=identity.tokenizer,
             dataset=identity.dataset,
             files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
+            saved_at=time.time(),
         )
         self._ranks.all_gather_or_raise(
             lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"

@@ -26,7 +26,14 @@ _SHOWN = 3  # files that an error names
 
 
 class BadCheckpoint(ValueError):
-    """A checkpoint that a flag names is incomplete, damaged, or of another run. The message says what to use."""
+    """A checkpoint that a flag names is incomplete, damaged, or of another run. The message says what to use.
+
+    `whole`: the checkpoint to use instead of a damaged one, if there is one.
+    """
+
+    def __init__(self, message: str, whole: Source | None = None) -> None:
+        super().__init__(message)
+        self.whole = whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +94,10 @@ def check_optimizer_state(sources: Iterable[Source]) -> None:
             continue
         if json.loads(arguments.read_text(encoding="utf-8")).get("no_save_optim"):
             flag = "--adapters" if source.flag == "mcore_adapter" else "--model"
+            instead = f"--{source.flag}" + ("" if source.flag == "resume" else " and --finetune false")
             raise BadCheckpoint(
                 f"{source}: it was saved with --no_save_optim true, so it has no optimizer state to resume with; to "
-                f"start a new run from its weights, use {flag} {source.folder} without --{source.flag} and --finetune "
-                "false"
+                f"start a new run from its weights, use {flag} {source.folder} without {instead}"
             )
 
 
@@ -129,7 +136,9 @@ def refusal(source: Source, faults: Sequence[str], whole: Source | None) -> BadC
         advice = f"no other checkpoint in {_real(source.folder).parent} is whole, so the run must start again"
     else:
         advice = f"use {whole}"
-    return BadCheckpoint(f"{source}: {shown}; {advice} (--verify_checkpoint false loads a checkpoint unverified)")
+    return BadCheckpoint(
+        f"{source}: {shown}; {advice} (--verify_checkpoint false loads a checkpoint unverified)", whole
+    )
 
 
 def first_whole(source: Source, is_whole: Callable[[Source], bool]) -> Source | None:

@@ -41,9 +41,18 @@ class PromptSource:
         self.taken += count
         return prompts
 
+    def find(self, prompt_id: str) -> Prompt | None:
+        """Return the prompt with this id; None if it is another source's, or if the dataset has no such row."""
+        epoch, _, row = prompt_id.removeprefix(self._label).partition("-")
+        if not (prompt_id.startswith(self._label) and epoch.isdecimal() and row.isdecimal()):
+            return None
+        return self._prompt_of_row(int(epoch), int(row)) if int(row) < len(self._rows) else None
+
     def _prompt(self, number: int) -> Prompt:
         epoch, place = divmod(number, len(self._rows))
-        row = self._order(epoch)[place]
+        return self._prompt_of_row(epoch, self._order(epoch)[place])
+
+    def _prompt_of_row(self, epoch: int, row: int) -> Prompt:
         return Prompt(prompt_id=f"{self._label}{epoch}-{row}", row=self._with_system(self._rows[row]))
 
     def _with_system(self, row: dict[str, Any]) -> dict[str, Any]:

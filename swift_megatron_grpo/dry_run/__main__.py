@@ -28,10 +28,14 @@ def run(command_line: Sequence[str]) -> int:
     ranks = ranks_of(os.environ)
     per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("NPROC_PER_NODE", "1")))
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_machine), "RANK": "0", "LOCAL_RANK": "0"}
+    from swift_megatron_grpo.arguments.resume import RunFinished
     from swift_megatron_grpo.dry_run.check import check
 
     try:
         report, passed = check(command_line)
+    except RunFinished as finished:
+        print(finished)
+        return 0
     except ValueError as problem:
         print(f"--check: this run would be refused:\n{problem}", file=sys.stderr)
         return 1

@@ -25,13 +25,16 @@ from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
-from swift_megatron_grpo.loop.step import GRPOLoop
+from swift_megatron_grpo.loop.step import GRPOLoop, shared_settings
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.earlier import EarlierRollouts, can_be_used
 from swift_megatron_grpo.recording.folder import Settings as RecordingSettings
 from swift_megatron_grpo.recording.replay import RolloutReplay
-from swift_megatron_grpo.recording.values import Limits
+from swift_megatron_grpo.recording.resumed_logs import trim_logs
+from swift_megatron_grpo.recording.unfinished import UnfinishedRollout, read_unfinished
+from swift_megatron_grpo.recording.values import BadRow, Limits
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
@@ -44,7 +47,7 @@ from swift_megatron_grpo.training.reference import (
     SecondAdapter,
 )
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
-from swift_megatron_grpo.types import ScoredText
+from swift_megatron_grpo.types import Prompt, ScoredText
 from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.tensor_names import tower_prefixes
 
@@ -84,7 +87,8 @@ class RunInputs:
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     coordinator: Coordinator
     stop: StopRequest
-    rollouts_done: int  # before this run, which may resume another
+    rollouts_done: int  # before this run, which may resume another; trained with all of their steps
+    checkpoints: Sequence[str]  # folders that a run which resumes has loaded, the one that it continues first
     recording: RecordingSettings
     write_completions: Callable[[list[dict[str, Any]]], None]
     is_master: bool
@@ -92,7 +96,51 @@ class RunInputs:
     logger: logging.Logger
 
 
-def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Stages:
+def assemble_loop(
+    config: GRPOConfig, models: LoadedModels, run: RunInputs, trainer_state: Any, total_steps: int
+) -> GRPOLoop:
+    """Build the loop. A run that resumes continues beta, and the rollout that its checkpoint interrupted."""
+    unfinished = _unfinished(config, run)
+    generated = run.rollouts_done + (unfinished is not None)
+    steps_done: int = trainer_state.iteration
+    if run.is_last_rank and (steps_done > 0 or config.recording.continues):
+        trim_logs(config.log.output_dir, steps_done, generated)
+    stages = assemble_stages(config, models, run, generated)
+    loop = GRPOLoop(config, stages, trainer_state, steps_done, total_steps, unfinished)
+    if loop.kl_controller.adapts:
+        loop.kl_controller.restore(run.checkpoints)
+    return loop
+
+
+def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
+    """Read the rollout that the checkpoint interrupted; None: there is none, or it is generated again."""
+    problem, found = None, None
+    if run.checkpoints:
+        sources = (
+            prompt_source(config, run.template, run.train_rows, config.data.shuffle),
+            _spare_prompts(config, run),
+        )
+
+        def find(prompt_id: str) -> Prompt:
+            prompts = (source.find(prompt_id) for source in sources)
+            prompt = next((prompt for prompt in prompts if prompt is not None), None)
+            if prompt is None:
+                raise BadRow(f"the dataset has no prompt {prompt_id}")
+            return prompt
+
+        folder, limits = Path(run.checkpoints[0]), _limits(config, run)
+        try:
+            found = read_unfinished(folder, run.rollouts_done, shared_settings(config), find, limits, image_digests)
+        except BadRow as error:
+            problem = str(error)
+    problems = [text for text in run.coordinator.all_gather(problem) if text is not None]
+    if problems:
+        run.logger.warning(f"the rollout that the checkpoint interrupts is generated again: {problems[0]}")
+    return None if problems else found
+
+
+def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, generated: int) -> Stages:
+    """Build the stages. `generated`: the number of rollouts of which this run generates nothing."""
     frozen_models = [] if models.reference is None else models.reference.models
     residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
@@ -109,6 +157,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
         left_out = _towers_left_out(models, generation, run.coordinator)
         export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
         sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
+    dump, earlier = _dump(config, run, generated)
     prompts_done = run.rollouts_done * config.batch.rollout_prompts
     return Stages(
         prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
@@ -131,11 +180,10 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs) ->
             run.template.safe_decode,
             run.write_completions,
             run.is_last_rank,
-            run.rollouts_done,
+            generated,
         ),
-        dump=None
-        if recording.dump is None
-        else RolloutDump(recording.dump, run.recording, run.rollouts_done, run.is_master, image_digests),
+        dump=dump,
+        earlier=earlier,
         replay=_replay(config, run),
         watchdog=_start_watchdog(config, run),
         stop=run.stop,
@@ -213,7 +261,22 @@ def _replay(config: GRPOConfig, run: RunInputs) -> RolloutReplay | None:
     recording = config.recording
     if recording.replay is None:
         return None
-    return RolloutReplay(recording.replay, Limits(recording.vocabulary, len(run.rewards.names)), image_digests)
+    return RolloutReplay(recording.replay, _limits(config, run), image_digests)
+
+
+def _dump(config: GRPOConfig, run: RunInputs, generated: int) -> tuple[RolloutDump | None, EarlierRollouts | None]:
+    """Return the writer of --rollout_dump, and the reader of what an earlier run has left there beyond `generated`."""
+    folder, flags = config.recording.dump, config.recording.flags
+    if folder is None:
+        return None, None
+    uses = run.is_master and config.recording.continues and can_be_used(folder, flags)
+    dump = RolloutDump(folder, run.recording, generated, run.is_master, image_digests, flags, keeps_later=uses)
+    reader = EarlierRollouts(folder, _limits(config, run), image_digests, run.logger.info)
+    return dump, reader if uses else None
+
+
+def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
+    return Limits(config.recording.vocabulary, len(run.rewards.names))
 
 
 def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:

@@ -21,6 +21,7 @@ from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.interface import (
+    BatchGeneration,
     Generation,
     Progress,
     Share,
@@ -33,6 +34,7 @@ from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.recording.earlier import Recorded
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -56,10 +58,14 @@ class _PendingRollout:
     group_size: int  # completions of one prompt
     missing: int  # completions not received yet
     versions: set[int]  # of weights that may generate it
+    earlier: Recorded = field(default_factory=dict)  # an earlier run has generated and graded these
     kept: dict[int, Rollout] = field(default_factory=dict)  # received before they were needed
 
 
 def _do_nothing() -> None: ...
+
+
+_NOTHING = BatchGeneration(dict)
 
 
 class Rollouts:
@@ -72,6 +78,7 @@ class Rollouts:
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
         self._pending: deque[_PendingRollout] = deque()  # that rollout, if it has started, and those after it
         self._engine_version = NO_WEIGHTS  # of the last weights sent
+        self._uses_earlier = config.recording.continues and stages.dump is not None
 
     def take(self, step: Step) -> list[Graded]:
         """Return the next rollout with its total rewards."""
@@ -87,6 +94,15 @@ class Rollouts:
             step.metrics["rollout/staleness"] = sum(stale) / len(stale)
             step.metrics["rollout/staleness_max"] = max(stale)
         return graded
+
+    @property
+    def last(self) -> int:
+        """The number of the rollout taken last."""
+        return self._next - 1
+
+    def skip(self) -> None:
+        """Leave out the next rollout, which the checkpoint of a resumed run contains."""
+        self._next += 1
 
     def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: Step) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
@@ -111,7 +127,7 @@ class Rollouts:
         while self._ahead.in_window(rollout := training + 1 + len(self._pending), training):
             if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
                 return
-            self._pending.append(self._start(self._prompts(rollout), self._config.grading.num_generations, step))
+            self._pending.append(self._start_rollout(rollout, 0, self._prompts(rollout), step))
 
     def _draw(
         self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step, on_generated: Callable[[], None]
@@ -126,8 +142,9 @@ class Rollouts:
         if draw == 0 and self._pending:
             pending = self._pending.popleft()
         else:
-            pending = self._start(prompts, num_generations, step)
-        graded = self._grade(pending, step, on_generated)
+            pending = self._start_rollout(rollout, draw, prompts, step)
+        append = None if stages.dump is None else partial(stages.dump.append, rollout, draw)
+        graded = self._grade(pending, step, on_generated, append)
         if stages.dump is not None:
             write = partial(stages.dump.write, rollout, draw, graded)
             with step.timer("dump"):
@@ -156,12 +173,55 @@ class Rollouts:
 
     # ---- generation
 
+    def _start_rollout(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> _PendingRollout:
+        """Start the generation of what no earlier run has dumped of a rollout."""
+        earlier = self._earlier(rollout, draw, prompts, step)
+        return self._start(prompts, self._config.grading.num_generations, step, earlier=earlier)
+
+    def _earlier(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> Recorded:
+        """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
+
+        They are used up to the first rollout that is not complete: its other completions differ from those with which
+        the earlier run went on.
+        """
+        if not self._uses_earlier:
+            return {}
+        coordinator, size = self._stages.coordinator, self._config.grading.num_generations
+
+        def accepts(version: int) -> bool:
+            if not self._ahead.max_staleness:
+                return version == step.version
+            return 0 <= self._ahead.staleness(rollout, version) <= self._ahead.max_staleness
+
+        def read() -> Recorded:
+            reader = self._stages.earlier
+            found = {} if reader is None else reader.take(rollout, draw, prompts, size, accepts)
+            return {
+                i: (replace(r, prompt=Prompt(r.prompt.prompt_id, {})), rewards) for i, (r, rewards) in found.items()
+            }
+
+        with step.timer("replay"):
+            gathered = coordinator.all_gather_or_raise(read, "reading dumped rollouts")
+        found = {index: value for part in gathered for index, value in part.items()}
+        self._uses_earlier = len(found) == len(prompts) * size
+        return {index: (replace(r, prompt=prompts[index // size]), rewards) for index, (r, rewards) in found.items()}
+
     def _start(
-        self, prompts: Sequence[Prompt], num_generations: int, step: Step, evaluation: EvaluationConfig | None = None
+        self,
+        prompts: Sequence[Prompt],
+        num_generations: int,
+        step: Step,
+        evaluation: EvaluationConfig | None = None,
+        earlier: Recorded | None = None,
     ) -> _PendingRollout:
-        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has."""
-        engine, sync = self._stages.generation, self._stages.sync
+        """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has.
+
+        `earlier`: completions that are not generated again.
+        """
+        engine, sync, earlier = self._stages.generation, self._stages.sync, earlier or {}
         assert engine is not None and sync is not None
+        if len(earlier) == len(prompts) * num_generations:
+            return _PendingRollout(_NOTHING, prompts, num_generations, 0, set(), earlier)
         if self._engine_is_idle():
             step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
@@ -172,8 +232,9 @@ class Rollouts:
         else:
             assert sampling.seed is not None
             requests = evaluation_requests(prompts, num_generations, sampling.seed)
+        requests = [request for request in requests if request.index not in earlier]
         generation = engine.generate(engine.share.pick(requests), num_generations, sampling)
-        return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version})
+        return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version}, earlier)
 
     def _engine_is_idle(self) -> bool:
         """Return True if no generation is running. With servers, only rank 0 has this information."""
@@ -240,11 +301,20 @@ class Rollouts:
     # ---- grading
 
     def _grade(
-        self, pending: _PendingRollout, step: Step, on_generated: Callable[[], None] = _do_nothing
+        self,
+        pending: _PendingRollout,
+        step: Step,
+        on_generated: Callable[[], None] = _do_nothing,
+        append: Callable[[list[Graded]], None] | None = None,
     ) -> list[Graded]:
-        """Grade groups as they finish. Calls `on_generated` when the engine has finished the whole rollout."""
-        rollouts: dict[int, Rollout] = {}
-        rewards: dict[int, list[float | None]] = {}
+        """Grade groups as they finish. Calls `on_generated` when the engine has finished the whole rollout.
+
+        `append`: stores each group once it is graded.
+        """
+        rollouts = {index: rollout for index, (rollout, _) in pending.earlier.items()}
+        rewards = {index: graded for index, (_, graded) in pending.earlier.items()}
+        if pending.generation is _NOTHING:
+            on_generated()
         for groups in self._collect(pending, step):
             if not pending.missing:
                 self._release_engine(step)
@@ -252,6 +322,8 @@ class Rollouts:
             with step.timer("grading"):
                 rewards |= zip(groups, self._call_rewards(list(groups.values()), pending.group_size), strict=True)
             rollouts |= groups
+            if append is not None and len(rollouts) < len(pending.prompts) * pending.group_size:
+                append([Graded(rollouts[index], rewards[index], None, 0.0) for index in sorted(groups)])
         order = range(len(rollouts))
         return total_rewards([rollouts[i] for i in order], [rewards[i] for i in order], self._config.grading)
 

@@ -15,6 +15,7 @@ from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.earlier import EarlierRollouts
 from swift_megatron_grpo.recording.replay import RolloutReplay
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
@@ -40,6 +41,7 @@ class Stages:
     coordinator: Coordinator
     log: CompletionLog
     dump: RolloutDump | None
+    earlier: EarlierRollouts | None  # None: there are none, or another rank reads them
     replay: RolloutReplay | None  # replaces generation and rewards
     watchdog: Watchdog
     stop: StopRequest

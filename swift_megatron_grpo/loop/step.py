@@ -30,15 +30,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from swift_megatron_grpo.config import CorrectionConfig, GRPOConfig
 from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
+from swift_megatron_grpo.images.files import image_digests
 from swift_megatron_grpo.loop.expert_checks import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
@@ -47,6 +49,7 @@ from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.samples import samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
+from swift_megatron_grpo.recording.unfinished import UnfinishedRollout, save_unfinished
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
@@ -64,7 +67,13 @@ class GRPOLoop:
     """The steps of one run. Every rank calls every method."""
 
     def __init__(
-        self, config: GRPOConfig, stages: Stages, trainer_state: Any, steps_done: int, total_steps: int
+        self,
+        config: GRPOConfig,
+        stages: Stages,
+        trainer_state: Any,
+        steps_done: int,
+        total_steps: int,
+        unfinished: UnfinishedRollout | None = None,
     ) -> None:
         self.config = config
         self.stages = stages
@@ -73,11 +82,15 @@ class GRPOLoop:
         self._weights_version = steps_done
         per_rollout = config.batch.steps_per_generation * config.num_iterations
         self._steps_to_skip = steps_done % per_rollout
+        self._per_rollout = per_rollout
+        self._unfinished = unfinished  # of the checkpoint, until its steps are queued
+        self._current: UnfinishedRollout | None = None  # the rollout in training, for a checkpoint before its last step
         first = stages.prompts.taken // config.batch.rollout_prompts
         ahead = RunAhead(config.max_staleness, per_rollout, first, steps_done - self._steps_to_skip, total_steps)
         self._rollouts = Rollouts(config, stages, trainer_state, ahead)
         self._compared_with_engine = False
         self._batches: deque[list[Sample]] = deque()  # one per optimizer step left of the last rollout
+        self._batches_in_training: list[list[Sample]] = []  # all of that rollout
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, after a rollout if the last one is used up. Return the metrics for the log."""
@@ -125,18 +138,49 @@ class GRPOLoop:
 
     def _roll_out(self, step: Step) -> None:
         """Fill the queue of batches with the samples of one rollout."""
+        if self._unfinished is not None:
+            self._continue(self._unfinished, step)
+            return
         graded = self._graded_rollout(step)
-        size, grading = self.config.batch.global_batch_size, self.config.grading
-        samples = samples_of(
-            graded, grading.num_generations, grading.overlong_filter, self.stages.pictures, self._replays_engine
-        )
-        batches = [samples[i : i + size] for i in range(0, len(samples), size)]
+        batches = self._batches_of(graded)
         self._compare_with_engine(batches[0], step.timer)
         self._measure_agreement(batches[0], graded, step)
         from_engine = old_logprobs_from_engine([g.rollout for g in graded], step.version, self.config.loss.correction)
         self._add_old_policy(batches, from_engine, step.timer)
         self._add_reference(batches, step.timer)
-        self._queue(batches, from_engine)
+        self._queue(graded, batches, from_engine)
+
+    def _continue(self, rest: UnfinishedRollout, step: Step) -> None:
+        """Queue the steps that are left of a rollout that a checkpoint has interrupted, with its old log-probs."""
+        self._rollouts.skip()
+        batches = self._batches_of(rest.graded)
+        for sample, old_logprobs in zip(chain.from_iterable(batches), rest.old_logprobs, strict=True):
+            sample.old_logprobs = old_logprobs
+        self._add_reference(batches, step.timer)
+        self._queue(rest.graded, batches, rest.from_engine)
+        self._unfinished = None
+
+    def _batches_of(self, graded: Sequence[Graded]) -> list[list[Sample]]:
+        """Return the samples of a rollout, in batches of one optimizer step."""
+        size, grading = self.config.batch.global_batch_size, self.config.grading
+        samples = samples_of(
+            graded, grading.num_generations, grading.overlong_filter, self.stages.pictures, self._replays_engine
+        )
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+    def save(self, folder: str) -> None:
+        """Write to a checkpoint what a resumed run needs beside the models: beta, and a rollout trained in part."""
+        coordinator, current = self.stages.coordinator, self._current
+        if self.kl_controller.adapts and coordinator.rank == 0:
+            self.kl_controller.save(folder)
+        if current is None or self._weights_version % self._per_rollout == 0 or self.config.routing.replay == "R2":
+            current = None  # with R2, each rank has the experts of its own layers
+        else:
+            samples = list(chain.from_iterable(self._batches_in_training))
+            old = self._gather({i: s.old_logprobs for i, s in enumerate(samples) if s.old_logprobs is not None})
+            current = replace(current, old_logprobs=[old.get(index) for index in range(len(samples))])
+        if coordinator.rank == 0:
+            save_unfinished(Path(folder), current, image_digests)
 
     def _graded_rollout(self, step: Step) -> list[Graded]:
         """Take the next rollout and compute its rewards, KL penalty and advantages."""
@@ -170,7 +214,7 @@ class GRPOLoop:
                 for index, values in self.stages.reference.infer(without_routing(samples)).items():
                     samples[index].ref_logprobs = values.logprobs
 
-    def _queue(self, batches: list[list[Sample]], from_engine: bool) -> None:
+    def _queue(self, graded: Sequence[Graded], batches: list[list[Sample]], from_engine: bool) -> None:
         """Queue one batch for each optimizer step that this rollout feeds.
 
         The first step trains the old policy itself, unless older weights generated, so it computes the old log-probs
@@ -180,6 +224,9 @@ class GRPOLoop:
         steps = [first, *batches[1:], *batches * (self.config.num_iterations - 1)]
         self._batches.extend(steps[self._steps_to_skip :])
         self._steps_to_skip = 0  # the steps of this rollout that a resumed run had done
+        settings = shared_settings(self.config)
+        self._current = UnfinishedRollout(self._rollouts.last, settings, graded, [], from_engine)
+        self._batches_in_training = batches
 
     def _add_old_logprobs(self, batches: Sequence[list[Sample]], timer: PhaseTimer) -> None:
         for samples in batches:
@@ -258,6 +305,18 @@ class GRPOLoop:
     def _reward_metrics(self, graded: list[Graded], num_generations: int) -> dict[str, float]:
         grading = self.config.grading
         return reward_metrics(graded, self.stages.rewards.names, num_generations, grading.scale_rewards)
+
+
+def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
+    """Return the settings that a run must share to continue a rollout of another one, by flag."""
+    batch = config.batch
+    return {
+        "num_generations": batch.num_generations,
+        "generation_batch_size": batch.generation_batch_size,
+        "global_batch_size": batch.global_batch_size,
+        "num_iterations": config.num_iterations,
+        "temperature": config.sampling.temperature,
+    }
 
 
 def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:

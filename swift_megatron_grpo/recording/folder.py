@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from swift_megatron_grpo.recording.values import BadRow
 FORMAT = 2
 WITHOUT_CHECKSUMS = 1
 SETTINGS = "settings.json"
+_SHOWN = 3  # flags that differ
 _FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
 
 
@@ -44,18 +45,39 @@ def draw_paths(folder: Path, rollout: int) -> list[Path]:
     return [rollout_path(folder, rollout, 0), *sorted(folder.glob(f"rollout-{rollout:06}-draw-*.jsonl"))]
 
 
+def partial_path(path: Path) -> Path:
+    """Return the file to which the completions of an unfinished draw are appended, in place of its file `path`."""
+    return path.with_suffix(".partial")
+
+
 def recorded_rollouts(folder: Path) -> list[int]:
     """Return the numbers of the rollouts in the folder, in order."""
     matches = (_FIRST_DRAW.fullmatch(path.name) for path in folder.glob("rollout-*.jsonl"))
     return sorted(int(match[1]) for match in matches if match)
 
 
-def write_settings(folder: Path, settings: Settings) -> None:
-    """Write settings.json. A folder that still holds rollouts of format 1 keeps this format."""
+def write_settings(folder: Path, settings: Settings, flags: Mapping[str, str]) -> None:
+    """Write settings.json. A folder that still holds rollouts of format 1 keeps this format.
+
+    `flags`: those of the run that decide what it generates and trains.
+    """
     keeps_format = bool(recorded_rollouts(folder)) and not has_checksums(folder)
-    content = {"format": WITHOUT_CHECKSUMS if keeps_format else FORMAT, **asdict(settings)}
+    content = {"format": WITHOUT_CHECKSUMS if keeps_format else FORMAT, **asdict(settings), "flags": dict(flags)}
     content["crc32"] = _settings_checksum(content)
     write_durably(folder / SETTINGS, [json.dumps(content, indent=1) + "\n"])
+
+
+def differing_flags(folder: Path, flags: Mapping[str, str]) -> str | None:
+    """Return how the flags of the run that wrote a folder differ from these; None: they are the same."""
+    try:
+        recorded = _read_settings(folder).get("flags")
+    except ValueError as problem:
+        return str(problem)
+    if not recorded or not flags:
+        return f"{SETTINGS} does not have the flags of the run that generated them"
+    names = [name for name in sorted({*recorded, *flags}) if recorded.get(name) != flags.get(name)]
+    shown = [f"--{name} was {recorded.get(name)} and is {flags.get(name)}" for name in names[:_SHOWN]]
+    return "; ".join(shown) or None
 
 
 def has_checksums(folder: Path) -> bool:
@@ -75,7 +97,7 @@ def start_up_notes(replay: Path | None) -> list[str]:
 
 def read_lines(path: Path, must_have_checksums: bool) -> list[bytes]:
     """Read a file of rollouts; raise BadRow with file and line if a line is damaged."""
-    lines = _split(path.read_bytes())
+    lines = split_lines(path.read_bytes())
     for number, line in enumerate(lines, start=1):
         try:
             check_line(line, must_have_checksums)
@@ -84,19 +106,22 @@ def read_lines(path: Path, must_have_checksums: bool) -> list[bytes]:
     return lines
 
 
-def _split(content: bytes) -> list[bytes]:
+def split_lines(content: bytes) -> list[bytes]:
     """Split after each newline only; bytes.splitlines() would also split at carriage returns."""
     *lines, rest = content.split(b"\n")
     return [line + b"\n" for line in lines] + ([rest] if rest else [])
 
 
-def check_dump(folder: Path, settings: Settings, resumes: bool) -> None:
-    """Raise ValueError if the folder would mix rollouts of this run with those of another run."""
+def check_dump(folder: Path, settings: Settings, resumes: bool, flags: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError if the folder would mix rollouts of this run with those of another run.
+
+    `flags`: given if the run may continue the rollouts of one that was stopped before its first checkpoint.
+    """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--rollout_dump {folder} is a file; give a folder")
     if not recorded_rollouts(folder):
         return
-    if not resumes:
+    if not resumes and (flags is None or differing_flags(folder, flags) is not None):
         raise ValueError(
             f"--rollout_dump {folder} holds rollouts of another run; give a folder that is empty or does not exist"
         )

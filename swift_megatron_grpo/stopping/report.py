@@ -21,9 +21,18 @@ class StoppedBySignal(Exception):
 
 
 def last_line(
-    number: Signals, step: int, steps: int, checkpoint: str | None, has_adapter: bool, has_optimizer: bool
+    number: Signals,
+    step: int,
+    steps: int,
+    checkpoint: str | None,
+    has_adapter: bool,
+    has_optimizer: bool,
+    finds_checkpoint: bool = False,
 ) -> str:
-    """Return the last line of a stopped run. `checkpoint`: of the last complete step; None: nothing was saved."""
+    """Return the last line of a stopped run. `checkpoint`: of the last complete step; None: nothing was saved.
+
+    `finds_checkpoint`: True if the same command continues (--resume auto).
+    """
     stopped = f"stopped by {number.name} after step {step} of {steps}"
     if checkpoint is None:
         return f"{stopped}; nothing was saved, because no weights have changed. To continue, start the run again"
@@ -33,6 +42,8 @@ def last_line(
             f"{stopped}; the weights are in {checkpoint}, without the optimizer's state (--no_save_optim true). To "
             f"start a new run from them, use the same command with {flag} {checkpoint}"
         )
+    if finds_checkpoint:
+        return f"{stopped}; the checkpoint is {checkpoint}. To continue, use the same command again"
     flag = "--mcore_adapter" if has_adapter else "--mcore_model"
     return (
         f"{stopped}; the checkpoint is {checkpoint}. To continue, use the same command with --finetune false {flag} "

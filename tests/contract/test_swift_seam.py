@@ -28,7 +28,8 @@ def upstream() -> dict[str, Any]:
         from swift.megatron.trainers.base import BaseMegatronTrainer
         from swift.pipelines.base import SwiftPipeline
         from swift.infer_engine.grpo_vllm_engine import GRPOVllmEngine
-        from swift.utils import import_external_file
+        from swift.megatron.utils.megatron_lm_utils import load_mcore_checkpoint
+        from swift.utils import import_external_file, init_process_group
         from swift.cli import main as swift_cli
         from swift.cli._megatron.main import ROUTE_MAPPING
         import swift.megatron.trainers as trainers
@@ -58,6 +59,8 @@ def upstream() -> dict[str, Any]:
             "run_train_step": source(BaseMegatronTrainer.run_train_step),
             "finalize_training": source(BaseMegatronTrainer.finalize_training),
             "is_empty_async_queue": source(is_empty_async_queue),
+            "init_process_group": source(init_process_group),
+            "load_mcore_checkpoint": source(load_mcore_checkpoint),
             "save_state_dict_async_finalize": source(save_state_dict_async_finalize),
             "trainer": {name: parameters(getattr(BaseMegatronTrainer, name)) for name in methods},
             "prepare_trainer": source(MegatronRLHF.prepare_trainer),
@@ -187,6 +190,13 @@ def test_asynchronous_saves_end_before_a_step_and_at_the_end_of_training() -> No
     assert step.index("maybe_finalize_async_save(args, blocking=False)") < step.index("self.train_step(")
     assert "maybe_finalize_async_save(self.args, blocking=True" in upstream()["finalize_training"]
     assert "get_num_unfinalized_calls() == 0" in upstream()["is_empty_async_queue"]
+
+
+def test_resume_may_create_the_process_group_and_reads_the_step_of_a_checkpoint() -> None:
+    created = upstream()["init_process_group"]
+    assert created.startswith("def init_process_group(backend: Optional[str] = None, timeout: int")
+    assert created.index("if dist.is_initialized():\n        return") < created.index("dist.init_process_group(")
+    assert "'latest_checkpointed_iteration.txt'" in upstream()["load_mcore_checkpoint"]  # has the step
 
 
 def test_every_rank_raises_if_one_cannot_write_its_part_of_a_checkpoint() -> None:

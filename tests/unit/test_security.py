@@ -23,6 +23,7 @@ READS_PICKLED_DATA = {
     "parallel.py": {"all_gather_object"},
     "training/engine.py": {"all_gather_object", "broadcast_object_list"},
     "arguments/rows_on_ranks.py": {"all_gather_object"},
+    "arguments/resume.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
     "tools/check_layouts.py": {"load"},  # what its own ranks have written, with weights_only
 }

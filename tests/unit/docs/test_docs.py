@@ -14,9 +14,9 @@ from tests.paths import REPOSITORY
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = (*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").glob("*.md")))
-GENERATED = {"performance.md"}  # by `python -m benchmarks.bench report`, with lines as they come
+GENERATED = {"performance.md", "flags.md"}  # by a program, with lines as they come
 MAX_COLUMNS = 120
-NOT_IN_THE_REPOSITORY = {"example.py"}  # what docs/engine.md tells the reader to save its program as
+NOT_IN_THE_REPOSITORY = {"example.py", "run.sh"}  # files of the reader
 
 _SOURCE = (".py", ".sh", ".md", ".toml", ".lock", ".svg")  # a path that ends in one of these names a tracked file
 _URL = re.compile(r"(?:https?|git\+https)://\S+")

@@ -6,8 +6,9 @@ One rank, with a fake engine that generates one group per call of `next` and is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from swift_megatron_grpo.config import (
     CorrectionConfig,
     EvaluationConfig,
     GradingConfig,
+    RecordingConfig,
     RoutingConfig,
     SamplingConfig,
 )
@@ -27,6 +29,10 @@ from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.step import old_logprobs_from_engine
+from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.recording.earlier import EarlierRollouts
+from swift_megatron_grpo.recording.folder import Settings
+from swift_megatron_grpo.recording.values import Limits
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.training.expert_layers import ExpertLayers
 from swift_megatron_grpo.types import Prompt, Rollout
@@ -37,6 +43,7 @@ EVALUATION = EvaluationConfig(
     SamplingConfig(0.6, 0.9, -1, 1.0, 8, (), seed=5), num_generations=4, prompts_at_once=2, most_prompts=None,
     before_training=False, correct_reward=0, correct_from=1.0, names={},
 )  # fmt: skip
+DUMPED = Settings(GROUP, GROUP * PROMPTS, 1.0, ("length",))
 
 
 class OneRank:
@@ -60,8 +67,11 @@ class Engine:
     lost: bool = False  # no server has its weights any more
     synced: list[int] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
+    requested: list[list[Request]] = field(default_factory=list)
+    killed_after: int = -1  # groups
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
+        self.requested.append(list(requests))
         self.generations.append(Generation(self, list(requests), group_size))
         return self.generations[-1]
 
@@ -90,6 +100,9 @@ class Generation:
 
     def next(self, newest: int) -> Progress:
         """Generate one group."""
+        if self.engine.killed_after == 0:
+            raise KeyboardInterrupt
+        self.engine.killed_after -= 1
         if self.engine.lost:
             return Progress({}, needs_weights=True)
         group, self.requests = self.requests[: self.group_size], self.requests[self.group_size :]
@@ -99,7 +112,10 @@ class Generation:
         return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)
 
 
-def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0) -> tuple[Rollouts, Engine]:
+def make(
+    max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0, folder: Path | None = None
+) -> tuple[Rollouts, Engine]:
+    """Create the rollouts of a run; with a `folder` it dumps them, and continues what is in it."""
     rows = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(8)]
     reward = RewardFunctions(["length"], [lambda completions, **_: [float(len(text)) for text in completions]], [1.0])
     engine = Engine()
@@ -107,10 +123,13 @@ def make(max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 
     config = SimpleNamespace(
         batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward=None),
         sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=RoutingConfig("disabled", compared=3),
+        recording=RecordingConfig(dump=folder, continues=True),
     )  # fmt: skip
     stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
-        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), dump=None, replay=None,
+        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), replay=None,
+        dump=folder and RolloutDump(folder, DUMPED, 0, writes_here=True, keeps_later=True),
+        earlier=folder and EarlierRollouts(folder, Limits(99, 1)),
         watchdog=SimpleNamespace(limit=lambda *_: nullcontext()), stop=StopRequest(OneRank(), grace=120.0),  # type: ignore[arg-type]
         residency=SimpleNamespace(for_inference=lambda: None),
         training=SimpleNamespace(passes=SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))),
@@ -161,6 +180,46 @@ def test_a_resumed_run_starts_rollouts_again_that_were_started_ahead() -> None:
     trained += [ids(resumed.take(step(number))) for number in range(3, 6)]
     assert trained == expected(0, 6)
     assert engine.synced[0] == 6
+
+
+def indices(engine: Engine) -> list[list[int]]:
+    return [[request.index for request in requests] for requests in engine.requested]
+
+
+def test_a_killed_run_continues_its_dump_and_generates_only_what_is_missing(tmp_path: Path) -> None:
+    """Killed in rollout 2, of which one group has finished; the checkpoint is that before rollout 1."""
+    before, engine = make(0, rollouts=4, folder=tmp_path)
+    trained = [before.take(step(number)) for number in range(2)]
+    engine.killed_after = 1
+    with suppress(KeyboardInterrupt):
+        before.take(step(2))
+
+    again, engine = make(0, rollouts=4, first=1, folder=tmp_path)
+    assert again.take(step(1)) == trained[1] and engine.synced == [] and engine.requested == []
+    third = again.take(step(2))
+    assert ids(third) == expected(2, 3)[0] and versions(third) == {4}
+    assert engine.synced == [4] and indices(engine) == [[2, 3, 4, 5]]
+    assert ids(again.take(step(3))) == expected(3, 4)[0] and indices(engine)[1] == [0, 1, 2, 3, 4, 5]
+    assert sorted(path.name for path in tmp_path.glob("rollout-*")) == [f"rollout-00000{i}.jsonl" for i in range(4)]
+
+
+def test_dumped_completions_of_other_weights_are_generated_again(tmp_path: Path) -> None:
+    before, _ = make(0, rollouts=4, folder=tmp_path)
+    before.take(step(0))
+    before.take(step(1))
+    again, engine = make(0, rollouts=4, folder=tmp_path)
+    assert versions(again.take(Step(1, PhaseTimer()))) == {1} and len(engine.requested) == 1
+    again.take(step(1))
+    assert len(engine.requested) == 2  # it was generated by weights that were trained on other completions
+
+
+def test_dumped_rollouts_of_a_run_ahead_of_training_are_not_started_again(tmp_path: Path) -> None:
+    before, _ = make(1, rollouts=4, folder=tmp_path)
+    trained = [before.take(step(number)) for number in range(3)]
+    again, engine = make(1, rollouts=4, first=1, folder=tmp_path)
+    assert [again.take(step(number)) for number in (1, 2)] == trained[1:]
+    assert len(engine.requested) == 1  # rollout 3, while rollout 2 is trained
+    assert ids(again.take(step(3))) == expected(3, 4)[0]
 
 
 def test_an_evaluation_uses_the_newest_weights_and_keeps_pending_rollouts() -> None:

@@ -1,0 +1,185 @@
+"""Write docs/flags.md, the page of this package's flags, from the code.
+
+    python scripts/write_flags_page.py
+
+It parses arguments/flags.py, server/arguments.py and config.py in swift_megatron_grpo, and imports none of them, so it
+needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGE = REPOSITORY / "swift_megatron_grpo"
+PAGE = REPOSITORY / "docs" / "flags.md"
+
+# The area of a flag: the first whose entry is the flag's name, or the beginning of it. What is in none is under OTHER.
+AREAS = {
+    "Start, stop and time limits": ("check", "stop_grace", "phase_timeout", "reward_timeout", "trace_"),
+    "Rewards and evaluation": ("bad_reward", "eval_", "report"),
+    "Algorithm": ("advantage_estimator", "kl_", "dual_clip", "entropy_coef", "router_"),
+    "Data": ("truncation_strategy",),
+    "Batches and speed": (
+        "max_tokens_per_micro_batch", "infer_", "share_prompts", "fast_kernels", "recompute_elementwise", "offload_",
+    ),
+    "Reference model": ("ref_",),
+    "vLLM, servers and weights": ("vllm_", "sync_check", "seed_completions", "max_staleness"),
+    "Rollouts on disk": ("rollout_",),
+    "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_", "lora_dropout"),
+}  # fmt: skip
+OTHER = "Other"
+# A value that is neither the default nor one of the choices; other flags get one of their type.
+EXAMPLES = {
+    "lora_dropout": "0.05", "kl_target": "0.01", "kl_horizon": "2000", "dual_clip": "3", "entropy_coef": "0.001",
+    "max_tokens_per_micro_batch": "16384", "infer_max_tokens_per_micro_batch": "65536", "infer_batch_size": "16",
+    "router_agreement_samples": "16", "reward_timeout": "300", "phase_timeout": "7200", "stop_grace": "60",
+    "rollout_dump": "/shared/run1/rollouts", "rollout_replay": "/shared/run1/rollouts", "vllm_server_api_key": "KEY",
+    "vllm_request_timeout": "7200", "max_staleness": "2", "check_gpu": "H200-141G", "host": "10.0.0.5", "port": "8001",
+    "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
+    "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
+}  # fmt: skip
+# Flags of ms-swift that have another default here, and no help text of ours.
+WITHOUT_HELP = {
+    "vllm_mode": "Where vLLM runs: in the training processes (colocate), or behind `swift rollout` (server). ms-swift "
+    "has no default, and stops without one.",
+    "lora_dropout": "Dropout of LoRA. ms-swift's default of 0.05 has no effect there.",
+    "vllm_use_async_engine": "The asynchronous engine. It is the only one here; false is refused.",
+    "vllm_engine_kwargs": "Settings of vLLM as JSON. Those that would change the policy are refused.",
+    "host": "Address to listen on. ms-swift listens on every interface by default.",
+    "port": "Port to listen on. A port in use is refused; ms-swift takes the next free one.",
+}
+HEAD = """\
+# Flags
+
+The flags of this package, beyond [those of ms-swift](https://swift.readthedocs.io/en/latest/Megatron-SWIFT/Command-line-parameters.html),
+which work as they do there, [with some exceptions](../README.md#not-supported). `megatron rlhf --rlhf_type grpo --help`
+prints both. An example is a value that is accepted, not a recommendation.
+
+This page is written by `python scripts/write_flags_page.py` from the code.
+"""
+
+
+@dataclass(frozen=True)
+class Flag:
+    name: str
+    type: str
+    choices: tuple[str, ...]
+    default: Any
+    help: str
+
+    @property
+    def example(self) -> str:
+        """Return a value that differs from the default."""
+        if self.name in EXAMPLES:
+            return EXAMPLES[self.name]
+        if self.choices:
+            return next(choice for choice in self.choices if choice != as_typed(self.default))
+        if self.type.startswith("true"):
+            return as_typed(not self.default)
+        if isinstance(self.default, int | float):
+            return as_typed(2 * self.default or 1)
+        return {"integer": "2", "number": "60", "text": "TEXT"}.get(self.type, "VALUE")
+
+
+def flags(path: Path = PACKAGE / "arguments" / "flags.py") -> list[Flag]:
+    """Return the flags of the only dataclass that adds some, in the order of the code."""
+    aliases = dict(_aliases(PACKAGE / "config.py"))
+    classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+    fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
+    return [_flag(field, aliases) for field in fields]
+
+
+def page() -> str:
+    by_area: dict[str, list[Flag]] = {area: [] for area in (*AREAS, OTHER)}
+    for flag in flags():
+        by_area[area_of(flag.name)].append(flag)
+    sections = [f"## {area}\n\n{_table(members)}" for area, members in by_area.items() if members]
+    server = _table(flags(PACKAGE / "server" / "arguments.py"))
+    intro = "Beyond ms-swift's, or with another default. [security.md](security.md) says what the limits are for."
+    return "\n".join([HEAD, *sections, f"## Of `swift rollout`\n\n{intro}\n\n{server}"])
+
+
+def area_of(name: str) -> str:
+    areas = (area for area, starts in AREAS.items() if any(name == start or name.startswith(start) for start in starts))
+    return next(areas, OTHER)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as on a command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) and abs(value) < 1e6 else str(value)
+
+
+def _table(members: list[Flag]) -> str:
+    head = ["| flag | values | default | example |", "| --- | --- | --- | --- |"]
+    rows = [
+        f"| `--{flag.name}` | {_values(flag)} | {_default(flag)} | `--{flag.name} {flag.example}` |" for flag in members
+    ]
+    texts = [f"* `--{flag.name}`: {_as_markdown(flag.help)}" for flag in members]
+    return "\n".join([*head, *rows, "", *texts]) + "\n"
+
+
+def _values(flag: Flag) -> str:
+    return ", ".join(flag.choices) if flag.choices else flag.type
+
+
+def _default(flag: Flag) -> str:
+    return "none" if flag.default is None else f"`{as_typed(flag.default)}`"
+
+
+def _as_markdown(text: str) -> str:
+    """Escape what Markdown would read as markup in the text that --help prints."""
+    return "".join("\\" + letter if letter in "<*`" else letter for letter in text)
+
+
+def _flag(field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
+    assert isinstance(field.target, ast.Name) and field.value is not None
+    name, described, choices = field.target.id, _type(field.annotation), _choices(field.annotation, aliases)
+    if isinstance(field.value, ast.Call):
+        given = {keyword.arg: keyword.value for keyword in field.value.keywords}
+        default = _value(given["default"]) if "default" in given else None
+        metadata = ast.literal_eval(given["metadata"]) if "metadata" in given else {}
+        return Flag(name, described, choices, default, metadata["help"].replace("%%", "%"))
+    return Flag(name, described, choices, _value(field.value), WITHOUT_HELP[name])
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of a default, which may be a power or LOOPBACK."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+        return _value(node.left) ** _value(node.right)
+    return "127.0.0.1" if isinstance(node, ast.Name) and node.id == "LOOPBACK" else ast.literal_eval(node)
+
+
+def _choices(annotation: ast.expr, aliases: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    for node in ast.walk(annotation):
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+            values = ast.literal_eval(node.slice)
+            return values if isinstance(values, tuple) else (values,)
+        if isinstance(node, ast.Name) and node.id in aliases:
+            return aliases[node.id]
+    return ()
+
+
+def _type(annotation: ast.expr) -> str:
+    names = {"bool": "true, false", "int": "integer", "float": "number", "str": "text"}
+    parts = ast.unparse(annotation).split(" | ")
+    if parts[0].startswith("dict"):
+        return "JSON"
+    return "several texts" if parts[0].startswith("list") else names.get(parts[0], parts[0])
+
+
+def _aliases(path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the names of Literals."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Literal["):
+            yield ast.unparse(node.targets[0]), _choices(node.value, {})
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

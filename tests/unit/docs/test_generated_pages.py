@@ -1,0 +1,52 @@
+"""Pages are what their scripts write, and every example of docs/flags.md has the type of its flag."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from scripts import write_flags_page, write_memory_page
+from scripts.write_flags_page import Flag
+
+
+def all_flags() -> list[Flag]:
+    return [
+        *write_flags_page.flags(),
+        *write_flags_page.flags(write_flags_page.PACKAGE / "server" / "arguments.py"),
+    ]
+
+
+def test_the_page_of_flags_is_that_of_the_code() -> None:
+    assert write_flags_page.page() == write_flags_page.PAGE.read_text(), "run python scripts/write_flags_page.py"
+
+
+def test_the_table_of_memory_is_that_of_the_plan() -> None:
+    page = write_memory_page.PAGE.read_text()
+    assert write_memory_page.with_table(page) == page, "run python -m scripts.write_memory_page"
+
+
+def test_every_flag_of_the_table_of_memory_changes_the_plan() -> None:
+    rows = [row.split(" | ", 1) for row in write_memory_page.table().splitlines()[2:]]
+    first = rows[0][1]
+    assert len(rows) > 10 and all(values != first for _, values in rows[1:])
+
+
+@pytest.mark.parametrize("flag", all_flags(), ids=lambda flag: flag.name)
+def test_an_example_is_a_value_of_the_flag_and_not_its_default(flag: Flag) -> None:
+    example = flag.example
+    assert example != write_flags_page.as_typed(flag.default)
+    if flag.choices:
+        assert example in flag.choices
+    elif flag.type == "JSON":
+        assert isinstance(json.loads(example.strip("'")), dict)
+    elif flag.type in ("integer", "number"):
+        assert (int if flag.type == "integer" else float)(example) >= 0
+    elif flag.type == "true, false":
+        assert example in ("true", "false")
+
+
+def test_a_flag_has_the_area_of_its_name_or_of_its_beginning() -> None:
+    assert write_flags_page.area_of("ref_context_parallel_size") == "Reference model"
+    assert write_flags_page.area_of("bad_reward") == "Rewards and evaluation"
+    assert write_flags_page.area_of("something_new") == write_flags_page.OTHER
