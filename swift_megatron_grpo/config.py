@@ -386,4 +386,5 @@ class GRPOConfig:
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
     routing: RoutingConfig = RoutingConfig()
+    trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
     top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

@@ -30,6 +30,7 @@ evaluation_checks.py flags of evaluation
 rollout_checks.py    flags of recording, asynchronous generation and time limits
 routing_checks.py    flags of router replay
 server_checks.py     flags of `--vllm_mode server`
+trace_steps.py       the steps of --trace_steps
 value_checks.py      single flags: paths, rewards, lengths, micro batches
 value_ranges.py      the valid range of every numeric flag, in one table
 problems.py          collect the problems of several checks into one error

@@ -345,6 +345,13 @@ class GRPOFlags(MegatronRLHFArguments):
             "the loss. Default: 1."
         },
     )
+    trace_steps: str | None = field(
+        default=None,
+        metadata={
+            "help": "Optimizer steps to trace, such as 3 or 3-5: trace.json in --output_dir then has the phases of all "
+            "ranks and the requests of all servers on one time line, for https://ui.perfetto.dev. Default: none."
+        },
+    )
     check: bool = field(
         default=False,
         metadata={

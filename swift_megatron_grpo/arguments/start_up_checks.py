@@ -35,6 +35,7 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
+from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
@@ -80,6 +81,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_turns(args),
             lambda: check_recording(args),
             lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout, args.stop_grace),
+            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
@@ -151,6 +153,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_evaluation(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
+            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
@@ -350,8 +353,7 @@ def _check_reference_adapter(args: DerivedArguments) -> None:
 
 def _check_lengths(args: DerivedArguments) -> None:
     """Check lengths against vLLM in the training processes; a server reports its own limit later."""
-    max_model_len = None if args.uses_servers else args.vllm_max_model_len
-    values.check_lengths(args.max_completion_length, max_model_len)
+    values.check_lengths(args.max_completion_length, None if args.uses_servers else args.vllm_max_model_len)
 
 
 def _check_adapter_sync(args: DerivedArguments) -> None:

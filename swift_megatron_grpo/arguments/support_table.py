@@ -149,6 +149,7 @@ USED_HERE = _flags(
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     multi_turn_scheduler max_turns use_gym_env gym_env vllm_server_pass_dataset
     reward_timeout phase_timeout stop_grace rollout_dump rollout_replay rollout_only resume verify_checkpoint
+    trace_steps
     log_completions wandb_log_unique_prompts report_to output_dir
     """
 )

@@ -13,6 +13,7 @@ from swift_megatron_grpo.arguments.image_checks import tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.server_checks import group_ports
+from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
     SHARE_PROMPTS_FROM,
@@ -117,6 +118,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         max_staleness=args.rollouts_ahead,
         routing=args.routing,
+        trace_steps=read_trace_steps(args.trace_steps),
         top_entropy_quantile=args.top_entropy_quantile,
     )
 

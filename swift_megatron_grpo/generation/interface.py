@@ -78,6 +78,15 @@ class BatchGeneration:
         return Progress(self.complete(), needs_weights=False)
 
 
+@dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """A request from its start to its completion, as the rank that sent it measured it."""
+
+    server: str
+    start: float  # seconds since 1970
+    seconds: float
+
+
 class GenerationEngine(Protocol):
     """An inference engine with one or more replicas. Every rank calls every method."""
 
@@ -147,6 +156,10 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None: ...
+
+    def answered_requests(self) -> list[AnsweredRequest]:
+        """Return the newest requests that servers have answered since the last call; none without servers."""
+        ...
 
     def shutdown(self) -> None: ...
 

@@ -16,6 +16,7 @@ token_selection.py  selects the tokens of highest entropy for the policy loss
 stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models
 phase_timer.py      the time of each phase of a step
+trace.py            phases of all ranks and requests of servers on one time line (--trace_steps)
 completion_log.py   writes completions to completions.jsonl, wandb and swanlab
 
 Tests: tests/unit/loop; tests/e2e/test_sync_check.py for the weight sync.

@@ -26,6 +26,7 @@ from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step import GRPOLoop, shared_settings
+from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
@@ -186,6 +187,12 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
         earlier=earlier,
         replay=_replay(config, run),
         watchdog=_start_watchdog(config, run),
+        trace=Trace(
+            config.trace_steps,
+            Path(config.log.output_dir),
+            run.coordinator,
+            list if generation is None else generation.answered_requests,
+        ),
         stop=run.stop,
     )
 

@@ -49,7 +49,10 @@ class CompletionLog:
             "gen_step": graded.rollout.weights_version,
             "prompt": self._decode(graded.rollout.prompt_ids),
             "completion": graded.rollout.text,
+            "tokens": graded.rollout.length,
+            "truncated": graded.rollout.truncated,
             **dict(zip(self._reward_names, graded.rewards, strict=True)),
+            "total_reward": graded.reward,
             "advantages": graded.advantage,
         }
 

@@ -1,4 +1,4 @@
-"""The time that each phase of a step takes."""
+"""The time that each phase of a step takes, and the GPU memory at its end."""
 
 from __future__ import annotations
 
@@ -8,12 +8,28 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
+
+def used_gpu_memory() -> float | None:
+    """Return the GiB in use on this rank's GPU, by all processes and allocators; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
 
 class PhaseTimer:
     """Sums the seconds of every `with timer("generation"): ...`; a phase may be entered several times."""
 
-    def __init__(self, around: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
+    def __init__(
+        self,
+        around: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        used_memory: Callable[[], float | None] = used_gpu_memory,
+    ) -> None:
         self._around = around  # entered with each phase: the watchdog
+        self._used_memory = used_memory
+        self._memory: dict[str, float] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
@@ -24,6 +40,13 @@ class PhaseTimer:
                 yield
         finally:
             self._seconds[phase] += time.perf_counter() - start
+            used = self._used_memory()
+            if used is not None:
+                self._memory[phase] = max(used, self._memory.get(phase, 0.0))
 
     def seconds(self) -> dict[str, float]:
         return {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+
+    def memory(self) -> dict[str, float]:
+        """Return the GiB in use at the end of each phase, the most if it was entered several times."""
+        return {f"memory/{phase}": used for phase, used in self._memory.items()}

@@ -12,6 +12,7 @@ from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.router_agreement import RouterAgreement
+from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.recording.dump import RolloutDump
@@ -44,4 +45,5 @@ class Stages:
     earlier: EarlierRollouts | None  # None: there are none, or another rank reads them
     replay: RolloutReplay | None  # replaces generation and rewards
     watchdog: Watchdog
+    trace: Trace
     stop: StopRequest

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -94,6 +95,10 @@ class GRPOLoop:
 
     def step(self) -> dict[str, float]:
         """Run one optimizer step, after a rollout if the last one is used up. Return the metrics for the log."""
+        with self.stages.trace.step(self._weights_version + 1):
+            return self._step()
+
+    def _step(self) -> dict[str, float]:
         step = self._begin_step()
         metrics, timer = step.metrics, step.timer
         if not self._batches:
@@ -108,11 +113,12 @@ class GRPOLoop:
             self.stages.residency.for_training()
             loss = make_loss(replace(self.config.loss, beta=self.kl_controller.value))
             metrics |= effective_sample_size(self.stages.training.train_step(samples, loss, self._outputs))
+        metrics["speed/train_tflop"] = self.stages.training.flops_of_last_step / 1e12
         self._weights_version += 1
         if self.kl_controller.adapts and not self.config.kl.in_reward:
             metrics["kl_beta"] = self.kl_controller.value
             self.kl_controller.observe(metrics["kl"], len(samples))
-        return metrics | timer.seconds()
+        return metrics | timer.seconds() | timer.memory()
 
     def roll_out(self) -> dict[str, float]:
         """Generate, grade and dump one rollout without training. Return the metrics for the log."""
@@ -134,7 +140,12 @@ class GRPOLoop:
 
     def _begin_step(self) -> Step:
         self.stages.stop.raise_if_requested()
-        return Step(self._weights_version, PhaseTimer(self.stages.watchdog.phase))
+        return Step(self._weights_version, PhaseTimer(self._phase))
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.stages.watchdog.phase(name), self.stages.trace.phase(name):
+            yield
 
     def _roll_out(self, step: Step) -> None:
         """Fill the queue of batches with the samples of one rollout."""

@@ -68,10 +68,11 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         if self.args.rlhf_type != "grpo":
             return stock_run(self)
         from swift_megatron_grpo.arguments.resume import end_if_finished
+        from swift_megatron_grpo.console.installing import reported
         from swift_megatron_grpo.stopping.report import exit_if_stopped
 
         adopt(self.args)
-        with exit_if_stopped(), end_if_finished():
+        with exit_if_stopped(), end_if_finished(), reported(self.args):
             return stock_run(self)
 
     def prepare_vllm_client(self: Any) -> Any:

@@ -72,6 +72,7 @@ class MegatronEngine:
         self.parallel = self.passes.parallel
         self._trained = TrainedWeights(self.passes.models)
         self.steps_done = 0
+        self.flops_of_last_step = 0.0  # forward and backward on all ranks, without what is recomputed
         config = self.passes.config
         if config.calculate_per_token_loss:
             raise ValueError(
@@ -92,6 +93,7 @@ class MegatronEngine:
         """
         plan = self.passes.plan(samples)
         self._warn_if_over_budget(samples, plan)
+        self.flops_of_last_step = self.passes.flops(samples, plan) * (1 + self._trained.passes_of_backward)
         for model in self.passes.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()

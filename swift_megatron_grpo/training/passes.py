@@ -66,6 +66,10 @@ class Passes:
         """Assign samples to data-parallel ranks and micro batches."""
         return self._planner.plan(samples, self.settings)
 
+    def flops(self, samples: Sequence[Sample], plan: StepPlan) -> float:
+        """Return the FLOPs of a forward pass over these samples, on all ranks together."""
+        return self._planner.flops(samples, plan, self.settings)
+
     def run(
         self,
         samples: Sequence[Sample],

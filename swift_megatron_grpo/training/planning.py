@@ -78,6 +78,13 @@ class Planner:
             return regroup(plan, settings.infer_micro_batch_size, self._group_size)
         return plan
 
+    def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
+        """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""
+        alone = [Group(range(i, i + 1), 0) for i in range(len(samples))]
+        work = self._work(samples, settings)
+        groups = groups_of(samples) if plan.share_prompts else alone
+        return sum(work.flops(group.samples, group.shared) for group in groups)
+
     def _plan_within(
         self,
         budget: int,

@@ -15,12 +15,19 @@ class TrainedWeights:
     """The weights of this rank that an optimizer updates."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
-        self._named = {
+        everything = {
             f"{name} of chunk {chunk}" if chunk else name: parameter
             for chunk, model in enumerate(unwrap_model(list(models)))
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad
         }
+        self._named = {name: parameter for name, parameter in everything.items() if parameter.requires_grad}
+        self._total = sum(parameter.numel() for parameter in everything.values())
+        self._trained = sum(parameter.numel() for parameter in self._named.values())
+
+    @property
+    def passes_of_backward(self) -> int:
+        """FLOPs of backward in those of forward: 2, and 1 where most weights are frozen and need no gradient."""
+        return 2 if 2 * self._trained >= self._total else 1
 
     def broken(self, device: torch.device) -> torch.Tensor:
         """Return 1 if any weight of this rank is NaN or infinite, else 0, without waiting for the GPU.

@@ -78,8 +78,15 @@ def test_the_wheel_contains_only_the_package_with_types_and_templates(wheel: Pat
     tops = {name.split("/")[0] for name in names}
     assert tops == {"swift_megatron_grpo", next(top for top in tops if top.endswith(".dist-info"))}
     modules = {name for name in names if name.startswith("swift_megatron_grpo/") and "/templates/" not in name}
-    sources = (REPOSITORY / "swift_megatron_grpo").rglob("*.py")
-    assert modules - {"swift_megatron_grpo/py.typed"} == {str(file.relative_to(REPOSITORY)) for file in sources}
+    package = REPOSITORY / "swift_megatron_grpo"
+    sources = [*package.rglob("*.py"), *(package / "report" / "assets").iterdir(), package / "py.typed"]
+    assert modules == {str(file.relative_to(REPOSITORY)) for file in sources}
+
+
+def test_a_report_is_written_from_the_wheel(installed: Path, outside: Path) -> None:
+    (outside / "logging.jsonl").write_text('{"reward": 0.5, "iteration": "1/2"}\n')
+    run(installed, "-m", "swift_megatron_grpo.report", outside, cwd=outside)
+    assert '"reward"' in (outside / "report.html").read_text()
 
 
 def test_torch_finds_the_entry_point_of_the_wheel(installed: Path, outside: Path) -> None:

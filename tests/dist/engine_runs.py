@@ -68,7 +68,13 @@ def one_step(out: str, flags: list[str]) -> None:
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     values = engine.infer(samples, outputs=("logprob", "entropy"))
     metrics = engine.train_step(samples, make_loss())
-    write_report(out, {"values": {index: [v.logprobs, v.entropies] for index, v in values.items()}, "metrics": metrics})
+    weights = [model.named_parameters() for model in trainer.unwrapped_models]
+    in_layers = sum(w.numel() for named in weights for name, w in named if "layers" in name and w.ndim == 2)
+    head = trainer.config.hidden_size * trainer.config.padded_vocab_size
+    products = in_layers * sum(len(s.tokens) for s in samples) + head * sum(sum(s.completion_mask) for s in samples)
+    flops = {"flops": engine.flops_of_last_step, "products": products}
+    values_of = {index: [v.logprobs, v.entropies] for index, v in values.items()}
+    write_report(out, {"values": values_of, "metrics": metrics, **flops})
 
 
 def odd_batches(out: str, flags: list[str]) -> None:

@@ -26,7 +26,7 @@ CANNED = [
 
 def numbers(run: Finished) -> list[dict[str, Any]]:
     assert run.code == 0, run.output[-4000:]
-    other_metrics = ("time/", "train_speed", "memory", "elapsed", "remaining", "rollout/seconds", "sync_check/")
+    other_metrics = ("time/", "speed/", "train_speed", "memory", "rollout/seconds", "sync_check/")
     return [
         {name: value for name, value in step.items() if isinstance(value, float) and not name.startswith(other_metrics)}
         for step in run.log

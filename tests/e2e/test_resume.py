@@ -87,7 +87,7 @@ def run_auto(
 def rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of logging.jsonl without times, and without the check of a sync that did not take place."""
     steps = [row for row in read_json_lines(folder / "logging.jsonl") if "loss" in row]
-    ignored = ("sync_check/", "time/", "memory", "train_speed", "elapsed", "remaining")
+    ignored = ("sync_check/", "time/", "speed/", "memory", "train_speed")
     return [{key: value for key, value in row.items() if not key.startswith(ignored)} for row in steps]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -61,6 +62,23 @@ def numbers(run: Finished) -> list[list[float]]:
     return [[step[name] for name in NUMBERS] for step in run.log]
 
 
+def check_trace(run: Finished, urls: list[str]) -> None:
+    """Steps 2 and 3: the phases of both ranks within them, and every completion on the server that answered it."""
+    events = json.loads((run.folder / "trace.json").read_text())["traceEvents"]
+    names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert [name.split()[-1] for name in names.values()][2:] == sorted(urls)
+    for rank in (0, 1):
+        spans = [event for event in events if event["ph"] == "X" and event["pid"] == rank]
+        steps = [event for event in spans if event["name"] in ("step 2", "step 3")]
+        assert names[rank].startswith(f"rank {rank}, ") and len(steps) == 2
+        assert {"generation", "grading", "train", "weight_sync"} <= {event["name"] for event in spans}
+        for event in spans:
+            ends = event["ts"] + event["dur"]
+            assert any(step["ts"] - 100 <= event["ts"] and ends <= step["ts"] + step["dur"] + 1e4 for step in steps)
+    requests = [event for event in events if event.get("cat") == "request"]
+    assert len(requests) == (64 if urls else 0) and {names[event["pid"]].split()[-1] for event in requests} == set(urls)
+
+
 def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[RolloutServer]) -> None:
     """Our routes and ms-swift's are available on loopback only, and only with the key."""
     server = servers[0]
@@ -90,7 +108,7 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     """
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "5",
              "--save_steps", "5", "--sleep_level", "1", "--global_batch_size", "32", "--max_completion_length", "100",
-             "--micro_batch_size", "8", *PROBED]  # fmt: skip
+             "--micro_batch_size", "8", "--trace_steps", "2-3", *PROBED]  # fmt: skip
     killed: list[str] = []
 
     def kill(line: str) -> None:
@@ -115,6 +133,8 @@ def test_numbers_of_two_servers_match_colocate_although_one_is_killed(
     assert killed and "is lost: " in remote.output and "1 of 2 remain" in remote.output
     assert "unfinished completions of" in remote.output and "are recovered" in remote.output
     assert servers[1].request("GET", Routes.STATUS)["weights_version"] == 4
+    check_trace(remote, [server.url for server in servers])
+    check_trace(local, [])
     assert hf_difference(remote.last_checkpoint)["max"] < 1e-4
     servers[0].wait()
 

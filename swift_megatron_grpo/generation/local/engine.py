@@ -24,6 +24,7 @@ from vllm.platforms import current_platform
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
+    AnsweredRequest,
     BatchGeneration,
     Generation,
     Request,
@@ -177,6 +178,9 @@ class LocalVllm:
             self._asleep = True
             if self._sleep_level == 2:
                 self._weights_version = NO_WEIGHTS  # level 2 discards them
+
+    def answered_requests(self) -> list[AnsweredRequest]:
+        return []
 
     def shutdown(self) -> None:
         self._engine.engine.engine_core.shutdown()

@@ -16,6 +16,7 @@ from swift.utils import get_logger
 from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
+    AnsweredRequest,
     Generation,
     Progress,
     Request,
@@ -278,6 +279,12 @@ class RemoteVllm:
     def wake_cache(self) -> None: ...
 
     def sleep(self) -> None: ...
+
+    def answered_requests(self) -> list[AnsweredRequest]:
+        if self._events is None:
+            return []
+        answered = self._servers.answered
+        return [answered.popleft() for _ in range(len(answered))]  # the other thread may append in the meantime
 
     def shutdown(self) -> None:
         """Cancel unfinished requests and disconnect; the servers keep running for the next run."""

@@ -18,7 +18,7 @@ from typing import Any
 from swift.utils import get_logger
 
 from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.generation.interface import Progress, Request
+from swift_megatron_grpo.generation.interface import AnsweredRequest, Progress, Request
 from swift_megatron_grpo.generation.remote.client import (
     InvalidResponse,
     Refused,
@@ -198,7 +198,7 @@ class RemoteGeneration:
     async def _complete(self, place: int, server: Server) -> None:
         """Send one request to a server and record its completion or failure."""
         request = self._requests[place]
-        payload = self._payload(request)
+        payload, began = self._payload(request), time.time()
         try:
             completion = await self._generate(server, payload, dict(self._files(request)))
         except RequestTimeout as failure:
@@ -217,6 +217,7 @@ class RemoteGeneration:
         except Exception as error:
             self._failure = error
         else:
+            self._servers.answered.append(AnsweredRequest(server.url, began, time.time() - began))
             self._accept(place, server, completion, payload["weights_version"])
 
     async def _generate(self, server: Server, payload: dict[str, Any], files: dict[str, bytes]) -> Completion:

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.failures import SharedFailure
+from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
 from swift_megatron_grpo.generation.remote.media import MediaUploads
@@ -37,6 +39,7 @@ logger = get_logger()
 
 MAX_ATTEMPTS = 2  # per request or weight transfer that healthy servers refuse, before the run stops
 _POLL_SECONDS = 1.0
+_ANSWERED = 20_000  # requests, for a trace
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -106,6 +109,7 @@ class Servers:
         self.run = RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
         self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has a free slot
+        self.answered: deque[AnsweredRequest] = deque(maxlen=_ANSWERED)  # the newest, for --trace_steps
         self._polling: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
 

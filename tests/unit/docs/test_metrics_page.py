@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
-FILES = sorted(path for folder in ("grading", "loop", "training") for path in (PACKAGE / folder).rglob("*.py"))
+FOLDERS = ("console", "grading", "loop", "training")
+FILES = sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
 PAGE = (REPOSITORY / "docs" / "metrics.md").read_text()
 PHASES = "time/<phase>"  # of the timer; its names are the arguments of `timer(...)`
 # ms-swift and megatron-core add these, so no literal of ours names them.

@@ -36,7 +36,8 @@ def test_a_rollout_is_logged_with_its_number(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert [row["rollout"] for row in rows] == [3, 3, 4]
     assert rows[0] == {
-        "rollout": 3, "gen_step": 5, "prompt": "[1]", "completion": "text", "letters": 0.5, "advantages": 0.1,
+        "rollout": 3, "gen_step": 5, "prompt": "[1]", "completion": "text", "tokens": 2, "truncated": False,
+        "letters": 0.5, "total_reward": 0.5, "advantages": 0.1,
     }  # fmt: skip
 
 
