@@ -195,6 +195,20 @@ class GradingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Evaluation on the validation datasets."""
+
+    sampling: SamplingConfig  # with a seed
+    num_generations: int
+    prompts_at_once: int
+    most_prompts: int | None  # of each dataset; None: all
+    before_training: bool
+    correct_reward: int  # place of the reward function that decides if a completion is correct
+    correct_from: float  # its value from which a completion is correct
+    names: dict[str, str]  # of the datasets, by the path or hub id in their rows; empty: they count as one
+
+
+@dataclass(frozen=True, slots=True)
 class SapoConfig:
     """Temperatures of the SAPO loss."""
 
@@ -358,6 +372,7 @@ class GRPOConfig:
     sync_check: SyncCheckConfig
     server: ServerConfig | None  # None: vLLM runs in the training processes
     grading: GradingConfig
+    evaluation: EvaluationConfig
     packing: PackingConfig
     loss: LossConfig
     reference: ReferenceConfig

@@ -29,7 +29,6 @@ from swift_megatron_grpo.checkpoints.manifest import has_manifest
 from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
 from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
 from swift_megatron_grpo.data.media import PictureReader
-from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.disk.checksums import threads_of_a_rank
 from swift_megatron_grpo.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.failures import SharedFailure
@@ -42,11 +41,12 @@ from swift_megatron_grpo.loop.assemble import (
     LoadedModels,
     RunInputs,
     assemble_loop,
-    prompt_source,
+    evaluation,
     reference_engine_settings,
     reference_policy,
     training_engine,
 )
+from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
@@ -97,7 +97,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
         self.loop: GRPOLoop | None = None
-        self.val_prompts: PromptSource | None = None
+        self.evaluation: Evaluation | None = None
         super().__init__(args, template)
 
     def _check_checkpoints(self, args: GRPOArguments, template: Template) -> None:
@@ -180,7 +180,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.loop = self._build_loop(train_dataset)
         self.checkpoints = self._checkpoint_writer(train_dataset)
         if val_dataset is not None:
-            self.val_prompts = prompt_source(self.settings, self.template, val_dataset, shuffle=False)
+            self.evaluation = evaluation(self.settings, self.template, val_dataset, self.loop)
+            if self.settings.evaluation.before_training and self.state.iteration == 0:
+                self.evaluate(None)
         return None, None
 
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
@@ -354,20 +356,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return folder
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
-        assert self.loop is not None and self.val_prompts is not None
-        per_round = self.settings.batch.train_prompts
-        generations = self.args.num_generations_eval or self.settings.batch.num_generations
+        assert self.loop is not None and self.evaluation is not None
         self.call_event("on_eval_begin")
-        self.val_prompts.taken = 0
-        rounds: dict[str, Any] = {}
-        for _ in range(self.args.eval_iters):
-            metrics = self.loop.evaluate(self.val_prompts.take(per_round), generations)
-            self.call_event("on_eval_step")
-            self._aggregated_metrics([_tensors(metrics)], rounds)
+        metrics = self.evaluation.run(lambda: self.call_event("on_eval_step"))
         self.loop.stages.residency.restore()  # the next event may save a checkpoint
-        self.on_log(logs=rounds, prefix="eval_")
+        logged: dict[str, Any] = {}
+        self._aggregated_metrics([_tensors(metrics)], logged)
+        self.on_log(logs=logged, prefix="eval_")
         self.call_event("on_eval_end")
-        return rounds
+        return logged
 
     def finalize_training(self) -> None:
         self._release()

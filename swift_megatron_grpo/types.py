@@ -69,6 +69,22 @@ class Graded:
     reward: float | None  # weighted sum; None: the completion has no valid reward and is not trained
     advantage: float
 
+    @property
+    def outcome(self) -> Outcome:
+        rollout = self.rollout
+        return Outcome(self.rewards, self.reward, rollout.length, rollout.truncated, rollout.infos)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The parts of a graded completion that its metrics need, without its tokens."""
+
+    rewards: list[float | None]  # one per reward function; None: the function does not apply
+    reward: float | None  # weighted sum; None: the completion has no valid reward
+    length: int  # tokens that the policy sampled
+    truncated: bool
+    infos: dict[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenValues:

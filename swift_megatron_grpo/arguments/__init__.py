@@ -8,6 +8,11 @@ resume.py            find the checkpoint of --resume, and set the flags that loa
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
+command_line.py      names and values as typed, before the parser
+flag_values.py       types and choices of the values on the command line
+local_files.py       files and folders that must exist, and lines of datasets that cannot be read
+named_paths.py       all flags that name files, folders, or entries of tables
+trained_parameters.py  flags that choose what is trained
 flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
@@ -21,6 +26,7 @@ long_prompts.py      --truncation_strategy delete and raise
 rows_on_ranks.py     work on every row of a dataset, distributed over the ranks
 batch_plan.py        resolve the batch sizes of a run
 batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
+evaluation_checks.py flags of evaluation
 rollout_checks.py    flags of recording, asynchronous generation and time limits
 routing_checks.py    flags of router replay
 server_checks.py     flags of `--vllm_mode server`

@@ -21,6 +21,11 @@ WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the 
 SCALES = ("group", "batch", "none", "gdpo")
 LEVELS = ("token", "sequence", "sequence_token")
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3")
+_USUAL = {  # values that work
+    "tau_pos": 1.0, "tau_neg": 1.05, "real_tau": 0.5, "fipo_decay_rate": 32, "kl_horizon": 10000,
+    "rollout_importance_sampling_threshold": 2.0, "epsilon": 0.2, "epsilon_high": 0.2, "beta": 0,
+    "max_resample_times": 3,
+}  # fmt: skip
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
@@ -113,7 +118,8 @@ def _check_choices(flags: AlgorithmFlags) -> None:
     ]
     for flag, value, known in chosen:
         if value is not None and value not in known:
-            raise ValueError(f"--{flag} {value}: unknown value; {use_flag(flag, known)}")
+            other = "--importance_sampling_level sequence is GSPO; " if value.lower() == "gspo" else ""
+            raise ValueError(f"--{flag} {value}: unknown value; {other}{use_flag(flag, known)}")
 
 
 def _check_ranges(flags: AlgorithmFlags) -> None:
@@ -131,8 +137,8 @@ def _check_ranges(flags: AlgorithmFlags) -> None:
         "kl_horizon": flags.kl_horizon,
     }
     for flag, value in above_zero.items():
-        if not value > 0 or math.isinf(value):
-            raise ValueError(f"--{flag} {value} must be above 0")
+        if value <= 0:  # value_ranges.py refuses NaN and infinity
+            raise ValueError(f"--{flag} {value} must be above 0; use --{flag} {_USUAL[flag]}")
     not_negative = {
         "epsilon": flags.epsilon,
         "epsilon_high": flags.high,
@@ -140,21 +146,17 @@ def _check_ranges(flags: AlgorithmFlags) -> None:
         "max_resample_times": flags.max_resample_times,
     }
     for flag, value in not_negative.items():
-        if not value >= 0 or math.isinf(value):
-            raise ValueError(f"--{flag} {value} must not be negative")
-    if not math.isfinite(flags.entropy_coef):
-        raise ValueError(f"--entropy_coef {flags.entropy_coef} must be a finite number; use 0 for no entropy bonus")
+        if value < 0:
+            raise ValueError(f"--{flag} {value} must not be negative; use --{flag} {_USUAL[flag]}")
 
 
 def _check_estimator(flags: AlgorithmFlags) -> None:
     estimator, scale = flags.advantage_estimator, flags.scale_rewards
-    for flag, size in (
-        ("num_generations", flags.num_generations),
-        ("num_generations_eval", flags.num_generations_eval),
-    ):
-        if size is not None and size < 1:
-            raise ValueError(f"{flag} ({size}) must be at least 1")
-    if flags.num_generations < 2 and estimator != WITHOUT_GROUPS:
+    if flags.num_generations_eval is not None and flags.num_generations_eval < 1:
+        raise ValueError(
+            f"num_generations_eval ({flags.num_generations_eval}) must be at least 1; use --num_generations_eval 8"
+        )
+    if flags.num_generations == 1 and estimator != WITHOUT_GROUPS:
         raise ValueError(
             f"num_generations ({flags.num_generations}) must be at least 2: an advantage compares the completions of "
             "one prompt, and a single completion would always get 0; use --num_generations 8, or --advantage_estimator "

@@ -11,9 +11,11 @@ only its own distribution of prompts cannot handle: here they work, and `BatchPl
 
 from __future__ import annotations
 
-from swift_megatron_grpo.arguments.batch_sizes import Sizes, check_sizes, check_world_size
+from swift_megatron_grpo.arguments.batch_sizes import BatchError, Sizes, check_sizes, check_world_size
 from swift_megatron_grpo.config import BatchPlan
 from swift_megatron_grpo.layout import Layout
+
+_MOST = 10**8
 
 
 def resolve(
@@ -26,6 +28,9 @@ def resolve(
     steps_per_generation: int | None = None,
 ) -> BatchPlan:
     """Fill in the sizes that the user left out (None). Raises BatchError if they do not fit together."""
+    for flag, size in (("global_batch_size", global_batch_size), ("generation_batch_size", generation_batch_size)):
+        if size is not None and size > _MOST:
+            raise BatchError(f"--{flag} {size} is more than {_MOST} completions", [{flag: 128 * num_generations}])
     sizes = Sizes(micro_batch_size, global_batch_size, num_generations, generation_batch_size, steps_per_generation)
     check_world_size(layout, sizes)
     check_sizes(sizes, layout.data_parallel)

@@ -13,12 +13,13 @@ from swift.rewards import orms
 from swift.utils import get_dist_setting
 
 from swift_megatron_grpo.arguments import server_checks as servers
-from swift_megatron_grpo.arguments.advice import typed_value
+from swift_megatron_grpo.arguments.advice import typed_value, use_flag
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
 from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
 from swift_megatron_grpo.checkpoints.sources import Source
 from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig, RoutingConfig
+from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.recording import folder as recording
@@ -201,6 +202,54 @@ class DerivedArguments(GRPOFlags):
         """True if the environment's total reward is added to those of reward functions, as in ms-swift."""
         return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
 
+    # ---- evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_iters != 0 and bool(self.val_dataset or self.split_dataset_ratio)
+
+    @property
+    def evaluation_generations(self) -> int:
+        """Completions of a prompt; one if they are greedy."""
+        return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
+
+    @property
+    def evaluation_length(self) -> int:
+        """The most tokens of a completion in evaluation."""
+        length: int | None = self.eval_max_completion_length
+        usual: int = self.max_completion_length
+        return usual if length is None else length
+
+    @property
+    def longest_completion(self) -> int:
+        """The most tokens of a completion, in training or in evaluation."""
+        usual: int = self.max_completion_length
+        return max(usual, self.evaluation_length) if self.evaluates else usual
+
+    @property
+    def evaluated_at_once(self) -> int:
+        """Prompts that are evaluated together: with as many completions as a rollout of training has."""
+        return max(1, self.batch_plan().generation_batch_size // self.evaluation_generations)
+
+    @property
+    def evaluation_names(self) -> dict[str, str]:
+        """The names of the validation datasets, by their paths or hub ids; empty if they count as one."""
+        names = names_of(as_list(self.val_dataset), self.eval_names)
+        return names if self.eval_names is not None or len(set(names.values())) > 1 else {}
+
+    @property
+    def correct_reward(self) -> int:
+        """The place of --eval_correct_reward, which may have its name in --reward_funcs or that in the log."""
+        chosen, typed, logged = self.eval_correct_reward, list(self.reward_funcs), list(self.reward_names)
+        if chosen is None:
+            return 0
+        if chosen not in typed and chosen not in logged:
+            raise ValueError(
+                f"--eval_correct_reward {chosen}: this run has no such reward function; "
+                f"{use_flag('eval_correct_reward', [*filter(_is_name, typed)] or logged)}"
+            )
+        return typed.index(chosen) if chosen in typed else logged.index(chosen)
+
     # ---- recording
 
     @property
@@ -236,6 +285,10 @@ def world_size() -> int:
 def as_list(values: str | Sequence[str]) -> list[str]:
     """Return the values of a flag that may be a single string."""
     return [values] if isinstance(values, str) else list(values)
+
+
+def _is_name(function: Any) -> bool:
+    return isinstance(function, str)
 
 
 def _absolute(typed: str | None) -> Path | None:

@@ -43,6 +43,39 @@ _CHANGED: Mapping[str, str] = {  # the name and the value
     "logging_level": "the environment variable LOG_LEVEL",
     "moe_router_bias_update_rate": """--megatron_extra_kwargs '{"moe_router_bias_update_rate": 0.001}'""",
 }
+_AS_NEAR = 0.05  # difference of two ratios of difflib
+
+# Names of transformers and TRL, as `swift rlhf` has them, and common short ones.
+_ELSEWHERE: Mapping[str, str] = {
+    "learning_rate": "--lr",
+    "per_device_train_batch_size": "--micro_batch_size, in completions, and --global_batch_size",
+    "per_device_eval_batch_size": "--num_generations_eval, the completions of a prompt",
+    "gradient_accumulation_steps": "--global_batch_size, the completions of an optimizer step on all ranks",
+    "max_steps": "--train_iters",
+    "num_epochs": "--num_train_epochs",
+    "warmup_ratio": "--lr_warmup_fraction",
+    "warmup_steps": "--lr_warmup_iters",
+    "lr_scheduler_type": "--lr_decay_style",
+    "max_grad_norm": "--clip_grad",
+    "adam_epsilon": "--adam_eps",
+    "gradient_checkpointing": "--recompute_granularity full or selective",
+    "save_only_model": "--no_save_optim true",
+    "resume_from_checkpoint": "--mcore_model FOLDER --finetune false",
+    "kl_coef": "--beta",
+    "deepspeed": "--use_distributed_optimizer true, which shards the optimizer's states",
+    "eval_strategy": "--eval_steps",
+    "vllm_server_url": "--vllm_server_base_url",
+    "lora_r": "--lora_rank",
+    "dtype": "--torch_dtype bfloat16",
+    "log_level": "the environment variable LOG_LEVEL",
+    "tp": "--tensor_model_parallel_size",
+    "pp": "--pipeline_model_parallel_size",
+    "cp": "--context_parallel_size",
+    "ep": "--expert_model_parallel_size",
+    "tensor_parallel_size": "--tensor_model_parallel_size",
+    "pipeline_parallel_size": "--pipeline_model_parallel_size",
+    "expert_parallel_size": "--expert_model_parallel_size",
+}
 
 
 def _names(names: str) -> frozenset[str]:
@@ -86,7 +119,11 @@ def check_flag_names(command_line: Sequence[str]) -> None:
     unknown = [name for name in typed if not _is_accepted(name, known)]
     old = [name for name in unknown if _advice_for_old(name) is not None]
     problems = [f"--{name} is a flag of ms-swift 3; {_advice_for_old(name)}" for name in old]
-    problems += [f"--{name} is not a flag{_nearest(name, known)}" for name in unknown if name not in old]
+    for name in unknown:
+        if name in _ELSEWHERE:
+            problems.append(f"--{name} is not a flag of Megatron runs; use {_ELSEWHERE[name]}")
+        elif name not in old:
+            problems.append(f"--{name} is not a flag{_nearest(name, known)}")
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -109,7 +146,9 @@ def _is_accepted(name: str, known: Collection[str]) -> bool:
     """Return True for a flag and for an abbreviation of one, as argparse does; a value with a space is no flag."""
     if name in known or " " in name:
         return True
-    return _advice_for_old(name) is None and sum(flag.startswith(name) for flag in known) == 1
+    return (
+        _advice_for_old(name) is None and name not in _ELSEWHERE and sum(flag.startswith(name) for flag in known) == 1
+    )
 
 
 def _advice_for_old(name: str) -> str | None:
@@ -123,7 +162,15 @@ def _advice_for_old(name: str) -> str | None:
     return "leave it out, because there is nothing to set any more" if name in _GONE else None
 
 
+def _closest(name: str, known: Collection[str]) -> list[str]:
+    """Return the nearest name, and those that are about as near."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.75)
+    ratios = [difflib.SequenceMatcher(None, name, flag).ratio() for flag in close]
+    return [flag for flag, ratio in zip(close, ratios, strict=True) if ratio > ratios[0] - _AS_NEAR]
+
+
 def _nearest(name: str, known: Collection[str]) -> str:
     begin_alike = sorted(flag for flag in known if flag.startswith(name))
-    close = begin_alike or difflib.get_close_matches(name, sorted(known), n=2, cutoff=0.8)
+    close = begin_alike or [flag for flag in sorted(known) if name.startswith(flag) and len(name) == len(flag) + 1]
+    close = close or _closest(name, known)
     return f"; did you mean {' or '.join(f'--{flag}' for flag in close[:5])}?" if close else "; leave it out"

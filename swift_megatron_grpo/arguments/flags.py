@@ -171,6 +171,46 @@ class GRPOFlags(MegatronRLHFArguments):
         metadata={"help": "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."},
     )
 
+    eval_before_train: bool = field(
+        default=False,
+        metadata={
+            "help": "Evaluate before the first training step as well, for a base line. A run that resumes does not. "
+            "Default: false; evaluation runs every --eval_steps and after the last step."
+        },
+    )
+    eval_names: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of the datasets in --val_dataset, in their order, under which the metrics of each are "
+            "logged. Default: the names of the files or hub ids, if there are several datasets."
+        },
+    )
+    eval_temperature: float | None = field(
+        default=None,
+        metadata={
+            "help": "Temperature of completions in evaluation; 0 is greedy, with one completion of each prompt. "
+            "Default: --temperature."
+        },
+    )
+    eval_top_p: float | None = field(
+        default=None, metadata={"help": "top_p of completions in evaluation. Default: --top_p."}
+    )
+    eval_max_completion_length: int | None = field(
+        default=None,
+        metadata={"help": "Most tokens of a completion in evaluation. Default: --max_completion_length."},
+    )
+    eval_correct_reward: str | None = field(
+        default=None,
+        metadata={
+            "help": "The reward function of --reward_funcs that decides, for pass@k and maj@k, if a completion is "
+            "correct. Default: the first."
+        },
+    )
+    eval_correct_from: float = field(
+        default=1.0,
+        metadata={"help": "Value of that function from which a completion is correct. Default: 1."},
+    )
+
     router_agreement_samples: int = field(
         default=0,
         metadata={

@@ -15,13 +15,16 @@ from swift.template import Template
 
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
-from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.evaluation_checks import rounds_of
 from swift_megatron_grpo.arguments.image_rows import read_images
+from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
-from swift_megatron_grpo.arguments.problems import check_all
+from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
+from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_checks import check_images
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 
@@ -35,6 +38,7 @@ class GRPOArguments(DerivedArguments):
     cp_comm_type: str | None = None
 
     most_images = 0  # no flag: the most images that a row of the datasets has
+    most_evaluated = 0  # no flag: the most prompts of a dataset that are evaluated; 0: all
 
     def __post_init__(self) -> None:
         if self.rlhf_type != "grpo":
@@ -100,8 +104,16 @@ class GRPOArguments(DerivedArguments):
         self.per_device_generation_batch_size = -(-plan.generation_batch_size // plan.layout.world_size)
 
     def load_dataset(self) -> tuple[Any, Any]:
-        with no_prompt_dropped():
-            datasets: tuple[Any, Any] = super().load_dataset()
+        try:
+            with no_prompt_dropped():
+                datasets: tuple[Any, Any] = super().load_dataset()
+        except Exception as problem:  # of datasets: the line is in none of its messages
+            flags = [flag for flag in ("dataset", "val_dataset") if as_list(vars(self)[flag])]
+            for flag in flags:
+                explain_unreadable(flag, as_list(vars(self)[flag]))
+            if isinstance(problem, ValueError):
+                raise ValueError(f"{' or '.join(f'--{flag}' for flag in flags)}: {problem}") from problem
+            raise
         return datasets
 
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
@@ -111,7 +123,8 @@ class GRPOArguments(DerivedArguments):
         most = []
         for name, dataset in rows.items():
             if dataset is not None:
-                check_rows(dataset, self.is_multimodal)
+                with prefix_problems(f"--{name}"):
+                    check_rows(dataset, self.is_multimodal)
                 images = read_images(dataset, template, self.is_multimodal)
                 most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
                 rows[name] = without_long_prompts(dataset, images, template, self.max_length, strategy, name)
@@ -126,7 +139,10 @@ class GRPOArguments(DerivedArguments):
                 "--rollout_replay does not start vLLM, which the prompts of --val_dataset or --split_dataset_ratio "
                 "need; leave these two flags out"
             )
+        rounds = self.eval_iters
         super().init_iters(train_dataset, val_dataset)
+        if val_dataset is not None and rounds != 0:
+            self._set_evaluation_rounds(val_dataset, rounds)
         if self.num_train_epochs is not None:
             self.train_iters *= self.num_iterations
         if self.save_strategy == "epoch":
@@ -141,6 +157,15 @@ class GRPOArguments(DerivedArguments):
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)
+
+    def _set_evaluation_rounds(self, val_dataset: Any, typed: int) -> None:
+        """Set the number of rounds of an evaluation: of all prompts, unless --eval_iters sets a number of steps.
+
+        ms-swift's number leaves the last prompts out, and all of a small dataset.
+        """
+        sizes = [len(rows) for rows in rows_by_name(val_dataset, self.evaluation_names).values()]
+        self.most_evaluated = max(0, typed) * self.batch_plan().train_prompts
+        self.eval_iters = rounds_of(sizes, self.most_evaluated, self.evaluated_at_once)
 
 
 def _existing_folders(folder: Path) -> list[Path]:

@@ -125,10 +125,11 @@ def _check_pipeline(layout: Layout, model: ModelShape) -> None:
     if stage_layers is None:
         flag = "pipeline_model_parallel_size"
         valid = _valid_sizes(layout, flag, lambda size: layers_of_stages(size) is not None)
+        others = "leave the flags of the end stages out" if given else "set these flags"
         raise ValueError(
             f"pipeline_model_parallel_size ({stages}) must divide the {layers} layers of {model.name}, minus those "
             "that --decoder_first_pipeline_num_layers and --decoder_last_pipeline_num_layers assign to the end stages, "
-            f"plus those that the --account_for_... flags add{_advice(flag, valid)}, or set these flags"
+            f"plus those that the --account_for_... flags add{_advice(flag, valid)}, or {others}"
         )
     if virtual > 1 and stages == 1:
         raise ValueError(

@@ -13,18 +13,25 @@ from typing import Any
 
 from swift_megatron_grpo.protocol.model_identity import position_identity, read_model_config
 
+_EXAMPLE = """--rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
 
 
-def check_rope_scaling(value: str | Mapping[str, Any] | None) -> None:
+def check_rope_scaling(value: str | Mapping[str, Any] | None, max_model_len: int | None) -> None:
     """Raise ValueError unless trainer and vLLM compute the same positions for this --rope_scaling."""
     if not value:
         return
-    kind = _type_of(_parsed(value))
+    scaling = _parsed(value)
+    kind = _type_of(scaling)
     if kind not in TYPES:
         raise ValueError(
             f"--rope_scaling {value}: {kind} depends on the length of a sequence, which trainer and vLLM measure "
             "differently, or is unknown; use --rope_scaling yarn or linear, with --max_model_len"
+        )
+    if "factor" not in scaling and max_model_len is None:
+        raise ValueError(
+            f"--rope_scaling {value} has no factor, so it needs the length to stretch to; use --max_model_len 32768, "
+            f"or {_EXAMPLE}"
         )
 
 
@@ -66,7 +73,7 @@ def _parsed(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         parsed = json.loads(value) if value.lstrip().startswith("{") else {"rope_type": value}
     except json.JSONDecodeError as error:
-        raise ValueError(f"--rope_scaling {value}: it is not JSON: {error}; use --rope_scaling yarn") from error
+        raise ValueError(f"--rope_scaling {value}: it is not JSON: {error}; use {_EXAMPLE}") from error
     values: Mapping[str, Any] = parsed
     return values
 

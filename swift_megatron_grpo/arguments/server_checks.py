@@ -55,6 +55,11 @@ def server_urls(base_urls: Sequence[str] | None, hosts: Sequence[str] | None, po
                 f"--vllm_server_port has {len(ports)} values for the {len(hosts)} of --vllm_server_host; use one for "
                 f"each host: --vllm_server_port {' '.join(str(ports[0]) for _ in hosts)}"
             )
+        wrong = [port for port in ports if not 0 < port < 2**16]
+        if wrong:
+            raise ValueError(
+                f"--vllm_server_port {wrong[0]} is no port (1 to 65535); use --vllm_server_port {DEFAULT_PORT}"
+            )
         urls = [f"http://{_url_host(host)}:{port}" for host, port in zip(hosts, ports, strict=True)]
     else:
         raise ValueError(

@@ -19,6 +19,7 @@ from swift.utils import import_external_file
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import evaluation_checks as evaluation
 from swift_megatron_grpo.arguments import image_checks as images
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
@@ -29,11 +30,13 @@ from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.named_paths import check_paths
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
+from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
@@ -49,30 +52,31 @@ megatron_callbacks_map.setdefault("none", MegatronCallback)
 
 def check_command_line(args: DerivedArguments) -> None:
     """Check the values that the user typed, before ms-swift resolves them."""
-    plugins = as_list(args.external_plugins) + as_list(args.custom_register_path)
-    values.check_plugin_files(plugins)
     # Importing the files registers reward functions. ms-swift imports them again later, which changes nothing.
-    for plugin in plugins:
-        import_external_file(plugin)
+    for flag in ("external_plugins", "custom_register_path"):
+        values.import_plugins(flag, as_list(getattr(args, flag)), import_external_file)
     check_all(
         [
             lambda: check_flags(args),
             lambda: check_ranges(args),
+            lambda: check_trained(vars(args)),
             lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
-            lambda: check_rope_scaling(args.rope_scaling),
+            lambda: check_rope_scaling(args.rope_scaling, args.max_model_len),
             lambda: _check_model_path(args),
+            lambda: check_paths(args),
             lambda: _check_checkpoints(args),
             args.batch_plan,
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
             lambda: _check_reference(args),
             lambda: values.check_iterations(args.num_iterations),
-            lambda: _check_algorithm(args),
+            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
             lambda: _check_micro_batches(args),
             lambda: _check_lengths(args),
             lambda: values.check_duration(args.train_iters, args.num_train_epochs),
             lambda: check_rewards(args),
+            lambda: _check_evaluation(args),
             lambda: _check_callbacks(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
@@ -144,8 +148,9 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_interleaving(args),
             lambda: _check_model(args),
             lambda: _check_routing(args),
-            lambda: _check_algorithm(args),
+            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
             lambda: check_rewards(args),
+            lambda: _check_evaluation(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
             lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
@@ -159,7 +164,7 @@ def check_adopted(args: DerivedArguments) -> None:
 
 def check_flags(args: DerivedArguments) -> None:
     """Refuse unsupported flags, and combinations that no other check covers."""
-    problems = unsupported_flags({field.name: getattr(args, field.name) for field in fields(args)}, STOCK_TRAINER)
+    problems = unsupported_flags(vars(args), STOCK_TRAINER)
     if args.ref_model is not None and args.has_adapter:
         problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
     if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
@@ -187,7 +192,8 @@ def check_ranges(args: DerivedArguments) -> None:
         [
             lambda: ranges.check_ranges(given, defaults),
             lambda: ranges.check_schedule(given),
-            lambda: ranges.check_trainable(given),
+            lambda: ranges.check_recompute(given),
+            lambda: ranges.check_dtype(given),
         ]
     )
 
@@ -198,7 +204,25 @@ def check_rewards(args: DerivedArguments) -> None:
         return
     if args.reward_funcs or not args.grades_by_environment:
         values.check_reward_functions(args.reward_funcs, orms)
+        values.check_reward_classes(args.reward_funcs, orms)
+        longest = args.soft_max_length or args.max_completion_length
+        values.check_soft_overlong(args.reward_funcs, args.soft_cache_length, longest)
     values.check_reward_weights(args.reward_weights, len(args.reward_names))
+
+
+def _check_evaluation(args: DerivedArguments) -> None:
+    evaluation.check_evaluation(
+        evaluation.EvaluationFlags(
+            {flag: getattr(args, flag) for flag in evaluation.ONLY_WITH_DATASET},
+            as_list(args.val_dataset),
+            args.split_dataset_ratio,
+            args.eval_iters,
+            args.num_generations_eval,
+            args.rollout_only,
+        )
+    )
+    if args.evaluates:
+        check_all([lambda: args.evaluation_names, lambda: args.correct_reward])
 
 
 def check_recording(args: DerivedArguments) -> None:
@@ -289,7 +313,9 @@ def _check_model(args: DerivedArguments) -> None:
     models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
     check_stacked_experts(args.model, args.model_dir, config)
-    if args.model_meta.is_multimodal:
+    if not args.model_meta.is_multimodal:
+        check_target_modules(args.target_modules)
+    else:
         check_composite_rope(args.rope_scaling, config)
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
@@ -327,8 +353,7 @@ def _check_reference_adapter(args: DerivedArguments) -> None:
 
 def _check_lengths(args: DerivedArguments) -> None:
     """Check lengths against vLLM in the training processes; a server reports its own limit later."""
-    max_model_len = None if args.uses_servers else args.vllm_max_model_len
-    values.check_lengths(args.max_completion_length, max_model_len)
+    values.check_lengths(args.max_completion_length, None if args.uses_servers else args.vllm_max_model_len)
 
 
 def _check_adapter_sync(args: DerivedArguments) -> None:
@@ -359,10 +384,6 @@ def _check_micro_batches(args: DerivedArguments) -> None:
     budgets = (args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch)
     completions = max(args.micro_batch_size, args.infer_batch_size or 1) if budgets == (None, None) else None
     values.check_shared_prompts(args.share_prompts, args.context_parallel_size, completions)
-
-
-def _check_algorithm(args: DerivedArguments) -> None:
-    algorithm.check_algorithm(algorithm.flags_of(vars(args)))
 
 
 def _check_turns(args: DerivedArguments) -> None:

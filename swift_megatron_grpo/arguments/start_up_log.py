@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
+from swift_megatron_grpo.arguments import evaluation_checks as evaluation
 from swift_megatron_grpo.arguments import rollout_checks as rollouts
 from swift_megatron_grpo.arguments import routing_checks as routing
 from swift_megatron_grpo.arguments import server_checks as servers
@@ -28,6 +29,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *_offload_notes(args),
         *_dropout_notes(args),
         *servers.start_up_notes(args.vllm_mode, vars(args)),
+        *_evaluation_notes(args),
         *recording.start_up_notes(args.replay_folder),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
         *routing.start_up_notes(args.router_replay_mode, args.steps_per_rollout),
@@ -48,7 +50,23 @@ def _expert_notes(args: DerivedArguments) -> list[str]:
 
 def _length_notes(args: DerivedArguments) -> list[str]:
     max_model_len = None if args.uses_servers else args.vllm_max_model_len
-    return values.length_notes(args.max_length, args.max_completion_length, max_model_len)
+    flag = "max_completion_length"
+    if args.longest_completion > args.max_completion_length:
+        flag = "eval_max_completion_length"
+    return values.length_notes(args.max_length, flag, args.longest_completion, max_model_len)
+
+
+def _evaluation_notes(args: DerivedArguments) -> list[str]:
+    temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
+    if args.rollout_only or not args.evaluates:
+        return []
+    return evaluation.start_up_notes(
+        args.eval_before_train,
+        args.eval_steps,
+        args.evaluation_generations,
+        temperature,
+        list(dict.fromkeys(args.evaluation_names.values())),
+    )
 
 
 def _offload_notes(args: DerivedArguments) -> list[str]:

@@ -144,6 +144,8 @@ USED_HERE = _flags(
     offload_grad
     vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
     vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions async_generate max_staleness
+    eval_before_train eval_names eval_temperature eval_top_p eval_max_completion_length eval_correct_reward
+    eval_correct_from
     data_seed seed train_dataloader_shuffle dataset_shuffle max_length
     multi_turn_scheduler max_turns use_gym_env gym_env vllm_server_pass_dataset
     reward_timeout phase_timeout stop_grace rollout_dump rollout_replay rollout_only resume verify_checkpoint

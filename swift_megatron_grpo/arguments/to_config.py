@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from swift_megatron_grpo.config import (
     CorrectionConfig,
     DataConfig,
     DeadlineConfig,
+    EvaluationConfig,
     FipoConfig,
     GradingConfig,
     GRPOConfig,
@@ -59,17 +61,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         batch=plan,
         num_iterations=args.num_iterations,
         data=DataConfig(args.data_seed, args.train_dataloader_shuffle),
-        sampling=SamplingConfig(
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            repetition_penalty=args.repetition_penalty,
-            max_completion_length=args.max_completion_length,
-            stop_words=tuple(args.stop_words),
-            seed=args.seed if args.seed_completions else None,
-            regex=args.structured_outputs_regex,
-            limits_conversations=args.completion_length_limit_scope == "total",
-        ),
+        sampling=_sampling(args),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
         server=configure_server(args),
@@ -83,6 +75,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             overlong_filter=args.overlong_filter,
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
+        evaluation=_evaluation(args),
         packing=PackingConfig(
             args.max_tokens_per_micro_batch,
             args.infer_max_tokens_per_micro_batch,
@@ -127,6 +120,38 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         routing=args.routing,
         trace_steps=read_trace_steps(args.trace_steps),
         top_entropy_quantile=args.top_entropy_quantile,
+    )
+
+
+def _sampling(args: GRPOArguments) -> SamplingConfig:
+    return SamplingConfig(
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        repetition_penalty=args.repetition_penalty,
+        max_completion_length=args.max_completion_length,
+        stop_words=tuple(args.stop_words),
+        seed=args.seed if args.seed_completions else None,
+        regex=args.structured_outputs_regex,
+        limits_conversations=args.completion_length_limit_scope == "total",
+    )
+
+
+def _evaluation(args: GRPOArguments) -> EvaluationConfig:
+    sampling = replace(_sampling(args), max_completion_length=args.evaluation_length, seed=args.seed)
+    if args.eval_temperature is not None:
+        sampling = replace(sampling, temperature=args.eval_temperature)
+    if args.eval_top_p is not None:
+        sampling = replace(sampling, top_p=args.eval_top_p)
+    return EvaluationConfig(
+        sampling=sampling,
+        num_generations=args.evaluation_generations,
+        prompts_at_once=args.evaluated_at_once,
+        most_prompts=args.most_evaluated or None,
+        before_training=args.eval_before_train,
+        correct_reward=args.correct_reward,
+        correct_from=args.eval_correct_from,
+        names=args.evaluation_names,
     )
 
 
@@ -228,7 +253,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         request_timeout=args.vllm_request_timeout,
         api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
-        needed_length=(args.max_length or 1) + args.max_completion_length,
+        needed_length=(args.max_length or 1) + args.longest_completion,
         model=read_model_identity(args.model_dir) | _positions(args) | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=args.turns_of_servers,

@@ -6,10 +6,11 @@ Each raises a ValueError that names the fault, the flag, and a value that works.
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,21 @@ def check_model_path(model: str, flag: str = "model", bare_ids: bool = False) ->
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"--{flag} {model}: the folder {path.resolve()} has no config.json, so it is not a model")
+            raise ValueError(
+                f"--{flag} {model}: the folder {path.resolve()} has no config.json, so it is not a model; use the "
+                "folder of a checkpoint of transformers"
+            )
         return
-    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-    if not looks_local and (_HUB_ID.fullmatch(model) or bare_ids):
+    if looks_like_hub_id(model, bare_ids):
         return
     advice = "use a folder with a config.json, or a hub id of the form organisation/name"
     raise ValueError(f"--{flag} {model}: the folder {path.resolve()} does not exist{_similar_folders(path)}; {advice}")
+
+
+def looks_like_hub_id(typed: str, bare_ids: bool = False) -> bool:
+    """Return True for organisation/name, unless there is such a folder."""
+    looks_local = typed.startswith(("/", "./", "../", "~")) or typed.count("/") > 1 or Path(typed).exists()
+    return not looks_local and (_HUB_ID.fullmatch(typed) is not None or bare_ids)
 
 
 def _similar_folders(path: Path) -> str:
@@ -73,12 +82,42 @@ def check_reward_weights(weights: Sequence[float] | None, num_functions: int) ->
         raise ValueError(f"{typed}: every reward would be 0, so nothing would be trained; {advice}")
 
 
-def check_plugin_files(paths: Sequence[str]) -> None:
-    """Check that the files of --external_plugins exist."""
+def import_plugins(flag: str, paths: Sequence[str], load: Callable[[str], object]) -> None:
+    """Import the files of --external_plugins or --custom_register_path, which may raise anything."""
     missing = [path for path in paths if not Path(path).expanduser().is_file()]
     if missing:
         path = Path(missing[0]).expanduser().resolve()
-        raise ValueError(f"--external_plugins {missing[0]}: the file {path} does not exist; correct the path")
+        raise ValueError(f"--{flag} {missing[0]}: the file {path} does not exist; use another path")
+    for file in paths:
+        try:
+            load(file)
+        except Exception as error:
+            raise ValueError(
+                f"--{flag} {file}: importing it raises {type(error).__name__}: {error}; use a file that "
+                f"`python {file}` runs"
+            ) from error
+
+
+def check_soft_overlong(names: Sequence[Any], cache: int | None, longest: int) -> None:
+    """Check the length that the reward function soft_overlong needs. `longest`: completion."""
+    if "soft_overlong" in names and (cache is None or cache >= longest):
+        fault = "is not set" if cache is None else f"{cache} is not below the longest completion, {longest}"
+        raise ValueError(
+            f"--soft_cache_length {fault}: --reward_funcs soft_overlong penalises the last tokens before the limit; "
+            f"use --soft_cache_length {max(1, longest // 4)}"
+        )
+
+
+def check_reward_classes(names: Sequence[Any], registered: Mapping[str, Any]) -> None:
+    """Refuse a registered reward that is no class: ms-swift calls the entry with `args` to create the function."""
+    for name in names:
+        entry = registered[name] if isinstance(name, str) else None
+        takes_completions = inspect.isfunction(entry) and "completions" in inspect.signature(entry).parameters
+        if entry is not None and (takes_completions or not callable(entry)):
+            raise ValueError(
+                f"--reward_funcs {name}: orms[{name!r}] is of type {type(entry).__name__}, and ms-swift creates an "
+                f"object from it; use a class with __call__(self, completions, **kwargs) in its place"
+            )
 
 
 # ---- generation, training
@@ -164,15 +203,18 @@ def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) ->
         )
 
 
-def length_notes(max_length: int | None, max_completion_length: int, vllm_max_model_len: int | None) -> list[str]:
-    """Return a note if the longest prompts leave vLLM less room than a completion may take."""
-    needed = (max_length or 1) + max_completion_length
+def length_notes(max_length: int | None, flag: str, longest: int, vllm_max_model_len: int | None) -> list[str]:
+    """Return a note if the longest prompts leave vLLM less room than a completion may take.
+
+    `longest`: of completions, as `flag` sets it.
+    """
+    needed = (max_length or 1) + longest
     if vllm_max_model_len is None or vllm_max_model_len >= needed:
         return []
     prompt = "a token of prompt" if max_length is None else f"--max_length {max_length}"
     return [
-        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --max_completion_length "
-        f"{max_completion_length} together: completions of longer prompts are cut at {vllm_max_model_len} tokens, "
+        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --{flag} {longest} together: "
+        f" completions of longer prompts are cut at {vllm_max_model_len} tokens, "
         f"prompt included, and a prompt that leaves no room stops the run; --vllm_max_model_len {needed} has room for "
         "all"
     ]

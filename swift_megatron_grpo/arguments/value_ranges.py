@@ -31,14 +31,16 @@ class Range:
         return above and below
 
     def __str__(self) -> str:
-        low = f"{'above' if self.above_low else 'at least'} {self.low:g}"
+        low = f"{'above' if self.above_low else 'at least'} {_typed(self.low)}"
         if math.isinf(self.high):
             return low
-        return f"{low} and {'below' if self.below_high else 'at most'} {self.high:g}"
+        return f"{low} and {'below' if self.below_high else 'at most'} {_typed(self.high)}"
 
 
 _SEED = Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")
 _BETA = Range(0, 0.9, high=1, below_high=True, why="it is a moving average, which would never forget")
+
+_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
 
 RANGES: Mapping[str, Range] = {
     # sampling
@@ -46,6 +48,8 @@ RANGES: Mapping[str, Range] = {
     "top_p": Range(0, 1.0, high=1, above_low=True),
     "top_k": Range(-1, -1, why="-1 and 0 sample from all tokens"),
     "repetition_penalty": Range(0, 1.0, above_low=True),
+    "eval_top_p": Range(0, 1.0, high=1, above_low=True),
+    "eval_max_completion_length": Range(1, 512),
     "max_length": Range(2, 2048, why="prompts are truncated to that many tokens"),
     # learning rate
     "lr": Range(0, 1e-6, above_low=True, why="at 0 no weight is trained"),
@@ -86,6 +90,10 @@ RANGES: Mapping[str, Range] = {
     # vLLM in the training processes
     "vllm_gpu_memory_utilization": Range(0, 0.5, high=1, above_low=True),
     "vllm_max_model_len": Range(1, 4096),
+    "max_model_len": Range(2, 32768),
+    "max_pixels": Range(784, 1003520, why="a picture has at least one patch"),
+    "soft_cache_length": Range(1, 128, why="soft_overlong divides by it"),
+    "soft_max_length": Range(2, 1024),
     "vllm_max_num_seqs": Range(1, 256),
     "vllm_mm_processor_cache_gb": Range(0, 4),
     # mixtures of experts
@@ -99,14 +107,15 @@ def check_ranges(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     `values` and `defaults`: by flag. None is a flag that was not set.
     """
     problems = [
-        f"--{flag} {values[flag]:g} must be {valid}{f': {valid.why}' if valid.why else ''}; use --{flag} {valid.use}"
+        f"--{flag} {_typed(values[flag])} must be {valid}{f': {valid.why}' if valid.why else ''}; "
+        f"use --{flag} {valid.use}"
         for flag, valid in RANGES.items()
         if _is_number(values[flag]) and values[flag] not in valid
     ]
     for flag, value in values.items():
         numbers = value if isinstance(value, list) else [value]
         infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
-        if infinite and flag not in RANGES and flag != "reward_weights":  # value_checks.py checks these
+        if infinite and flag not in RANGES and flag != "reward_weights":  # value_checks.py checks them
             default = defaults[flag]
             advice = f"use --{flag} {default}" if _is_number(default) else "use a finite value, or leave it out"
             problems.append(f"--{flag} {infinite[0]} is not a finite number; {advice}")
@@ -121,7 +130,7 @@ def check_schedule(values: Mapping[str, Any]) -> None:
     """
     lr, iterations = values["lr"], values["lr_decay_iters"] or values["train_iters"]
     problems = []
-    if lr is not None:
+    if lr is not None and lr > 0:
         for flag in ("min_lr", "lr_warmup_init"):
             if values[flag] > lr:
                 problems.append(f"--{flag} {values[flag]:g} must not be above --lr {lr:g}; use --{flag} 0")
@@ -146,14 +155,20 @@ def check_schedule(values: Mapping[str, Any]) -> None:
         raise ValueError("\n".join(problems))
 
 
-def check_trainable(values: Mapping[str, Any]) -> None:
-    """Refuse flags with which no weight could change."""
-    activated = values["trainable_parameters"] or values["trainable_parameters_regex"]
-    if values["tuner_type"] == "full" and values["freeze_parameters_ratio"] == 1 and not activated:
+def check_recompute(values: Mapping[str, Any]) -> None:
+    """Check the flags of --recompute_granularity full, which Megatron refuses once the model is built."""
+    if values["recompute_granularity"] != "full":
+        return
+    if values["recompute_method"] is not None and values["recompute_num_layers"] is None:
         raise ValueError(
-            "--freeze_parameters_ratio 1 freezes every weight, so nothing would be trained; use "
-            "--freeze_parameters_ratio 0, or --trainable_parameters with the names of some weights"
+            f"--recompute_method {values['recompute_method']} needs a number of layers; use --recompute_num_layers 1"
         )
+
+
+def check_dtype(values: Mapping[str, Any]) -> None:
+    typed = values["torch_dtype"]
+    if isinstance(typed, str) and typed.removeprefix("torch.") not in _DTYPES:
+        raise ValueError(f"--torch_dtype {typed} is no type of weights that can be trained; use --torch_dtype bfloat16")
 
 
 def check_weight_decay(values: Mapping[str, Any]) -> None:
@@ -174,3 +189,7 @@ def check_weight_decay(values: Mapping[str, Any]) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _typed(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

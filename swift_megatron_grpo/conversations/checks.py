@@ -22,7 +22,7 @@ def check_multi_turn(
     """
     if scheduler is None:
         for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):
-            if value:
+            if value is not None and value is not False:
                 known = "with gym_scheduler or another one" if "gym" in flag else "with one of ms-swift's"
                 raise ValueError(f"--{flag} {value} needs multi-turn conversations; add --multi_turn_scheduler {known}")
         return

@@ -255,6 +255,8 @@ _RULES: dict[str, Rule] = {
     f"{_ROLLOUT}.layered_summon": _OWN,
     f"{_ROLLOUT}.calculate_log_probs": _OWN,
     f"{_ROLLOUT}.val_kwargs.n": "num_generations_eval",
+    f"{_ROLLOUT}.val_kwargs.temperature": "eval_temperature",
+    f"{_ROLLOUT}.val_kwargs.top_p": "eval_top_p",
     f"{_ROLLOUT}.multi_turn.*": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
     f"{_ROLLOUT}.agent.*": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
     # reference
@@ -289,7 +291,7 @@ _RULES: dict[str, Rule] = {
     "trainer.rollout_data_dir": "rollout_dump",
     "trainer.logger": Computed(["report_to"], _trackers),
     "trainer.resume_mode": ByHand("to go on from a checkpoint: --resume auto, or --resume FOLDER"),
-    "trainer.val_before_train": Needless("evaluation runs every --eval_steps"),
+    "trainer.val_before_train": "eval_before_train",
     "trainer.critic_warmup": _CRITIC,
     "trainer.device": _OWN,
     "trainer.balance_batch": Needless("every data-parallel rank gets the same work"),

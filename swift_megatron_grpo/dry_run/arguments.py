@@ -12,7 +12,7 @@ from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 from swift.template import Template
 from swift.utils import get_dist_setting, parse_args
 
-from swift_megatron_grpo.arguments.flag_names import check_flag_names
+from swift_megatron_grpo.arguments.command_line import check_typed
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
 
@@ -37,7 +37,7 @@ class DryArguments(GRPOArguments):
 
 def parse_flags(command_line: Sequence[str]) -> DryArguments:
     """Parse and check all flags. Raises ValueError with all problems that a rank would find."""
-    check_flag_names(list(command_line))
+    check_typed(list(command_line))
     args, rest = parse_args(DryArguments, list(command_line))
     if rest:
         raise ValueError(f"unknown arguments: {' '.join(rest)}")

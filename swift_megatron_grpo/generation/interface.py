@@ -179,5 +179,18 @@ def requests_for(
     ]
 
 
+def evaluation_requests(prompts: Sequence[Prompt], per_prompt: int, seed: int) -> list[Request]:
+    """Create `per_prompt` requests for every prompt, each with a seed that depends on the prompt and its place only.
+
+    Completions then depend neither on the other prompts nor on ranks, an engine's own random numbers stay as they are
+    for training, and evaluations at two steps differ by the weights alone.
+    """
+    firsts = [_first_seed(seed, prompt.prompt_id) for prompt in prompts]
+    return [
+        Request(index, prompts[index // per_prompt], firsts[index // per_prompt] + index % per_prompt)
+        for index in range(len(prompts) * per_prompt)
+    ]
+
+
 def _first_seed(*parts: object) -> int:
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

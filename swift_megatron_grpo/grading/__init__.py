@@ -5,6 +5,7 @@ one_process.py ends a forked child that would continue as a second copy of its r
 results.py     computes total rewards, advantages and reward metrics, and subtracts KL from the reward
 advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats
 statistics.py  mean and standard deviation of rewards, in fp64
+tries.py       pass@k and maj@k of evaluations, and the answers that completions give
 filters.py     dynamic sampling: replaces groups of equal rewards
 
 Every rank calls the reward functions on its share of the completions. Advantages need whole groups.
@@ -15,6 +16,7 @@ from swift_megatron_grpo.grading.filters import Resampled, resample
 from swift_megatron_grpo.grading.results import (
     BadReward,
     add_advantages,
+    outcome_metrics,
     reward_metrics,
     subtract_kl,
     total_rewards,
@@ -29,6 +31,7 @@ __all__ = [
     "add_advantages",
     "call_reward_functions",
     "gym_reward",
+    "outcome_metrics",
     "resample",
     "reward_metrics",
     "subtract_kl",

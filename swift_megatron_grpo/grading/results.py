@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages, total_reward
 from swift_megatron_grpo.grading.rewards import Scores, describe
 from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
-from swift_megatron_grpo.types import Graded, Rollout
+from swift_megatron_grpo.types import Graded, Outcome, Rollout
 
 if TYPE_CHECKING:
     from swift_megatron_grpo.config import GradingConfig, ScaleRewards  # needs torch
@@ -96,34 +96,42 @@ def reward_metrics(
     graded: Sequence[Graded], names: Sequence[str], num_generations: int, scale: ScaleRewards = "group"
 ) -> dict[str, float]:
     """Compute the reward metrics, with ms-swift's names and formulas, without the dropped completions."""
+    return outcome_metrics([completion.outcome for completion in graded], names, num_generations, scale)
+
+
+def outcome_metrics(
+    outcomes: Sequence[Outcome], names: Sequence[str], num_generations: int, scale: ScaleRewards = "group"
+) -> dict[str, float]:
+    """Compute the reward metrics of completions whose tokens may be gone."""
     groups = [
-        valid([completion.reward for completion in graded[start : start + num_generations]])
-        for start in range(0, len(graded), num_generations)
+        valid([completion.reward for completion in outcomes[start : start + num_generations]])
+        for start in range(0, len(outcomes), num_generations)
     ]
     spreads = [standard_deviation(group) for group in groups]
     rewards = [reward for group in groups for reward in group]
-    lengths = [completion.rollout.length for completion in graded]
-    metrics = {
-        "reward": mean([mean(group) for group in groups if group]),
+    lengths = [completion.length for completion in outcomes]
+    means = [mean(group) for group in groups if group]
+    metrics = {"reward": mean(means)} if means else {}  # an evaluation may have no valid reward
+    metrics |= {
         "reward_std": standard_deviation(rewards) if scale == "batch" else mean(spreads),
         "frac_reward_zero_std": mean([float(spread <= _ZERO) for spread in spreads]),
         "completions/mean_length": mean(lengths),
         "completions/max_length": float(max(lengths)),
         "completions/min_length": float(min(lengths)),
-        "completions/clipped_ratio": mean([float(completion.rollout.truncated) for completion in graded]),
+        "completions/clipped_ratio": mean([float(completion.truncated) for completion in outcomes]),
     }
     for i, name in enumerate(names):
-        column = [completion.rewards[i] for completion in graded]
+        column = [completion.rewards[i] for completion in outcomes]
         values = [value for value in column if value is not None and usable(value)]
         if values:  # a function that applies to none of these completions has no mean
             metrics |= {f"rewards/{name}/mean": mean(values), f"rewards/{name}/std": standard_deviation(values)}
-    infos = [completion.rollout.infos for completion in graded]
+    infos = [completion.infos for completion in outcomes]
     turns = [info["num_turns"] for info in infos if "num_turns" in info]
     if turns:
         metrics["num_turns"] = mean(turns)
     lost = [info.get("lost_turns", 0) for info in infos]
     if any(lost):
         metrics["num_turns/lost"] = mean(lost)
-    if len(rewards) < len(graded):
-        metrics["rewards/dropped"] = float(len(graded) - len(rewards))
+    if len(rewards) < len(outcomes):
+        metrics["rewards/dropped"] = float(len(outcomes) - len(rewards))
     return metrics

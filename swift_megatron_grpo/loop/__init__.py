@@ -2,6 +2,8 @@
 
 step.py             one step, top to bottom: start reading here
 rollouts.py         its first half, from prompts to graded completions, also ahead of training
+evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
+random_numbers.py   keeps the random numbers of training as they are during an evaluation
 samples.py          graded completions as training samples, with the images of their prompts
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 weight_sync.py      sends weights to the engine and verifies that it runs them

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.config import CANARY_TOKENS, SHARE_PROMPTS_FROM, GRPOConfig
+from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.deadlines.watchdog import Watchdog
@@ -20,6 +21,7 @@ from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.images.files import image_digests
 from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary, canary_image
 from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
@@ -250,6 +252,16 @@ def prompt_source(
     config: GRPOConfig, template: Any, rows: Sequence[dict[str, Any]], shuffle: bool, taken: int = 0
 ) -> PromptSource:
     return PromptSource(rows, config.data.seed, shuffle, template.template_meta.default_system, taken)
+
+
+def evaluation(config: GRPOConfig, template: Any, rows: Any, loop: GRPOLoop) -> Evaluation:
+    """Return the evaluation on the rows of the validation datasets."""
+    system = template.template_meta.default_system
+    datasets = [
+        EvaluationDataset(name, PromptSource(part, config.data.seed, False, system, label=f"{name}-"), len(part))
+        for name, part in rows_by_name(rows, config.evaluation.names).items()
+    ]
+    return Evaluation(config, datasets, loop.evaluate)
 
 
 def _replay(config: GRPOConfig, run: RunInputs) -> RolloutReplay | None:

@@ -17,10 +17,17 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.config import GRPOConfig
+from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.failures import SharedFailure
-from swift_megatron_grpo.generation.interface import BatchGeneration, Generation, Progress, Share, requests_for
+from swift_megatron_grpo.generation.interface import (
+    BatchGeneration,
+    Generation,
+    Progress,
+    Share,
+    evaluation_requests,
+    requests_for,
+)
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.expert_checks import check_experts
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
@@ -97,12 +104,12 @@ class Rollouts:
         """Leave out the next rollout, which the checkpoint of a resumed run contains."""
         self._next += 1
 
-    def evaluate(self, prompts: Sequence[Prompt], num_generations: int, step: Step) -> list[Graded]:
+    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: Step) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
         for pending in self._pending:
             for groups in self._collect(pending, step):
                 pending.kept |= groups
-        return self._grade(self._start(prompts, num_generations, step, with_experts=0), step)
+        return self._grade(self._start(prompts, evaluation.num_generations, step, evaluation), step)
 
     # ---- the rollouts of the run, by their numbers
 
@@ -204,12 +211,11 @@ class Rollouts:
         prompts: Sequence[Prompt],
         num_generations: int,
         step: Step,
-        with_experts: int | None = None,
+        evaluation: EvaluationConfig | None = None,
         earlier: Recorded | None = None,
     ) -> _PendingRollout:
         """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has.
 
-        `with_experts`: the number of completions that come with their experts. Default: those that training reads.
         `earlier`: completions that are not generated again.
         """
         engine, sync, earlier = self._stages.generation, self._stages.sync, earlier or {}
@@ -219,12 +225,15 @@ class Rollouts:
         if self._engine_is_idle():
             step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
-        if with_experts is None:
+        sampling = self._config.sampling if evaluation is None else evaluation.sampling
+        if evaluation is None:
             with_experts = self._config.routing.requested(len(prompts) * num_generations)
-        seed = self._config.sampling.seed
-        requests = requests_for(prompts, num_generations, seed, self._engine_version, with_experts)
+            requests = requests_for(prompts, num_generations, sampling.seed, self._engine_version, with_experts)
+        else:
+            assert sampling.seed is not None
+            requests = evaluation_requests(prompts, num_generations, sampling.seed)
         requests = [request for request in requests if request.index not in earlier]
-        generation = engine.generate(engine.share.pick(requests), num_generations, self._config.sampling)
+        generation = engine.generate(engine.share.pick(requests), num_generations, sampling)
         return _PendingRollout(generation, prompts, num_generations, len(requests), {self._engine_version}, earlier)
 
     def _engine_is_idle(self) -> bool:

@@ -126,17 +126,17 @@ class GRPOLoop:
         graded = self._rollouts.take(step)
         graded = add_advantages(graded, self.config.grading.num_generations, self.config.grading)
         self.stages.log.append(graded)
-        return self._summary(step, graded, self.config.grading.num_generations)
+        metrics = self._reward_metrics(graded, self.config.grading.num_generations)
+        return step.metrics | metrics | step.timer.seconds()
 
-    def evaluate(self, prompts: Sequence[Prompt], num_generations: int) -> dict[str, float]:
-        """Generate and grade completions of these prompts without training. Return the metrics.
+    def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Graded], dict[str, float]]:
+        """Generate and grade completions of these prompts without training. Return them, and metrics of the phases.
 
         GPU memory stays as generation needed it.
         """
         step = self._begin_step()
-        graded = self._rollouts.evaluate(prompts, num_generations, step)
-        graded = add_advantages(graded, num_generations, self.config.grading)
-        return self._summary(step, graded, num_generations)
+        graded = self._rollouts.evaluate(prompts, self.config.evaluation, step)
+        return graded, step.metrics | step.timer.seconds()
 
     def _begin_step(self) -> Step:
         self.stages.stop.raise_if_requested()
@@ -146,9 +146,6 @@ class GRPOLoop:
     def _phase(self, name: str) -> Iterator[None]:
         with self.stages.watchdog.phase(name), self.stages.trace.phase(name):
             yield
-
-    def _summary(self, step: Step, graded: list[Graded], num_generations: int) -> dict[str, float]:
-        return step.metrics | self._reward_metrics(graded, num_generations) | step.timer.seconds()
 
     def _roll_out(self, step: Step) -> None:
         """Fill the queue of batches with the samples of one rollout."""

@@ -7,6 +7,7 @@ activation.py    hook later imports, or replace the process
 launcher.py      the `megatron` and `swift` scripts become the command that they start
 ray_script.py    scripts for Ray whose roles share one set of devices start under torchrun
 torchrun.py      torchrun passes signals on and lets its ranks stop
+refusals.py      a refused run ends with one message
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 
 Tested by tests/unit/plugin.

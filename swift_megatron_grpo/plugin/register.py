@@ -14,6 +14,7 @@ from typing import Any
 
 from swift_megatron_grpo.import_hooks import after_import
 from swift_megatron_grpo.plugin.command_line import parse_flag, selects_grpo
+from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_libraries_by_whole_name
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
@@ -52,14 +53,16 @@ def _replace_arguments(rlhf: ModuleType) -> None:
 
     def parse_args(self: Any, args: Any = None) -> Any:
         command_line = sys.argv[1:] if args is None else args
-        if isinstance(command_line, list) and selects_grpo(command_line):
-            from swift_megatron_grpo.arguments.flag_names import check_flag_names
+        if not isinstance(command_line, list) or not selects_grpo(command_line):
+            return stock_parse_args(self, args)
+        with reported_by_torchrun():
+            from swift_megatron_grpo.arguments.command_line import check_typed
             from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 
             if (parse_flag(command_line, "ignore_args_error") or "false").lower() == "false":
-                check_flag_names(command_line)
+                check_typed(command_line)
             self.args_class = GRPOArguments
-        return stock_parse_args(self, args)
+            return stock_parse_args(self, args)
 
     def run(self: Any) -> Any:
         if self.args.rlhf_type != "grpo":
@@ -77,8 +80,10 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         return None if self.args.rlhf_type == "grpo" else stock_prepare_vllm_client(self)
 
     def prepare_dataset(self: Any) -> Any:
-        datasets = stock_prepare_dataset(self)
-        return datasets if self.args.rlhf_type != "grpo" else self.args.checked_datasets(*datasets, self.template)
+        if self.args.rlhf_type != "grpo":
+            return stock_prepare_dataset(self)
+        with reported_by_torchrun():
+            return self.args.checked_datasets(*stock_prepare_dataset(self), self.template)
 
     pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset
     pipeline._prepare_vllm_client = prepare_vllm_client

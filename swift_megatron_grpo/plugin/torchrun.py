@@ -2,7 +2,8 @@
 
 torchrun's own handler raises an exception at SIGTERM and SIGINT, signals the ranks, waits 30 s, and ends with a
 traceback. Here the handler only passes the signal on, and torchrun ends when its ranks have, with their exit code. If a
-rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead.
+rank fails, torchrun ends the others with SIGTERM, which would ask them to stop and save: they are killed instead. The
+message of ranks that refuse a run is the last thing that is printed (refusals.py).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
 from swift_megatron_grpo.import_hooks import after_import
 from swift_megatron_grpo.plugin.command_line import parse_flag
+from swift_megatron_grpo.plugin.refusals import expect_refusals, take_refusals
 
 DEFAULT_GRACE = 120.0  # of --stop_grace
 _REPORT_SECONDS = 15.0  # after the grace, in which the watchdog of a rank that is stuck writes its report
@@ -31,18 +34,20 @@ def hook_torchrun(args: list[str]) -> None:
     grace = DEFAULT_GRACE
     with suppress(TypeError, ValueError):  # the ranks refuse other values, with a message
         grace = float(parse_flag(args, "stop_grace") or "")
-    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, grace))
+    refusals = expect_refusals(os.environ)
+    after_import("torch.distributed.elastic.multiprocessing.api", lambda api: _patch(api, grace, refusals))
 
 
-def _patch(api: ModuleType, grace: float) -> None:
+def _patch(api: ModuleType, grace: float, refusals: Path) -> None:
     context = api.PContext
     stock_start, stock_wait, stock_close = context.start, context.wait, context.close
 
     def start(self: Any) -> None:
         stock_start(self)
-        self.stop = StopOfRanks(self, grace)
+        self.stop = StopOfRanks(self, grace, refusals)
 
     def wait(self: Any, timeout: float = -1, period: float = 1) -> Any:
+        self.stop.exit_if_refused()
         self.stop.exit_if_stopped()
         return stock_wait(self, timeout, period)
 
@@ -55,8 +60,9 @@ def _patch(api: ModuleType, grace: float) -> None:
 class StopOfRanks:
     """The stop of the ranks on this machine."""
 
-    def __init__(self, context: Any, grace: float) -> None:
+    def __init__(self, context: Any, grace: float, refusals: Path) -> None:
         """Pass signals on from now on. `context`: torch's PContext, whose ranks have just started."""
+        self._refusals = refusals
         self._processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}
         self._grace = grace
         self._signal: signal.Signals | None = None
@@ -71,6 +77,14 @@ class StopOfRanks:
         self._signal = signal.Signals(number)
         for process in self._processes.values():
             process.send_signal(number)
+
+    def exit_if_refused(self) -> None:
+        """Raise SystemExit once a rank has refused the run, after its message; the ranks are killed before."""
+        message = take_refusals(self._refusals)
+        if message is not None:
+            self._end_others(0)
+            _print(f"this run was refused before a model was loaded:\n{message}")
+            raise SystemExit(1)
 
     def exit_if_stopped(self) -> None:
         """Raise SystemExit once a rank has stopped at a signal, or has not stopped in time."""

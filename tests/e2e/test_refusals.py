@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.disk.folder_lock import FolderLock
-from tests.e2e.runs import megatron_rlhf
+from tests.e2e.runs import megatron_command, megatron_rlhf
 from tests.e2e.servers import RolloutServer
 
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py
@@ -25,13 +25,16 @@ def test_a_setting_that_vllm_refuses_ends_the_run_before_a_model_loads(
 
 
 @pytest.mark.e2e
-def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
+def test_rows_that_would_be_dropped_end_the_run_with_one_message_before_a_model_loads(
+    folder: Path, dense: Path, dataset: Path
+) -> None:
     rows = dataset.read_text().splitlines()[:8]
     mixed = folder / "mixed.jsonl"
     mixed.write_text("\n".join([*rows, json.dumps({"query": "1+1", "letters": "a"})]))
-    run = megatron_rlhf(dense, mixed, folder / "dropped", 1)
-    assert run.code != 0 and LOADING not in run.output
-    assert "1 of 9 rows of the dataset would not be trained: row 8 has query but no messages" in run.output
+    run = megatron_command(dense, mixed, folder / "dropped", 2)
+    assert run.code == 1 and LOADING not in run.output and "Traceback" not in run.output
+    message = "--dataset: 1 of 9 rows of the dataset would not be trained: row 8 has query but no messages"
+    assert run.output.count(message) == 1 and run.output.splitlines()[-1].startswith(message), run.output[-3000:]
 
 
 @pytest.mark.e2e

@@ -140,7 +140,6 @@ def test_the_layers_are_those_of_the_import_contract() -> None:
 
 def test_planned_files_do_not_exist_yet() -> None:
     planned = re.findall(r"(?<!\*)\*(\w[\w./]+)\*(?!\*)", section(ARCHITECTURE, "## Where the next features go"))
-    assert planned
     there = [path for path in planned if (PACKAGE / path).exists()]
     assert not there, f"{there} exist: docs/architecture.md calls them planned"
 

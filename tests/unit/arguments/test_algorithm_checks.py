@@ -34,7 +34,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "threshold": ({"rollout_importance_sampling_threshold": 0.0}, ["--rollout_importance_sampling_threshold 0.0"]),
     "tau": ({"loss_type": "sapo", "tau_pos": 0.0}, ["--tau_pos 0.0 must be above 0"]),
     "epsilon": ({"epsilon": -0.1}, ["--epsilon -0.1 must not be negative"]),
-    "entropy": ({"entropy_coef": float("nan")}, ["--entropy_coef nan"]),
     "one completion": (
         {"num_generations": 1},
         ["num_generations (1) must be at least 2", "--advantage_estimator reinforce_plus_plus_plain"],

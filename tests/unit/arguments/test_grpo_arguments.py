@@ -20,6 +20,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "train.jsonl").write_text("{}")
     return folder
 
 
@@ -317,6 +318,7 @@ def accepted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("accepted")
     (folder / "tiny").mkdir()
     (folder / "tiny" / "config.json").write_text(json.dumps(QWEN3))
+    (folder / "train.jsonl").write_text("{}")
     command = "--rlhf_type grpo --model tiny --model_type qwen3 --template qwen3 --dataset train.jsonl "
     command += "--reward_funcs format --train_iters 2 --ddp_backend gloo"
     printed = run_code("trainer", ACCEPTED, *command.split(), folder=folder, ranks=1)

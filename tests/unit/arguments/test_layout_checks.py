@@ -166,8 +166,10 @@ def test_a_callable_reward_function_needs_no_registry() -> None:
 
 
 def test_a_context_shorter_than_prompt_and_completion_is_noted() -> None:
-    assert length_notes(100, 50, 150) == length_notes(None, 149, 150) == length_notes(100, 50, None) == []
-    [note] = length_notes(100, 60, 150)
+    flag = "max_completion_length"
+    assert length_notes(100, flag, 50, 150) == length_notes(None, flag, 149, 150) == []
+    assert length_notes(100, flag, 50, None) == []
+    [note] = length_notes(100, flag, 60, 150)
     assert note.startswith("--vllm_max_model_len 150 is less than --max_length 100 and --max_completion_length 60")
     assert "--vllm_max_model_len 160 has room for all" in note
 

@@ -33,14 +33,14 @@ def test_the_base_of_the_checkpoint_is_kept(config: dict[str, Any], tmp_path: Pa
 @pytest.mark.parametrize("value", ["dynamic", '{"type": "dynamic", "factor": 2}', '{"rope_type": "longrope"}'])
 def test_types_that_depend_on_the_length_of_a_sequence_are_refused(value: str) -> None:
     with pytest.raises(ValueError, match="use --rope_scaling yarn or linear, with --max_model_len"):
-        check_rope_scaling(value)
+        check_rope_scaling(value, 8192)
 
 
 def test_malformed_json_is_refused() -> None:
     for accepted in (None, "yarn", "linear", '{"rope_type": "yarn", "factor": 4}', YARN):
-        check_rope_scaling(accepted)  # type: ignore[arg-type]
+        check_rope_scaling(accepted, 8192)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="it is not JSON: "):
-        check_rope_scaling('{"type": yarn}')
+        check_rope_scaling('{"type": yarn}', 8192)
 
 
 RELEASED: dict[str, dict[str, Any]] = {
@@ -86,3 +86,9 @@ def test_other_positions_of_a_model_that_sees_are_refused(value: Any) -> None:
     check_composite_rope(YARN, {"text_config": {"rope_parameters": YARN}})
     with pytest.raises(ValueError, match="so trainer and vLLM would differ; leave it out, or change rope_parameters"):
         check_composite_rope(value, config)
+
+
+def test_a_type_without_factor_needs_a_length() -> None:
+    with pytest.raises(ValueError, match=r"--rope_scaling yarn has no factor.*use --max_model_len 32768"):
+        check_rope_scaling("yarn", None)
+    check_rope_scaling('{"rope_type": "yarn", "factor": 4}', None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import MISSING, fields
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ from swift_megatron_grpo.arguments.value_ranges import (
     RANGES,
     check_ranges,
     check_schedule,
-    check_trainable,
     check_weight_decay,
 )
 
@@ -42,7 +40,6 @@ def error_of(**changes: Any) -> str:
 def test_the_table_names_flags_and_accepts_every_default() -> None:
     assert set(RANGES) <= set(defaults())
     assert error_of() == ""
-    check_trainable(defaults())
 
 
 @pytest.mark.parametrize("flag", RANGES)
@@ -52,7 +49,8 @@ def test_values_outside_of_the_table_are_refused_with_one_that_is_accepted(flag:
     wrong += [] if math.isinf(valid.high) else [valid.high if valid.below_high else valid.high + 1]
     for value in wrong:
         message = error_of(**{flag: value})
-        assert message.startswith(f"--{flag} {value:g} must be "), (value, message)
+        typed = str(value) if isinstance(value, int) else f"{value:g}"
+        assert message.startswith(f"--{flag} {typed} must be "), (value, message)
         assert f"; use --{flag} {valid.use}" in message
     assert float(valid.use) in valid
 
@@ -108,11 +106,3 @@ def test_the_suggested_schedules_are_accepted() -> None:
     assert error_of(lr=1e-6, min_lr=0.0, train_iters=100, lr_warmup_iters=10) == ""
     assert error_of(train_iters=100, lr_decay_style="WSD", lr_wsd_decay_iters=10) == ""
     assert error_of(weight_decay_incr_style="linear", start_weight_decay=0.0, end_weight_decay=0.1) == ""
-
-
-def test_freezing_every_weight_is_refused_unless_some_are_activated() -> None:
-    frozen = defaults() | {"tuner_type": "full", "freeze_parameters_ratio": 1.0}
-    with pytest.raises(ValueError, match=re.escape("--freeze_parameters_ratio 1 freezes every weight")):
-        check_trainable(frozen)
-    check_trainable(frozen | {"trainable_parameters": ["output_layer"]})
-    check_trainable(frozen | {"tuner_type": "lora"})

@@ -14,7 +14,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from swift_megatron_grpo.config import CorrectionConfig, GradingConfig, RecordingConfig, RoutingConfig, SamplingConfig
+from swift_megatron_grpo.config import (
+    CorrectionConfig,
+    EvaluationConfig,
+    GradingConfig,
+    RecordingConfig,
+    RoutingConfig,
+    SamplingConfig,
+)
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.grading import RewardFunctions
@@ -32,6 +39,10 @@ from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
 GROUP, PROMPTS, STEPS = 2, 3, 2  # completions of a prompt, prompts and optimizer steps of a rollout
+EVALUATION = EvaluationConfig(
+    SamplingConfig(0.6, 0.9, -1, 1.0, 8, (), seed=5), num_generations=4, prompts_at_once=2, most_prompts=None,
+    before_training=False, correct_reward=0, correct_from=1.0, names={},
+)  # fmt: skip
 DUMPED = Settings(GROUP, GROUP * PROMPTS, 1.0, ("length",))
 
 
@@ -216,7 +227,7 @@ def test_an_evaluation_uses_the_newest_weights_and_keeps_pending_rollouts() -> N
     rollouts.take(step(0))
     assert engine.generations[-1].is_running
     prompts = [Prompt("validation", {"messages": [{"role": "user", "content": "?"}]})]
-    graded = rollouts.evaluate(prompts, 4, Step(1, PhaseTimer()))  # in the middle of the first rollout's steps
+    graded = rollouts.evaluate(prompts, EVALUATION, Step(1, PhaseTimer()))  # in the middle of the first rollout's steps
     assert ids(graded) == ["validation"] * 4 and versions(graded) == {1}
     kept = rollouts.take(step(1))
     assert ids(kept) == expected(1, 2)[0] and versions(kept) == {0}
@@ -266,14 +277,17 @@ def test_old_log_probs_are_the_engines_for_older_weights_without_a_correction() 
 def test_experts_are_requested_of_the_first_completions_and_not_of_an_evaluation() -> None:
     rollouts, engine = make(0, 1)
     requested: list[list[bool]] = []
+    sampled: list[SamplingConfig] = []
     generate = engine.generate
 
-    def remember(requests: Sequence[Request], *more: Any) -> Generation:
+    def remember(requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         requested.append([request.returns_experts for request in requests])
-        return generate(requests, *more)
+        sampled.append(sampling)
+        return generate(requests, group_size, sampling)
 
     engine.generate = remember  # type: ignore[method-assign]
     rollouts.take(step(0))
-    rollouts.evaluate([Prompt("e", {"messages": [{"role": "user", "content": "e"}]})], GROUP, step(0))
+    rollouts.evaluate([Prompt("e", {"messages": [{"role": "user", "content": "e"}]})], EVALUATION, step(0))
     first, evaluation = requested
-    assert sum(first) == 3 and first[:3] == [True] * 3 and not any(evaluation)
+    assert sum(first) == 3 and first[:3] == [True] * 3 and not any(evaluation) and len(evaluation) == 4
+    assert sampled == [SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), EVALUATION.sampling]

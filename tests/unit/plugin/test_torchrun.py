@@ -30,6 +30,14 @@ if "ignores" in sys.argv or ("fails" in sys.argv and rank == 1):
 if "imports" in sys.argv:
     import torch  # which activates the package
     signal.signal(signal.SIGTERM, stop)
+if "refuses" in sys.argv:
+    from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
+    with reported_by_torchrun():
+        open(f"ready{rank}", "w").write(str(os.getpid()))
+        if rank == 1:
+            time.sleep(60)  # for rank 0, as ranks do that wait for it to read a dataset
+        time.sleep(1)
+        raise ValueError("--lr 0 must be above 0; use --lr 1e-06")
 open(f"ready{rank}", "w").write(str(os.getpid()))
 if "fails" in sys.argv and rank == 0:
     while not os.path.exists("ready1"):
@@ -125,3 +133,12 @@ def test_ranks_stop_if_torchrun_is_killed(tmp_path: Path) -> None:
     torchrun.process.kill()
     torchrun.finish()
     assert (tmp_path / "stopped0").exists() and (tmp_path / "stopped1").exists()
+
+
+def test_a_refused_run_ends_with_one_message(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "refuses")
+    code, output, seconds = torchrun.finish()
+    assert code == 1 and seconds < 15
+    message = "this run was refused before a model was loaded:\n--lr 0 must be above 0; use --lr 1e-06\n"
+    assert output == f"swift_megatron_grpo: {message}"
+    assert torchrun.ranks_are_gone()

@@ -1,0 +1,36 @@
+"""Files that a command line may name by mistake: datasets that cannot be trained on, and plugins without a reward."""
+
+from __future__ import annotations
+
+import json
+
+
+def _row(**columns: object) -> str:
+    return json.dumps(columns)
+
+
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+_GOOD = [_row(messages=_user("spell a")), _row(messages=_user("spell b"))]
+FILES = {
+    "empty.jsonl": "",
+    "truncated.jsonl": "\n".join([*_GOOD, '{"messages": [{"role": "us']),
+    "comma.jsonl": "\n".join(line + "," for line in _GOOD),
+    "text.jsonl": "spell a\nspell b\n",
+    "no_prompt.jsonl": "\n".join(_row(prefix="spell a", letters="a") for _ in range(4)),
+    "no_role.jsonl": "\n".join([*_GOOD, _row(messages=[{"content": "spell c"}])]),
+    "null_content.jsonl": "\n".join([*_GOOD, _row(messages=[{"role": "user", "content": None}])]),
+    "string_messages.jsonl": "\n".join(_row(messages="spell a") for _ in range(4)),
+    "list_messages.jsonl": "\n".join(_row(messages=["spell a"]) for _ in range(4)),
+    "no_messages.jsonl": "\n".join([*_GOOD, _row(messages=[])]),
+    "only_assistant.jsonl": "\n".join(_row(messages=[{"role": "assistant", "content": "a"}]) for _ in range(4)),
+    "mixed.jsonl": "\n".join([*_GOOD, _row(query="spell c")]),
+    "few.jsonl": _GOOD[0],
+    "long.jsonl": "\n".join(_row(messages=_user("spell " * 99)) for _ in range(8)),
+    "broken.py": "import no_such_module\n",
+    "plain.py": "from swift.rewards import orms\n\ndef plain(completions, **kwargs):\n    return [0.0]\n\n"
+    "orms['plain'] = plain\n",
+    "not_callable.py": "from swift.rewards import orms\n\norms['value'] = 3\n",
+}
