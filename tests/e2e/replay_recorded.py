@@ -12,6 +12,7 @@ import swift_megatron_grpo.loop.assemble
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
+    AnsweredRequest,
     BatchGeneration,
     Generation,
     NamedWeights,
@@ -67,6 +68,9 @@ class RecordedCompletions:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
+
+    def answered_requests(self) -> list[AnsweredRequest]:
+        return []
 
     def shutdown(self) -> None: ...
 

@@ -23,7 +23,7 @@ SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float
          "--attention_backend", "auto", "--dataset_num_proc", "1", "--load_from_cache_file", "false",
          "--dataloader_num_workers", "0", "--vllm_enforce_eager", "true", "--vllm_gpu_memory_utilization", "0.3",
          "--sleep_level", "0", "--offload_model", "false", "--offload_optimizer", "false", "--no_save_optim", "true",
-         "--no_save_rng", "true", "--save_steps", "100",
+         "--no_save_rng", "true", "--save_steps", "100", "--train_iters", "2",
          "--num_generations", "4", "--global_batch_size", "8", "--lr", "1e-3", "--max_length", "128",
          "--max_completion_length", "12", "--vllm_max_model_len", "256",
          "--max_tokens_per_micro_batch", "256"]  # fmt: skip
