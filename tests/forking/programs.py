@@ -20,6 +20,20 @@ from typing import Any
 # ms-swift sets these to ERROR in ranks whose local rank is not 0. It reads LOCAL_RANK at import, too early for a fork.
 _RANK_LOGGERS = ("swift", "modelscope")
 
+# What transformers and vLLM import when they load a config or a processor, or start an engine: up to half a second.
+_AT_FIRST_USE = (
+    "transformers.tokenization_mistral_common",
+    "transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.renderers.hf",
+    "vllm.v1.pool.flash_maxsim.flash_maxsim_rerank",
+    "scipy.io",
+    "setproctitle",
+)
+
 
 def preload_trainer() -> None:
     """Import the modules of a rank of `megatron rlhf --rlhf_type grpo`, including CPU platform and plugin."""
@@ -41,16 +55,27 @@ def preload_trainer() -> None:
         "vllm.model_executor.models.qwen3_moe",
         "vllm.model_executor.models.qwen3_5",
         "transformers.models.qwen3_5.modeling_qwen3_5",
+        "vllm.model_executor.models.qwen3_vl_moe",
+        "vllm.model_executor.models.mixtral",
+        "transformers.models.qwen2_vl.modeling_qwen2_vl",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "transformers.models.qwen4_exp.configuration_qwen4_exp",
+        "transformers.models.glm5_next.configuration_glm5_next",
+        "swift_megatron_grpo.arguments.flag_names",
         "qwen_vl_utils",
         "datasets",
         "pandas",
         "matplotlib.pyplot",
+        "swift.loss_scale",
+        *_AT_FIRST_USE,
     )
     from swift.infer_engine import GRPOVllmEngine
     from swift.megatron import megatron_rlhf_main
+    from transformers.models.auto.video_processing_auto import video_processor_class_from_name
 
     cuda.install()  # vLLM's CPU worker replaces the stream of torch.cuda; in a run, Megatron has read it before
     del GRPOVllmEngine, megatron_rlhf_main  # ms-swift resolves names lazily
+    video_processor_class_from_name("")  # looks into the modules of all types, as for a model with images
     skip_repeated_work()
     map_in_this_process()
 
@@ -71,6 +96,11 @@ def preload_rollout() -> None:
         "vllm.v1.executor.multiproc_executor",
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
+        "swift.loss_scale",
+        "swift_megatron_grpo.server.__main__",
+        "uvicorn.lifespan.on",
+        "pydantic.v1",
+        *_AT_FIRST_USE,
     )
     skip_repeated_work()
     fork_engines()
@@ -121,8 +151,10 @@ def skip_repeated_work() -> None:
     """Do once, before any fork, what each fork would repeat for seconds over all objects of the imports.
 
     vLLM replaces its Triton kernels in every module, and unfreezes the garbage collector's objects when it shuts down.
-    It sets the level of each of its loggers, which empties a cache in all of thousands.
+    It sets the level of each of its loggers, which empties a cache in all of thousands. Transformers formats every
+    config that it loads, some of them twenty times in a run, for a line that it does not log.
     """
+    from transformers import PretrainedConfig
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
     from vllm.platforms.cpu import CpuPlatform
@@ -131,6 +163,7 @@ def skip_repeated_work() -> None:
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.unfreeze = lambda: None
+    PretrainedConfig.__repr__ = object.__repr__
 
 
 def fork_engines() -> None:

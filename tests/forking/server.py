@@ -110,7 +110,8 @@ def _lead(request: dict[str, Any], output: int, status: int, *more_streams: int)
         pids = [_fork_rank(request, rank, status) for rank in range(ranks)]
         signal.signal(signal.SIGTERM, lambda *_: _end(pids))
         code = _wait(pids, request["kills_ranks"])
-    os.write(status, str(code).encode())
+    with suppress(BrokenPipeError):  # the client has ended
+        os.write(status, str(code).encode())
     os._exit(code)
 
 
@@ -178,3 +179,4 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    os._exit(0)  # Python's shutdown would free every imported object, and print what compiled modules leak
