@@ -20,26 +20,37 @@ def difference(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
-def inputs_of_the_rule() -> list[torch.Tensor]:
-    """Return q, k, v, g and beta of one pack, as a delta net computes them; the first three in bf16."""
+def poison_free_memory() -> None:
+    """Fill what the allocator hands out next with NaN: a kernel may read only what was written."""
+    torch.full((2**31,), float("nan"), device="cuda", dtype=torch.bfloat16)
+
+
+def inputs_of_the_rule(decay: float) -> list[torch.Tensor]:
+    """Return q, k, v, g and beta of one pack, as a delta net computes them; the first three in bf16.
+
+    `decay`: how far a token's g goes below 0. A new net, with A up to 16 and a bias of 1 before softplus, has 21.
+    """
     torch.manual_seed(0)
     tokens = BOUNDS[-1]
     q, k = (torch.randn(1, tokens, KEY_HEADS, CHANNELS, device="cuda").bfloat16() for _ in range(2))
     v = torch.randn(1, tokens, VALUE_HEADS, CHANNELS, device="cuda").bfloat16()
-    g = -torch.rand(1, tokens, VALUE_HEADS, device="cuda")
+    g = -decay * torch.rand(1, tokens, VALUE_HEADS, device="cuda")
     beta = torch.rand(1, tokens, VALUE_HEADS, device="cuda").bfloat16()
     return [tensor.requires_grad_() for tensor in (q, k, v, g, beta)]
 
 
-def test_the_delta_rule_and_its_gradients_match_the_cpu_platform() -> None:
+@pytest.mark.parametrize("decay", [1, 21])
+def test_the_delta_rule_and_its_gradients_match_the_cpu_platform(decay: float) -> None:
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     bounds = torch.tensor(BOUNDS, device="cuda", dtype=torch.int32)
-    inputs = inputs_of_the_rule()
+    inputs = inputs_of_the_rule(decay)
+    poison_free_memory()
     output, _ = chunk_gated_delta_rule(*inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
     exact, _ = delta_rule.chunk_gated_delta_rule(*exact_inputs, use_qk_l2norm_in_kernel=True, cu_seqlens=bounds)
     direction = torch.randn_like(exact)
+    poison_free_memory()
     gradients = torch.autograd.grad(output, inputs, direction.to(output.dtype))
     exact_gradients = torch.autograd.grad(exact, exact_inputs, direction)
     names = ("output", "q", "k", "v", "g", "beta")
@@ -58,10 +69,12 @@ def test_the_convolution_and_its_gradients_match_the_cpu_platform() -> None:
     bounds = torch.tensor(BOUNDS, device="cuda", dtype=torch.int32)
     x = torch.randn(1, BOUNDS[-1], 256, device="cuda").bfloat16().requires_grad_()
     weight = torch.randn(256, 4, device="cuda").bfloat16().requires_grad_()
+    poison_free_memory()
     output, _ = causal_conv1d(x, weight, activation="silu", cu_seqlens=bounds)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     exact, _ = convolution.causal_conv1d(*exact_inputs, activation="silu", cu_seqlens=bounds)
     direction = torch.randn_like(exact)
+    poison_free_memory()
     gradients = torch.autograd.grad(output, (x, weight), direction.to(output.dtype))
     exact_gradients = torch.autograd.grad(exact, exact_inputs, direction)
     pairs = zip((output, *gradients), (exact, *exact_gradients), strict=True)
