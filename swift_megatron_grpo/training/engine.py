@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -29,6 +30,12 @@ from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_w
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
+from swift_megatron_grpo.training.memory.smaller_budget import (
+    MemoryAgreement,
+    PeerOutOfMemory,
+    agreement_of,
+    free_memory,
+)
 from swift_megatron_grpo.training.passes import Output, Passes
 from swift_megatron_grpo.training.planning import EngineSettings
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
@@ -78,7 +85,8 @@ class MegatronEngine:
             raise ValueError(
                 "calculate_per_token_loss must be false: losses are normalised over the whole step already"
             )
-        config.finalize_model_grads_func = finalize_gradients
+        self._memory_agreement = agreement_of(self.passes.models, config, self.parallel, settings.max_tokens)
+        config.finalize_model_grads_func = _finalize_after(self._memory_agreement)
         config.grad_scale_func = optimizer.scale_loss
         clip_with_transformer_engine()
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -91,16 +99,8 @@ class MegatronEngine:
 
         `outputs`: the model outputs that the loss function reads; gradients flow through both.
         """
-        plan = self.passes.plan(samples)
-        self._warn_if_over_budget(samples, plan)
+        plan, shares = self._forward_backward(samples, loss_func, outputs)
         self.flops_of_last_step = self.passes.flops(samples, plan) * (1 + self._trained.passes_of_backward)
-        for model in self.passes.models:
-            model.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-        reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
-        with self._step_in_errors():
-            shares, _ = self.passes.run(samples, plan, outputs, reduce, train=True)
         metrics = self._sum_metrics(shares)
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
@@ -113,6 +113,34 @@ class MegatronEngine:
         self.steps_done += 1
         moe_aux_losses = pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
         return {**metrics, **moe_aux_losses, "grad_norm": self._finish_update(float(grad_norm))}
+
+    def _forward_backward(
+        self, samples: Sequence[Sample], loss_func: LossFunction, outputs: Sequence[Output]
+    ) -> tuple[StepPlan, list[dict[str, torch.Tensor]]]:
+        """Compute and reduce the gradients; again in smaller micro batches while a rank runs out of memory."""
+        while True:
+            plan = self.passes.plan(samples)
+            self._warn_if_over_budget(samples, plan)
+            for model in self.passes.models:
+                model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            if self._memory_agreement is not None:
+                self._memory_agreement.start_step()
+
+            reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
+            try:
+                with self._step_in_errors():
+                    shares, _ = self.passes.run(samples, plan, outputs, reduce, train=True)
+                return plan, shares
+            except PeerOutOfMemory:
+                if not self.passes.lower_budget(samples):
+                    raise
+            except torch.OutOfMemoryError:
+                agreed = self._memory_agreement is not None and self._memory_agreement.report_failure()
+                if not agreed or not self.passes.lower_budget(samples):
+                    raise
+            free_memory()
+            pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
 
     def _finish_update(self, grad_norm: float) -> float:
         """Return the largest gradient norm of all ranks; raise on all of them if any weight is not finite.
@@ -209,6 +237,15 @@ class MegatronEngine:
                 f"step {self.steps_done + 1}, rank {self.parallel.rank}: a gradient is not finite; nothing was "
                 f"updated, the last checkpoint is untouched. Megatron's message: {error}"
             ) from error
+
+
+def _finalize_after(agreement: MemoryAgreement | None) -> Callable[..., None]:
+    def finalize(models: Sequence[torch.nn.Module], *arguments: Any, **options: Any) -> None:
+        if agreement is not None:
+            agreement.before_reduction()
+        finalize_gradients(models, *arguments, **options)
+
+    return finalize
 
 
 def _device() -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +21,7 @@ from swift_megatron_grpo.training.expert_layers import ExpertLayers, layers_with
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
+from swift_megatron_grpo.training.memory.smaller_budget import free_memory, halved, passes_are_independent
 from swift_megatron_grpo.training.planning import EngineSettings, Planner
 from swift_megatron_grpo.training.recorded_routing import rows_by_sample
 from swift_megatron_grpo.training.router_replay import PassRouters
@@ -27,6 +29,8 @@ from swift_megatron_grpo.training.shared_prompts import attend_to_shared_prompts
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
+logger = logging.getLogger(__name__)
+_LOWERED = "%s ran out of GPU memory with %s %d; it is run again with %d, which is kept and gives the same numbers"
 
 
 class Passes:
@@ -134,8 +138,7 @@ class Passes:
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        plan = self._planner.plan_inference(samples, self.settings)
-        values, _ = self._infer(samples, plan, outputs, records=False)
+        values, _, _ = self._infer(samples, outputs, records=False)
         return values
 
     @torch.no_grad()
@@ -145,9 +148,9 @@ class Passes:
         The rows [t, layers, k] of this data-parallel rank's samples are on every rank, with -1 in the layers of other
         pipeline stages. {} on a stage without experts.
         """
-        plan, position = self._planner.plan_inference(samples, self.settings), self.parallel
-        values, routers = self._infer(samples, plan, ("logprob",), records=True)
+        values, plan, routers = self._infer(samples, ("logprob",), records=True)
         assert routers is not None
+        position = self.parallel
         rows = rows_by_sample(
             routers.choices,
             plan.of_rank(position.dp_rank),
@@ -161,15 +164,55 @@ class Passes:
         return values, rows
 
     def _infer(
-        self, samples: Sequence[Sample], plan: StepPlan, outputs: Sequence[Output], records: bool
-    ) -> tuple[dict[int, TokenValues], PassRouters | None]:
+        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
+    ) -> tuple[dict[int, TokenValues], StepPlan, PassRouters | None]:
         modes = [model.training for model in self.models]
         for model in self.models:
             model.eval()
-        results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
+        results, plan, routers = self._infer_within_memory(samples, outputs, records)
         for model, training in zip(self.models, modes, strict=True):
             model.train(training)
-        return {index: _token_values(values) for result in results for index, values in result.items()}, routers
+        values = {index: _token_values(values) for result in results for index, values in result.items()}
+        return values, plan, routers
+
+    def _infer_within_memory(
+        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
+    ) -> tuple[list[Any], StepPlan, PassRouters | None]:
+        """Run forward; after running out of memory again, with micro batches of half the size on this rank alone."""
+        while True:
+            plan = self._planner.plan_inference(samples, self.settings)
+            try:
+                results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
+                return results, plan, routers
+            except torch.OutOfMemoryError:
+                if not self._lower_budget_of_inference(samples):
+                    raise
+            free_memory()
+
+    def lower_budget(self, samples: Sequence[Sample]) -> bool:
+        """Halve the token budget of training passes; return False if it cannot be lower."""
+        smaller = _halved(self.settings.max_tokens, samples)
+        if smaller is None:
+            return False
+        if self.parallel.rank == 0:
+            logger.warning(
+                _LOWERED, "the train phase", "--max_tokens_per_micro_batch", self.settings.max_tokens, smaller
+            )
+        self.settings = replace(self.settings, max_tokens=smaller)
+        return True
+
+    def _lower_budget_of_inference(self, samples: Sequence[Sample]) -> bool:
+        budget = self.settings.infer_max_tokens or self.settings.max_tokens
+        smaller = _halved(budget, samples)
+        if smaller is None or not passes_are_independent(self.config, self.parallel):
+            return False
+        logger.warning(_LOWERED, "a log-prob pass", "--infer_max_tokens_per_micro_batch", budget, smaller)
+        self.settings = replace(self.settings, infer_max_tokens=smaller)
+        return True
+
+
+def _halved(budget: int | None, samples: Sequence[Sample]) -> int | None:
+    return None if budget is None else halved(budget, max(len(sample.tokens) for sample in samples))
 
 
 def _expert_layers(config: ModelConfig) -> ExpertLayers | None:

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from swift_megatron_grpo.training.memory.smaller_budget import halved
+
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
 
 
@@ -23,8 +25,8 @@ def smaller_micro_batches(flag: str, tokens: int | None, completions: int, longe
     """Return advice to lower `flag`, the budget of a micro batch in tokens or, if `tokens` is None, in completions."""
     remedy = f", or {RECOMPUTE}" if train else ""
     if tokens is not None:
-        smaller = max(tokens // 2, longest)
-        if smaller < tokens:
+        smaller = halved(tokens, longest)
+        if smaller is not None:
             return f"lower {flag} from {tokens} to {smaller}{remedy}"
         return f"{flag} {tokens} cannot be lower: {_longest(longest, train)}"
     if completions > 1:

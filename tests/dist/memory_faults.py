@@ -1,0 +1,54 @@
+"""Run steps and log-prob passes in which micro batches above a number of tokens do not fit the memory of one rank."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.training.memory.smaller_budget import PeerOutOfMemory
+from tests.dist.engine_runs import make_loss, make_trainer
+
+
+def main(out: str, flags: list[str], fits: int, in_backward: bool) -> None:
+    trainer = make_trainer(flags)
+    engine, messages = trainer.build_engine(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("swift_megatron_grpo").addHandler(handler)
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        limit_memory(trainer.unwrapped_models[0].decoder, fits, in_backward)
+    samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
+    report: dict[str, Any] = {}
+    try:
+        report["steps"] = [engine.train_step(samples, make_loss()) for _ in range(2)]
+        report["values"] = {index: value.logprobs for index, value in engine.infer(samples).items()}
+    except (torch.OutOfMemoryError, PeerOutOfMemory) as error:
+        report["error"] = str(error)
+    weights = trainer.unwrapped_models[0].parameters()
+    report["weights"] = sum(weight.double().abs().sum().item() for weight in weights)
+    settings = engine.passes.settings
+    report |= {"budgets": [settings.max_tokens, settings.infer_max_tokens], "messages": messages}
+    Path(f"{out}.{rank}.json").write_text(json.dumps(report))
+
+
+def limit_memory(decoder: torch.nn.Module, fits: int, in_backward: bool) -> None:
+    """Raise what torch raises when it cannot allocate, for a micro batch of more tokens than `fits`."""
+
+    def check(tokens: int) -> None:
+        if tokens > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def on_output(module: Any, inputs: Any, output: torch.Tensor) -> None:  # [tokens, 1, hidden]
+        tokens = output.shape[0]
+        if in_backward and output.requires_grad:
+            output.register_hook(lambda gradient: check(tokens))
+        else:
+            check(tokens)
+
+    decoder.register_forward_hook(on_output)
