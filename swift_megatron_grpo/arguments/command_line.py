@@ -6,6 +6,7 @@ from argparse import Action
 from collections.abc import Mapping, Sequence
 from functools import cache
 
+from swift.utils.utils import _patch_get_type_hints
 from transformers import HfArgumentParser
 
 from swift_megatron_grpo.arguments.flag_names import check_flag_names
@@ -21,5 +22,11 @@ def check_typed(command_line: Sequence[str]) -> None:
 
 @cache
 def _options() -> Mapping[str, Action]:
-    options: Mapping[str, Action] = HfArgumentParser([GRPOArguments])._option_string_actions
+    """Return the options of the parser, made as ms-swift makes it.
+
+    Typing caches unions without regard to their order, so beside megatron-core 0.18 a `dict | str` of ms-swift is a
+    `str | dict`, of which the parser would take the last one as the type.
+    """
+    with _patch_get_type_hints():
+        options: Mapping[str, Action] = HfArgumentParser([GRPOArguments])._option_string_actions
     return options
