@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,11 @@ from swift_megatron_grpo.loop.assemble import (
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
-from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.parallel import Coordinator, RankPosition
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.training.attention_check import check_attention
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.megatron_fixes import hybrid_optimizer
@@ -125,6 +127,9 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         supply_context_parallelism()
         super().prepare_model()
         mark_sharded_parameters(self.unwrapped_models)  # with those of the adapters
+        if self.args.check_attention:
+            check = partial(check_attention, self.unwrapped_models, RankPosition.from_megatron())
+            self.coordinator.all_gather_or_raise(check, "checking the attention kernels")
         self.frozen_reference = self._load_reference()
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:

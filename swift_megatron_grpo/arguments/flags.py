@@ -133,6 +133,14 @@ class GRPOFlags(MegatronRLHFArguments):
             "Layers of multi-token prediction and buffers that are computed are always left out. Default: stop."
         },
     )
+    check_attention: bool = field(
+        default=True,
+        metadata={
+            "help": "Compare output and gradients of the model's attention kernels with exact arithmetic before "
+            "training, on random packed sequences, and end the run if one is wrong. It takes about a second. "
+            "Default: true."
+        },
+    )
     fast_kernels: bool = field(
         default=True,
         metadata={

@@ -8,6 +8,7 @@
     expert_layers.py     the layers of a model that have experts
     router_replay.py     routers that weigh given experts instead of choosing, and record what they choose
     recorded_routing.py  recorded experts of parallel ranks as rows of whole samples
+    attention_check.py   attention kernels against exact arithmetic, before training (--check_attention)
     preparation.py       what is changed in models that are loaded
     towers.py            the language model of a composite model, and a guard in front of its tower
     reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter

@@ -1,0 +1,48 @@
+"""Compare the attention of a model with exact arithmetic on forked ranks, also with a kernel that is wrong on one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import Attention
+
+from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.training import attention_check
+from tests.dist.engine_runs import make_trainer
+
+
+def errors(out: str, flags: list[str]) -> None:
+    """Report the errors of the first attention layer, and the sizes that its kernel is chosen by."""
+    trainer = make_trainer(flags)
+    layer = next(layer for layer in trainer.unwrapped_models[0].modules() if isinstance(layer, Attention))
+    shape = attention_check._shape(layer)
+    found = attention_check.compare(layer, shape, RankPosition.from_megatron())
+    sizes = [shape.heads, shape.groups, shape.key_channels, shape.value_channels]
+    write(out, {"errors": found, "sizes": sizes, "comparable": attention_check._is_comparable(layer)})
+
+
+def wrong_gradient(out: str, flags: list[str], rank: int) -> None:
+    """Report how the trainer starts when the gradient of keys is a tenth too large on a rank."""
+    forward = attention_check.TEDotProductAttention.forward
+
+    def wrong(self: Any, query: torch.Tensor, key: torch.Tensor, *others: Any, **settings: Any) -> torch.Tensor:
+        if key.requires_grad:
+            key = key.view_as(key)
+            key.register_hook(lambda gradient: 1.1 * gradient)
+        return forward(self, query, key, *others, **settings)
+
+    if int(os.environ["RANK"]) == rank:
+        attention_check.TEDotProductAttention.forward = wrong
+    try:
+        make_trainer(flags)
+        write(out, {"error": None})
+    except RuntimeError as error:
+        write(out, {"error": f"{type(error).__name__}: {error}"})
+
+
+def write(out: str, report: dict[str, Any]) -> None:
+    Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))

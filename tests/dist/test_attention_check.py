@@ -1,0 +1,42 @@
+"""Attention kernels are compared with exact arithmetic before training, and a wrong one ends the run on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.conftest import Ranks
+
+pytestmark = pytest.mark.dist
+CASES = {
+    "dense": (1, []),
+    "dense-tp2": (2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
+    "dense-cp2": (2, ["--context_parallel_size", "2"]),
+    "deepseek": (1, []),
+    "qwen3_5-tp2": (2, ["--tensor_model_parallel_size", "2"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_of_a_right_installation_pass(ranks: Ranks, case: str) -> None:
+    size, more = CASES[case]
+    kind = case.split("-")[0]
+    ranks.call(f"attention-{case}", "attention_runs:errors", size, ranks.flags(kind, "full", "float32", more))
+    for rank in range(size):
+        report = ranks.report(f"attention-{case}", rank)
+        assert report["comparable"] and len(report["errors"]) == 4
+        assert all(error < 1e-5 for error in report["errors"].values()), report
+    if kind == "deepseek":
+        assert report["sizes"][2] != report["sizes"][3]  # its keys are longer than its values
+
+
+@pytest.mark.parametrize("check", ["true", "false"])
+def test_a_wrong_gradient_ends_the_run_on_every_rank(ranks: Ranks, check: str) -> None:
+    flags = ranks.flags("dense", "full", "float32", ["--check_attention", check])
+    ranks.call(f"wrong-attention-{check}", "attention_runs:wrong_gradient", 2, flags, rank=1)
+    first, second = (ranks.report(f"wrong-attention-{check}", rank)["error"] for rank in range(2))
+    if check == "false":
+        assert first is None and second is None
+        return
+    assert "checking the attention kernels failed on rank 1: WrongAttentionKernel" in first
+    assert second.startswith("WrongAttentionKernel: The attention kernel of --attention_backend flash is wrong on ")
+    assert "it misses the gradient of keys by 0.1;" in second and "--check_attention false" in second
