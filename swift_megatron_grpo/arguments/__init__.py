@@ -8,6 +8,7 @@ resume.py            find the checkpoint of --resume, and set the flags that loa
 start_up_checks.py   run all checks, in the three orders that ms-swift requires
 start_up_log.py      the first lines that a run logs
 support_table.py     the support of every ms-swift flag, and the messages that refuse one
+flag_combinations.py flags that are not supported, and flags that exclude each other
 command_line.py      names and values as typed, before the parser
 flag_values.py       types and choices of the values on the command line
 local_files.py       files and folders that must exist, and lines of datasets that cannot be read

@@ -17,7 +17,6 @@ from swift.rewards import orms
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import import_external_file
 
-from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import evaluation_checks as evaluation
 from swift_megatron_grpo.arguments import image_checks as images
@@ -30,11 +29,11 @@ from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
+from swift_megatron_grpo.arguments.flag_combinations import STOCK_TRAINER, check_flags
 from swift_megatron_grpo.arguments.named_paths import check_paths
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
-from swift_megatron_grpo.arguments.support_table import unsupported_flags
 from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
@@ -45,7 +44,6 @@ from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 
-STOCK_TRAINER = f"{SWITCH}=off for ms-swift's own trainer"
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
 
@@ -160,28 +158,6 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_reference_adapter(args),
         ]
     )
-
-
-def check_flags(args: DerivedArguments) -> None:
-    """Refuse unsupported flags, and combinations that no other check covers."""
-    problems = unsupported_flags(vars(args), STOCK_TRAINER)
-    if args.ref_model is not None and args.has_adapter:
-        problems.append("--ref_model: the reference of a LoRA run is the model without its adapter; leave it out")
-    if args.mcore_ref_model is not None and (args.has_adapter or args.ref_model is not None):
-        reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
-        problems.append(f"--mcore_ref_model {args.mcore_ref_model}: {reason}; leave it or the other flag out")
-    if args.has_adapter and args.expert_tensor_parallel_size > 1:
-        problems.append(
-            f"--expert_tensor_parallel_size {args.expert_tensor_parallel_size}: mcore-bridge does not support LoRA on "
-            "tensor-parallel experts; use --expert_tensor_parallel_size 1, and distribute whole experts with "
-            "--expert_model_parallel_size"
-        )
-    if args.recompute_elementwise and not args.fast_kernels:
-        problems.append(
-            "--recompute_elementwise true needs the kernels that --fast_kernels false disables; leave one of them out"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 def check_ranges(args: DerivedArguments) -> None:

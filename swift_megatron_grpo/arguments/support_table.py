@@ -98,7 +98,7 @@ NOT_YET: Mapping[str, Refusal] = {
     "fp4_param_gather": Refusal((False,), _LOW_BITS),
     # layout and communication
     "mlp_padding_free": Refusal((False,), _PACKED),
-    "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "auto"), _PACKED),
+    "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "auto"), _PACKED),
     "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
     "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
     "tp_comm_overlap": Refusal((False,), _LENGTHS),

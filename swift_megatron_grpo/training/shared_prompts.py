@@ -17,6 +17,7 @@ import torch
 from mcore_bridge import ModelConfig
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnBackend
 from torch import nn
 
 from swift_megatron_grpo.packing.collate import ModelInputs
@@ -70,6 +71,8 @@ def why_repeated(config: ModelConfig, cp_size: int, on_request: bool) -> str | N
     """
     if cp_size > 1:
         return f"--context_parallel_size {cp_size}: ring attention cuts queries and keys alike"
+    if config.attention_backend is AttnBackend.unfused:
+        return "--attention_backend unfused is not tested with queries that are fewer than keys"
     if config.experimental_attention_variant is not None:
         return f"layers with {config.experimental_attention_variant} have a state that runs along each sequence"
     if config.multi_latent_attention:

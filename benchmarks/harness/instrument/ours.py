@@ -19,6 +19,7 @@ from benchmarks.harness.workload import row_of
 from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
+    AnsweredRequest,
     BatchGeneration,
     Generation,
     GenerationEngine,
@@ -33,7 +34,7 @@ from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
-from swift_megatron_grpo.types import Prompt, Rollout, Sample
+from swift_megatron_grpo.types import Prompt, Rollout, Sample, ScoredText
 
 # Phases of the loop's own timer. With vLLM in the training processes, its weight_sync and generation also include
 # wake-up, offload and sleep, which count as `switch`. Loading the weights and generating, inside vLLM, are separate
@@ -64,7 +65,7 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
             return Canned(template, canned)
 
         vars(swift_megatron_grpo.loop.assemble)["LocalVllm"] = make_engine
-    MegatronGRPOTrainer.save_checkpoint = do_nothing  # type: ignore[method-assign]
+    setattr(MegatronGRPOTrainer, "save_checkpoint", do_nothing)  # noqa: B010  # mypy rejects a plain assignment
     _follow_timer(clock, PHASE_OF_TIMER_WITH_SERVER if job.served else PHASE_OF_TIMER)
     clock.time_method(LocalVllm, "load_weights", "weight_sync")
     _count_tokens(clock, tokens)
@@ -142,13 +143,16 @@ class Canned:
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def held_weights(self) -> list[WorkerWeights]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def sleep(self) -> None: ...
+
+    def answered_requests(self) -> list[AnsweredRequest]:
+        return []
 
     def shutdown(self) -> None: ...
 

@@ -117,6 +117,8 @@ _CHOICES = """
 --sleep_level 3 -> sleep_level & 1
 --rlhf_type grpo2 -> rlhf_type & grpo
 --attention_backend fast -> attention_backend & flash
+--attention_backend unfused --context_parallel_size 2 --tensor_model_parallel_size 1 -> attention_backend & flash
+--attention_backend unfused --share_prompts true -> attention_backend & share_prompts & auto
 --unread_tensors ignore -> unread_tensors & warn
 --ddp_backend mpi -> ddp_backend & nccl
 --moe_token_dispatcher_type ring -> moe_token_dispatcher_type & alltoall
