@@ -14,7 +14,7 @@ from typing import Any
 
 from swift_megatron_grpo.import_hooks import after_import
 from swift_megatron_grpo.plugin.command_line import parse_flag, selects_grpo
-from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
+from swift_megatron_grpo.plugin.refusals import reported_by_torchrun, set_up_reported_by_torchrun
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_libraries_by_whole_name
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
@@ -50,6 +50,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
     pipeline = rlhf.MegatronRLHF
     stock_parse_args, stock_run = pipeline._parse_args, pipeline.run
     stock_prepare_vllm_client, stock_prepare_dataset = pipeline._prepare_vllm_client, pipeline._prepare_dataset
+    stock_prepare_trainer = pipeline.prepare_trainer
 
     def parse_args(self: Any, args: Any = None) -> Any:
         command_line = sys.argv[1:] if args is None else args
@@ -85,8 +86,14 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         with reported_by_torchrun():
             return self.args.checked_datasets(*stock_prepare_dataset(self), self.template)
 
+    def prepare_trainer(self: Any) -> Any:
+        if self.args.rlhf_type != "grpo":
+            return stock_prepare_trainer(self)
+        with set_up_reported_by_torchrun():
+            return stock_prepare_trainer(self)
+
     pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset
-    pipeline._prepare_vllm_client = prepare_vllm_client
+    pipeline._prepare_vllm_client, pipeline.prepare_trainer = prepare_vllm_client, prepare_trainer
 
 
 def adopt(args: Any) -> None:

@@ -83,7 +83,7 @@ class StopOfRanks:
         message = take_refusals(self._refusals)
         if message is not None:
             self._end_others(0)
-            _print(f"this run was refused before a model was loaded:\n{message}")
+            _print(message)
             raise SystemExit(1)
 
     def exit_if_stopped(self) -> None:

@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.arguments.value_checks import check_iterations
+from swift_megatron_grpo.plugin.refusals import is_raised_by_package
 from tests.forking.client import free_port
 from tests.paths import IMPORT_PATH
 
@@ -38,6 +41,17 @@ if "refuses" in sys.argv:
             time.sleep(60)  # for rank 0, as ranks do that wait for it to read a dataset
         time.sleep(1)
         raise ValueError("--lr 0 must be above 0; use --lr 1e-06")
+if "cannot-be-set-up" in sys.argv:
+    from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
+    from swift_megatron_grpo.parallel import Coordinator
+    from swift_megatron_grpo.arguments.value_checks import check_iterations
+    import datetime, torch.distributed
+    torch.distributed.init_process_group("gloo")
+    with set_up_reported_by_torchrun():
+        open(f"ready{rank}", "w").write(str(os.getpid()))
+        time.sleep(1)
+        check = check_iterations if rank == 1 else (lambda number: None)
+        Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(0), "checking")
 open(f"ready{rank}", "w").write(str(os.getpid()))
 if "fails" in sys.argv and rank == 0:
     while not os.path.exists("ready1"):
@@ -142,3 +156,23 @@ def test_a_refused_run_ends_with_one_message(tmp_path: Path) -> None:
     message = "this run was refused before a model was loaded:\n--lr 0 must be above 0; use --lr 1e-06\n"
     assert output == f"swift_megatron_grpo: {message}"
     assert torchrun.ranks_are_gone()
+
+
+def test_an_error_of_the_set_up_is_one_message_of_the_rank_that_failed(tmp_path: Path) -> None:
+    torchrun = Torchrun(tmp_path, "cannot-be-set-up")
+    code, output, seconds = torchrun.finish()
+    assert code == 1 and seconds < 15
+    message = "this run was refused while it was set up:\nnum_iterations must be > 0, got 0; use --num_iterations 1\n"
+    assert output == f"swift_megatron_grpo: {message}"
+    assert torchrun.ranks_are_gone()
+
+
+def test_only_what_the_package_raises_is_shown_without_a_traceback() -> None:
+    def error_of(work: Callable[[], object]) -> BaseException:
+        with pytest.raises((ValueError, RuntimeError, TypeError)) as raised:
+            work()
+        return raised.value
+
+    assert is_raised_by_package(error_of(lambda: check_iterations(0)))
+    assert not is_raised_by_package(error_of(lambda: check_iterations("many")))  # type: ignore[arg-type]
+    assert not is_raised_by_package(error_of(lambda: int("many")))
