@@ -30,7 +30,7 @@ from benchmarks.harness.workload import places, reward_of, row_of
 
 @dataclass
 class Arguments:
-    """What TRL has no flags for."""
+    """Flags of the arm that TRL does not have."""
 
     rows: str = field(metadata={"help": "dataset of bench.py, JSON lines"})
     template: str = field(metadata={"help": "ms-swift's name of the chat template, whose prompts all trainers get"})

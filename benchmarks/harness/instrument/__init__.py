@@ -1,4 +1,4 @@
-"""What measures a trainer from inside its process; an external plugin for both trainers of `megatron rlhf`.
+"""Measure a trainer from inside its process; those of `megatron rlhf` load this as an external plugin.
 
 plugin.py   entry point of the plugin: reward, completion lengths; identical for both trainers
 process.py  start and result file of every measured process, also those of benchmarks/peers

@@ -1,4 +1,4 @@
-"""What every measured process does, whichever trainer runs in it: wait for its turn, cap its memory, write results."""
+"""Start a measured process and write its results, whichever trainer runs in it."""
 
 from __future__ import annotations
 
