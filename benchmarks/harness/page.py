@@ -60,6 +60,13 @@ LoRA are the same, vLLM runs in the training process, and the time is that of th
 `benchmarks/peers/trl_settings.py` has every flag. Without *fp32* in a setting, TRL keeps weights and optimizer state in
 bf16, which costs less than the fp32 copies that both Megatron trainers keep.
 """,
+    "verl": """\
+The authors of this package ran verl's trainer with FSDP and vLLM on the same GPU, through
+`benchmarks/peers/verl_arm.py` and in alternation with the other trainers; verl's authors have not reviewed the
+settings. Prompt and completion lengths, rewards and loss are the same, and the time is that of the whole step with the
+weight sync, by verl's own timers. `benchmarks/peers/verl_settings.py` has every override. There is no flash-attn, so
+attention is torch's.
+""",
 }  # by arm; the lines above its tables
 SHARED_PROMPTS = """\
 ## Shared prompts

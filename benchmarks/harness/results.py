@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ARMS = ("ours", "stock", "trl")
+ARMS = ("ours", "stock", "trl", "verl")
 PEERS = ARMS[2:]  # trainers of other projects
-NAMES = {"ours": "this package", "stock": "ms-swift", "trl": "TRL"}
+NAMES = {"ours": "this package", "stock": "ms-swift", "trl": "TRL", "verl": "verl"}
 TRAIN_PHASES = ("logprobs", "forward_backward", "grad_sync", "optimizer")
 PHASES = ("generation", "switch", "weight_sync", "grading", *TRAIN_PHASES, "other")
 SHARED = "+shared"  # in the name of a setting of this package: completions share their prompt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from benchmarks.harness.processes import Setting, interleave, switch_of
 from benchmarks.harness.results import Process, Run, Step
 from benchmarks.harness.workload import places, reward_of
 from benchmarks.peers.trl_settings import PARTS, SwiftFlags, TrlSetting, trl_flags
+from benchmarks.peers.verl_settings import VerlSetting
 from tests.paths import REPOSITORY
 
 LORA = ["--tuner_type", "lora", "--lora_rank", "16", "--lora_alpha", "32", "--target_modules", "all-linear"]
@@ -103,7 +105,7 @@ def test_the_benchmark_translates_the_flags_of_all_arms_and_those_of_trl() -> No
 )
 def test_a_workload_that_trl_cannot_run_is_rejected(arguments: list[str]) -> None:
     with pytest.raises(SystemExit, match="--trl"):
-        bench.check_for_trl(bench.parse(["step", "--json", "x.json", "--trl", "mbs8", *arguments]))
+        bench.check_for_peers(bench.parse(["step", "--json", "x.json", "--trl", "mbs8", *arguments]))
 
 
 def test_the_train_phase_has_no_trl_arm(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +116,12 @@ def test_the_train_phase_has_no_trl_arm(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_settings_of_the_h200_script_are_valid_for_their_workload() -> None:
     script = (REPOSITORY / "benchmarks" / "bench_h200.sh").read_text().replace("\\\n", " ")
-    searches = re.findall(r"--trl (.+?) --rounds", script)
-    assert len(searches) == 2
-    for search in searches:
-        assert len(search.split()) >= 3  # a search, whose best setting counts
-        for name in search.split():
-            flags_of(name)
+    searches = [search.split() for search in re.findall(r"--trl (.+?) --rounds", script)]
+    assert len(searches) == 2 and all(len(names) >= 3 for names in searches)  # the best setting of several counts
+    for name in chain(*searches):
+        flags_of(name)
+    (for_verl,) = re.findall(r"--verl (.+?) --rounds", script)
+    assert len(list(map(VerlSetting.parse, for_verl.split()))) >= 3
 
 
 # ---- the same work for all trainers
