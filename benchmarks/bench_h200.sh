@@ -3,6 +3,7 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
+#                        step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe share-1.7b share-8b-lora, and one
 #                        cell of the last two, as in share-1.7b-2048-8
@@ -31,7 +32,7 @@ bench() {
         case $shape in *-*) shape=toy-${shape#*-} ;; *) shape=toy ;; esac
         dry_flags=(--dtype float32 --rounds 1 --steps 2 --warm-up 1 --lengths constant:16 --prompts constant:48)
         small="--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3"
-        [ "$kind" = train ] || dry_flags+=(--ours-flags "$small" --stock-flags "$small")
+        [ "$kind" = train ] || dry_flags+=(--ours-flags "$small" --stock-flags "$small" --trl-flags "$small" --verl-flags "$small")
     fi
     echo "== $name"
     "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
@@ -142,8 +143,19 @@ group() {
             bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --steps 6 --goal "1.8" \
                 --flags "${colocated[*]} --sleep_level 1" ;;
         step-best)
-            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 --rounds 1 --steps 6 --goal "1.5" \
-                --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 \
+                --trl mbs16+awake mbs32 mbs16+awake+liger mbs16+awake+fp32 --rounds 1 --steps 5 \
+                --goal "2.3, over TRL 2.2, over verl 1.5" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+        step-verl)
+            bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens16384 \
+                --verl mbs8+awake+bypass mbs16+bypass mbs8+awake+bypass+bf16 mbs16 --rounds 1 --steps 5 \
+                --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+        # The largest micro batches of TRL that fit beside vLLM come first, because those without it read the checkpoint
+        # in every step: 0.29.1 reloads it when vLLM wakes up.
+        step-lora-8b)
+            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384 --stock mbs8 mbs4 \
+                --trl mbs4+awake mbs8+awake mbs8+awake+liger mbs8 --rounds 1 --steps 4 \
+                --goal "2.0, over TRL 2.0" --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" ;;
         two)
             bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
                 --goal 1.5 --rounds 1

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench import machine, revision
+from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import make_entry_point, program
 from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, write_dataset
@@ -104,7 +104,7 @@ def main() -> int:
     args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     make_entry_point(args.work)
-    device, versions = machine(revision())
+    device, versions = machine(revision(), PACKAGES)
     runs: dict[str, list[dict[str, Any]]] = {}
     for mode in args.modes:
         runs[mode] = train(args, mode)

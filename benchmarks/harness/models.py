@@ -29,11 +29,10 @@ from swift_megatron_grpo.packing.flops import DeltaNets
 from swift_megatron_grpo.tools.tiny_composites import tokenizer_for_images, write_processor
 from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 
+from .chat import prompt_text
 from .workload import IMAGE_TOKENS, SHAPES, TEMPLATE_TOKENS_FILE, Shape
 
-# What ms-swift's templates add to a row.
-NOT_THINKING, NOT_THINKING_BY_DEFAULT = "<think>\n\n</think>\n\n", ("qwen3", "qwen3_5")  # in front of a completion
-WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)
+WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)  # templates with which ms-swift adds one
 
 
 def make_checkpoint(folder: Path, shape: Shape) -> None:
@@ -182,12 +181,7 @@ def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreT
 
 def count_template_tokens(tokenizer: PreTrainedTokenizerFast, template: str) -> int:
     """Return the number of tokens that ms-swift's template adds to a user's turn."""
-    messages = [{"role": "user", "content": "x"}]
-    if template in WITH_SYSTEM_PROMPT:
-        messages.insert(0, {"role": "system", "content": DEFAULT_SYSTEM})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    if template in NOT_THINKING_BY_DEFAULT:
-        text += NOT_THINKING
+    text = prompt_text(tokenizer, template, "x", DEFAULT_SYSTEM if template in WITH_SYSTEM_PROMPT else None)
     return len(tokenizer(text).input_ids) - 1
 
 

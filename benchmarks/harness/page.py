@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from .picture import NAMES, draw
-from .results import ARMS, PHASES, Comparison, Measured, Run
+from .picture import draw
+from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
 
 Row = TypeVar("Row")
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
@@ -52,6 +52,22 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   some shards (docs/architecture.md). In runs with vLLM each trainer samples its own completions.
 """
 
+WHO_RAN = {
+    "trl": """\
+The authors of this package ran TRL's `GRPOTrainer`, through `benchmarks/peers/trl_arm.py` and in alternation with the
+other trainers; TRL's authors have not reviewed the settings. Prompts, completion lengths, rewards, loss, optimizer and
+LoRA are the same, vLLM runs in the training process, and the time is that of the whole step with the weight sync.
+`benchmarks/peers/trl_settings.py` has every flag. Without *fp32* in a setting, TRL keeps weights and optimizer state in
+bf16, which costs less than the fp32 copies that both Megatron trainers keep.
+""",
+    "verl": """\
+The authors of this package ran verl's trainer with FSDP and vLLM on the same GPU, through
+`benchmarks/peers/verl_arm.py` and in alternation with the other trainers; verl's authors have not reviewed the
+settings. Prompt and completion lengths, rewards and loss are the same, and the time is that of the whole step with the
+weight sync, by verl's own timers. `benchmarks/peers/verl_settings.py` has every override. There is no flash-attn, so
+attention is torch's.
+""",
+}  # by arm; the lines above its tables
 SHARED_PROMPTS = """\
 ## Shared prompts
 
@@ -80,6 +96,11 @@ def page(runs: Sequence[Run]) -> str:
             rows = [comparison for comparison in comparisons if comparison.what == what]
             if rows:
                 sections += [f"## {title}: {heading}\n", _ratios(rows), _costs(rows)]
+        for arm in PEERS:
+            rows = [pair for pair in comparisons if pair.other.arm == arm]
+            if rows:
+                sections += [f"## {title}: {NAMES[arm]}, each at its best setting\n", WHO_RAN[arm], _tried(arm, rows)]
+                sections += [_ratios(rows), _costs(rows)]
     if any(run.shared_and_repeated() for run in runs):
         sections += [SHARED_PROMPTS, shared_prompts(runs)]
     sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
@@ -107,7 +128,7 @@ def headlines(runs: Sequence[Run]) -> str:
             "model": lambda row: _model(row.ours.run),
             "tokens per completion": lambda row: _in_words(row.ours.run.workload["lengths"]),
             "GPUs": lambda row: _gpus(row.ours),
-            "ms-swift": lambda row: f"{row.stock.median:.2f} s",
+            "ms-swift": lambda row: f"{row.other.median:.2f} s",
             "this package": lambda row: f"{row.ours.median:.2f} s",
             "speedup": lambda row: f"**{row.ratio:.2f}**",
         },
@@ -161,8 +182,8 @@ def _ratios(rows: Sequence[Comparison]) -> str:
             "run": lambda row: row.ours.run.name,
             "this package": lambda row: row.ours.setting,
             "seconds": lambda row: _seconds(row.ours),
-            "ms-swift": lambda row: row.stock.setting,
-            "seconds ": lambda row: _seconds(row.stock),
+            NAMES[rows[0].other.arm]: lambda row: row.other.setting,
+            "seconds ": lambda row: _seconds(row.other),
             "ratio": lambda row: f"**{row.ratio:.2f}**",
             "goal": lambda row: row.ours.run.goal,
             "losses": lambda row: _both(row, lambda side: f"{side.steps[0].loss:.2e}"),
@@ -173,15 +194,15 @@ def _ratios(rows: Sequence[Comparison]) -> str:
 
 
 def _costs(rows: Sequence[Comparison]) -> str:
-    """Return a table whose cells have the form `this package / ms-swift`."""
+    """Return a table whose cells have the form `this package / other trainer`."""
     columns: dict[str, Callable[[Comparison], str]] = {
         "run": lambda row: row.ours.run.name,
-        "settings": lambda row: f"{row.ours.setting} / {row.stock.setting}",
+        "settings": lambda row: f"{row.ours.setting} / {row.other.setting}",
         "tokens/s/device": lambda row: _both(row, lambda side: f"{side.tokens_per_second_per_device:,.0f}"),
         "MFU": lambda row: _both(row, lambda side: _percent(side.mfu)),
         "MFU as verl counts": lambda row: _both(row, lambda side: _percent(side.mfu_as_verl_counts)),
         "peak GB": lambda row: _both(row, lambda side: f"{side.peak_gb:.1f}" if side.peak_gb else "-"),
-        "peak ratio": lambda row: f"{row.ours.peak_gb / row.stock.peak_gb:.2f}" if row.stock.peak_gb else "-",
+        "peak ratio": lambda row: f"{row.ours.peak_gb / row.other.peak_gb:.2f}" if row.other.peak_gb else "-",
         "slowest rank / mean": lambda row: _both(row, lambda side: f"{side.imbalance:.3f}"),
     }
     return _table(columns, rows)
@@ -236,8 +257,14 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
+def _tried(arm: str, rows: Sequence[Comparison]) -> str:
+    """Return the settings of which the best one is in the tables."""
+    searches = [f"{row.other.run.name}: {', '.join(row.other.run.settings(arm))}" for row in rows]
+    return f"Settings tried, the fastest of which is below: {'; '.join(searches)}.\n"
+
+
 def _both(row: Comparison, cell: Callable[[Measured], str]) -> str:
-    return f"{cell(row.ours)} / {cell(row.stock)}"
+    return f"{cell(row.ours)} / {cell(row.other)}"
 
 
 def _table(columns: dict[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:

@@ -1,11 +1,11 @@
-"""SVG with the seconds of a step by phase for both trainers; the longer bar of each pair has the full width."""
+"""SVG with the seconds of a step by phase for the trainers; the longer bar of each pair has the full width."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
-from .results import PHASES, TRAIN_PHASES, Comparison, Measured, Run
+from .results import NAMES, PEERS, PHASES, TRAIN_PHASES, Comparison, Measured, Run
 
 COLOURS = {
     "generation": "#4e79a7",
@@ -18,7 +18,6 @@ COLOURS = {
     "optimizer": "#76b7b2",
     "other": "#bab0ac",
 }
-NAMES = {"ours": "this package", "stock": "ms-swift"}
 LABELS, WIDTH, LINE, GAP, TOP = 260, 560, 16, 12, 60
 
 
@@ -41,13 +40,14 @@ def _legend() -> str:
 
 
 def _pair(row: Comparison, y: int) -> str:
-    scale = WIDTH / max(row.ours.median, row.stock.median)
-    title = escape(f"{row.ours.run.name}, {row.what}: {row.ratio:.2f} times as fast")
+    scale = WIDTH / max(row.ours.median, row.other.median)
+    what = f"with {NAMES[row.other.arm]}" if row.other.arm in PEERS else row.what
+    title = escape(f"{row.ours.run.name}, {what}: {row.ratio:.2f} times as fast")
     return "\n".join(
         [
             f'<text x="10" y="{y + 12}" font-weight="bold">{title}</text>',
             _bar(row.ours, y + LINE, scale),
-            _bar(row.stock, y + 2 * LINE, scale),
+            _bar(row.other, y + 2 * LINE, scale),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""Start `megatron rlhf` for each trainer and setting in alternation, and collect what the plugin measured."""
+"""Start each trainer with each setting in alternation, and collect what they measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEVICE_LOCK = Path(tempfile.gettempdir()) / "swift_megatron_grpo_benchmark.lock"
 
 @dataclass(frozen=True)
 class Setting:
-    """Flags of one trainer, in addition to those of both."""
+    """Flags of one trainer, in addition to its command."""
 
     arm: str
     name: str
@@ -43,10 +43,9 @@ class Setting:
 @dataclass(frozen=True)
 class Plan:
     job: Job  # arm and folder are set for each process
-    flags: list[str]  # for both trainers
+    commands: dict[str, list[str]]  # of each arm, with everything but output folder and setting
     ranks: int
     rounds: int
-    steps: int  # of a process, including warm-up
     warm_up: int
     timeout: float  # seconds for a process
     ahead: bool  # start a process while the previous one measures; it waits before it uses the device
@@ -57,7 +56,7 @@ class Plan:
 
 
 def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Process]:
-    """Measure all settings, the two trainers alternating; later rounds repeat only what a comparison uses."""
+    """Measure all settings, the trainers alternating; later rounds repeat only what a comparison uses."""
     ordered = interleave(settings)
     for number in range(plan.rounds):
         if number:
@@ -74,7 +73,7 @@ def measure(plan: Plan, settings: Sequence[Setting], run: Run) -> Iterator[Proce
 
 
 def interleave(settings: Sequence[Setting]) -> list[Setting]:
-    """Return the settings in the order A B A B ..., where A and B are the two trainers."""
+    """Return the settings in the order A B A B ..., where A and B are trainers."""
     queues = [[setting for setting in settings if setting.arm == arm] for arm in ARMS]
     ordered = []
     while any(queues):
@@ -130,15 +129,14 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
         **os.environ,
         VARIABLE: str(job),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "SWIFT_MEGATRON_GRPO": "on" if setting.arm == "ours" else "off" if plan.gpu else "platform",
+        "SWIFT_MEGATRON_GRPO": switch_of(setting.arm, plan.gpu),
         "NPROC_PER_NODE": str(plan.ranks),
         "MASTER_PORT": str(random.randint(20000, 32000)),
         "OMP_NUM_THREADS": str(plan.omp_threads),
         "HF_HUB_OFFLINE": "1",
         "MODELSCOPE_OFFLINE": "1",
     }
-    command = [*program(), "rlhf", *plan.flags, "--external_plugins", str(PLUGIN), "--train_iters", str(plan.steps),
-               "--output_dir", str(folder / "output"), *setting.flags]  # fmt: skip
+    command = [*plan.commands[setting.arm], "--output_dir", str(folder / "output"), *setting.flags]
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
@@ -158,6 +156,13 @@ def make_entry_point(folder: Path) -> None:
     (metadata / "entry_points.txt").write_text(
         "[torch.backends]\nswift_megatron_grpo = swift_megatron_grpo.plugin.autoload:arm\n"
     )
+
+
+def switch_of(arm: str, gpu: bool) -> str:
+    """Return the mode of this package in a process; ms-swift's trainer needs its CPU platform on a CPU."""
+    if arm == "ours":
+        return "on"
+    return "platform" if arm == "stock" and not gpu else "off"
 
 
 def program() -> list[str]:
@@ -242,7 +247,7 @@ def _check_tokens(plan: Plan, setting: Setting, ranks: Sequence[dict[str, Any]])
     if any(abs(count - wanted) > tolerance * wanted for count, wanted in zip(trained, expected, strict=True)):
         raise SystemExit(
             f"{setting.arm} {setting.name}: trained {trained[0]} tokens, {trained[1]} of them in completions, instead "
-            f"of {expected[0]} and {expected[1]}; the two trainers did not do the same work"
+            f"of {expected[0]} and {expected[1]}; the trainers did not do the same work"
         )
 
 

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ARMS = ("ours", "stock")
+ARMS = ("ours", "stock", "trl", "verl")
+PEERS = ARMS[2:]  # trainers of other projects
+NAMES = {"ours": "this package", "stock": "ms-swift", "trl": "TRL", "verl": "verl"}
 TRAIN_PHASES = ("logprobs", "forward_backward", "grad_sync", "optimizer")
 PHASES = ("generation", "switch", "weight_sync", "grading", *TRAIN_PHASES, "other")
 SHARED = "+shared"  # in the name of a setting of this package: completions share their prompt
@@ -40,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Process:
-    """One start of `megatron rlhf`."""
+    """One start of a trainer with one setting."""
 
     arm: str
     setting: str
@@ -51,7 +53,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """One invocation of bench.py: both trainers with every setting, alternating on one machine."""
+    """One invocation of bench.py: the trainers with every setting, alternating on one machine."""
 
     name: str
     kind: str  # train, step
@@ -65,7 +67,7 @@ class Run:
     memory_cap_gb: float | None
     pairs: list[list[str]]  # settings (ours, stock) compared in addition to equal settings and the best ones
     goal: str  # free text, shown next to the ratio
-    flags: list[str]  # of both trainers
+    flags: list[str]  # of `megatron rlhf`, for both of its trainers
     warm_up: int
     processes: list[Process]
     flops_with_shared_prompts: float | None = None  # of one step; None: no setting shares prompts
@@ -123,11 +125,13 @@ class Run:
             Comparison(what, self.measured("ours", setting), self.measured("stock", stock_setting))
             for what, setting, stock_setting in pairs
         ]
-        return [pair for pair in comparisons if pair.ours.steps and pair.stock.steps]
+        peers = [self.best(arm) for arm in PEERS]
+        comparisons += [Comparison("with a peer", best, peer) for peer in peers if best and peer]
+        return [pair for pair in comparisons if pair.ours.steps and pair.other.steps]
 
     def compared_settings(self) -> list[tuple[str, str]]:
         """Return (arm, setting) of everything that a comparison uses, each once."""
-        sides = [(side.arm, side.setting) for pair in self.comparisons() for side in (pair.ours, pair.stock)]
+        sides = [(side.arm, side.setting) for pair in self.comparisons() for side in (pair.ours, pair.other)]
         return list(dict.fromkeys(sides))
 
 
@@ -191,11 +195,11 @@ class Measured:
 class Comparison:
     what: str
     ours: Measured
-    stock: Measured
+    other: Measured  # ms-swift's trainer, or a peer
 
     @property
     def ratio(self) -> float:
-        return self.stock.median / self.ours.median
+        return self.other.median / self.ours.median
 
 
 def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -331,6 +334,19 @@ def flops_as_verl_counts(shape: Shape, prompts: list[int], completions: list[lis
 def row_of(content: str) -> int:
     """Return the dataset row of a prompt; its text begins with that number."""
     return int(content.split(" ", 1)[0])
+
+
+def places(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield each row with its place in the group: the number of earlier entries of the row, as groups are whole."""
+    counts: Counter[int] = Counter()
+    for row in rows:
+        yield row, counts[row]
+        counts[row] += 1
+
+
+def reward_of(completion: str) -> float:
+    """Return a reward that differs between completions and is the same for all trainers and in every run."""
+    return zlib.crc32(completion.encode()) / 2**32
 
 
 def write_dataset(path: Path, prompts: list[int], template_tokens: int, image_side: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py on this machine: both arms run through the command line, do the same work, and ours is faster."""
+"""benchmarks/bench.py on this machine: all arms run through the command line and do the same work."""
 
 from __future__ import annotations
 
@@ -25,3 +25,30 @@ def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path
     norms = [[step["grad_norm"] for step in process["steps"]] for process in processes]
     assert all(steps == pytest.approx(norms[0], rel=1e-4) for steps in norms)
     assert float(done.stdout.split("ratio")[-1]) >= 1.5, done.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_trl_measures_whole_steps_of_the_same_completions(tmp_path: Path, lora: bool) -> None:
+    results = tmp_path / "here.json"
+    engine = "--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3"
+    flags = "--tuner_type lora --lora_rank 4 --lora_alpha 8 --target_modules all-linear" if lora else ""
+    command = [sys.executable, "-m", "benchmarks.bench", "step", "--json", str(results),
+               "--work", str(tmp_path / "work"), "--shape", "toy", "--completions", "16", "--generations", "4",
+               "--lengths", "lognormal:20:0.8:60", "--prompts", "constant:48", "--dtype", "float32", "--ours",
+               "tokens1024", "--trl", "mbs8", "mbs4+recompute", "--steps", "3", "--rounds", "1", "--ahead",
+               "--flags", f"{engine} {flags}"]  # fmt: skip
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=850)
+    assert done.returncode == 0, done.stdout  # bench.py also compares the tokens that each arm trained
+    ours, *trl = json.loads(results.read_text())["processes"]
+    assert [process["arm"] for process in trl] == ["trl", "trl"]
+    for process in [ours, *trl]:
+        assert process["status"] == "ok" and len(process["steps"]) == 2
+        for step in process["steps"]:
+            assert {"generation", "weight_sync", "forward_backward", "optimizer"} <= set(step["phases"])
+            assert sum(step["phases"].values()) == pytest.approx(step["seconds"], abs=1e-3)
+            assert step["loss"] == pytest.approx(0.0, abs=1e-6)  # on policy, advantages of a group sum to 0
+    norms = [process["steps"][0]["grad_norm"] for process in trl]
+    # vLLM's seed is the same for both, the dropout of adapters is not.
+    assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=0.3 if lora else 0.05)

@@ -1,6 +1,7 @@
-"""External plugin that measures a trainer from inside its process.
+"""Measure a trainer from inside its process; those of `megatron rlhf` load this as an external plugin.
 
-plugin.py   entry point: reward, completion lengths, memory cap, result files; identical for both trainers
+plugin.py   entry point of the plugin: reward, completion lengths; identical for both trainers
+process.py  start and result file of every measured process, also those of benchmarks/peers
 clock.py    time and peak memory of each phase of a step
 ours.py     phases of this package's trainer
 stock.py    phases of ms-swift's own trainer

@@ -6,25 +6,20 @@ checkpoints.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import time
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-import torch
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rewards import ORM, orms
 from swift.template.templates.qwen import Qwen2VLTemplate
+from torch.distributed import get_rank
 
 from benchmarks.harness.instrument.clock import Clock
+from benchmarks.harness.instrument.process import cap_memory, wait_for_turn, write_results
 from benchmarks.harness.job import Job
-from benchmarks.harness.workload import row_of
+from benchmarks.harness.workload import places, reward_of, row_of
 
 JOB = Job.read()
 CLOCK = Clock()
@@ -32,10 +27,8 @@ TOKENS: list[tuple[int, int]] = []  # (all, in the completion) of each sequence 
 
 
 class HashReward(ORM):
-    """Reward that differs between completions and is the same for both trainers and in every run."""
-
     def __call__(self, completions: list[str], **columns: Any) -> list[float]:
-        return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+        return [reward_of(text) for text in completions]
 
 
 class CannedCompletions:
@@ -53,14 +46,6 @@ class CannedCompletions:
         name = f"{JOB.seed}/{self._steps}/{row}/{place}"
         rng = random.Random(name)
         return rng.choices(range(JOB.vocabulary), k=JOB.completion_tokens[row][place]), name
-
-
-def places(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield each row with its place in the group: the number of earlier entries of the row, as groups are whole."""
-    counts: Counter[int] = Counter()
-    for row in rows:
-        yield row, counts[row]
-        counts[row] += 1
 
 
 def force_lengths(engine: Any, owner: Any, method: str, content_of: Callable[[Any], str]) -> None:
@@ -104,32 +89,18 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
         losses = [float(micro["loss"]) for micro in metrics]  # of micro batches; empty before the last pipeline stage
         record["loss"] = sum(losses) / len(losses) if losses else None
         record["grad_norm"] = float(grad_norm)
-        write_results()
+        write_results(JOB, CLOCK, TOKENS, get_rank())
         return metrics, grad_norm, updated
 
     trainer_class.train_step = measured
-
-
-def write_results() -> None:
-    results = {
-        "steps": CLOCK.steps,
-        "tokens": sum(all_tokens for all_tokens, _ in TOKENS),
-        "completion_tokens": sum(completion for _, completion in TOKENS),
-    }
-    Path(JOB.folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))
 
 
 def do_nothing(*_: Any) -> None: ...
 
 
 def install() -> None:
-    if JOB.waits:
-        while not Path(JOB.folder, "go").exists():
-            time.sleep(0.05)
-    if JOB.memory_cap_gb is not None:
-        device = int(os.environ["LOCAL_RANK"])
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(JOB.memory_cap_gb * 1e9 / total, device)
+    wait_for_turn(JOB)
+    cap_memory(JOB)
     if JOB.media_tokens:
         Qwen2VLTemplate.image_token_id = JOB.media_tokens[0]  # ms-swift's source has the number of released models
     orms["hash"] = HashReward
