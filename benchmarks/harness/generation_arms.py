@@ -1,7 +1,7 @@
 """The two processes that bench_server.py compares: vLLM in this process, and vLLM behind the rollout server.
 
     python -m benchmarks.harness.generation_arms in_process MODEL SETTINGS    generates for each line of standard input
-    python -m benchmarks.harness.generation_arms server FLAGS                 `swift rollout` with the checkpoint's weights
+    python -m benchmarks.harness.generation_arms server FLAGS                 `swift rollout` with its checkpoint
 
 Both end a completion at its longest length, as random weights would not, and both run the code of a training run.
 """
@@ -20,7 +20,7 @@ WEIGHTS_VERSION = 0  # of the checkpoint, which the server has without a transfe
 
 @dataclass(frozen=True, slots=True)
 class GenerationJob:
-    """What both arms generate, and with which engine."""
+    """Describe what both arms generate, and with which engine."""
 
     prompts: int
     group_size: int

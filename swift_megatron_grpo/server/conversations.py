@@ -23,6 +23,8 @@ from swift.infer_engine.protocol import (
 )
 from swift.rollout import MultiTurnScheduler
 from swift.template import MaxLengthError
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.conversations.scheduling import (
     FinishedConversation,
@@ -50,6 +52,13 @@ class ConversationEngine(EngineForImages):
             return await infer(request_config)
         placeholders = placeholder_tokens(self.template) if infer_request.images else frozenset()
         return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
+
+    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
+        """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
+        params = super()._prepare_generation_config(request_config)
+        if not request_config.stream:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
 
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py on this machine: both arms run through the command line, do the same work, and ours is faster."""
+"""The benchmarks on this machine: both arms of each do the same work."""
 
 from __future__ import annotations
 
@@ -25,3 +25,18 @@ def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path
     norms = [[step["grad_norm"] for step in process["steps"]] for process in processes]
     assert all(steps == pytest.approx(norms[0], rel=1e-4) for steps in norms)
     assert float(done.stdout.split("ratio")[-1]) >= 1.5, done.stdout
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_server_generates_as_many_tokens_as_the_training_process(tmp_path: Path) -> None:
+    results = tmp_path / "server.json"
+    command = [sys.executable, "-m", "benchmarks.bench_server", "--json", str(results), "--dry", "--work",
+               str(tmp_path / "work")]  # fmt: skip
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(results.read_text())
+    assert {arm: [one["tokens"] for one in rounds] for arm, rounds in report["rounds"].items()} == {
+        "in_process": [2 * 4 * 32], "server": [2 * 4 * 32]
+    }  # fmt: skip
+    assert report["ratio"] == report["seconds"]["server"] / report["seconds"]["in_process"]
