@@ -5,7 +5,9 @@
 
 Both engines are on the same device and generate in turns: as many completions, prompts and tokens, none of them cached.
 The server has the checkpoint's weights, so nothing is sent before. `ratio` in the file is the median time behind the
-server over the median time in the process; `cpu_seconds` are those of each process in a round.
+server over the median time in the process; `cpu_seconds` are those of each process in a round. On a CPU only the
+latter are useful, from one revision to another: the model takes most of the time, and the training process has the
+stand-ins for CUDA.
 """
 
 from __future__ import annotations
