@@ -3,6 +3,7 @@
 bench.py                    train phase or whole step of both trainers; `report` writes docs/performance.md
 bench_h200.sh               all runs of bench.py on H200
 bench_head.py               time and memory of the output layer with its log-probs
+bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator

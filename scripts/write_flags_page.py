@@ -28,7 +28,9 @@ AREAS = {
         "max_tokens_per_micro_batch", "infer_", "share_prompts", "fast_kernels", "recompute_elementwise", "offload_",
     ),
     "Reference model": ("ref_",),
-    "vLLM, servers and weights": ("vllm_", "sync_check", "seed_completions", "max_staleness"),
+    "vLLM, servers and weights": (
+        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_logprobs_interval",
+    ),
     "Rollouts on disk": ("rollout_",),
     "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_", "lora_dropout"),
 }  # fmt: skip
@@ -39,8 +41,8 @@ EXAMPLES = {
     "max_tokens_per_micro_batch": "16384", "infer_max_tokens_per_micro_batch": "65536", "infer_batch_size": "16",
     "router_agreement_samples": "16", "reward_timeout": "300", "phase_timeout": "7200", "stop_grace": "60",
     "rollout_dump": "/shared/run1/rollouts", "rollout_replay": "/shared/run1/rollouts", "vllm_server_api_key": "KEY",
-    "vllm_request_timeout": "7200", "max_staleness": "2", "check_gpu": "H200-141G", "host": "10.0.0.5", "port": "8001",
-    "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
+    "vllm_request_timeout": "7200", "max_staleness": "2", "rollout_logprobs_interval": "1", "check_gpu": "H200-141G",
+    "host": "10.0.0.5", "port": "8001", "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
     "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
 }  # fmt: skip
 # Flags of ms-swift that have another default here, and no help text of ours.

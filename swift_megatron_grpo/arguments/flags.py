@@ -344,6 +344,16 @@ class GRPOFlags(MegatronRLHFArguments):
             "per completion and token on a GPU. Default: false."
         },
     )
+    rollout_logprobs_interval: int = field(
+        default=10,
+        metadata={
+            "help": "vLLM returns the log-probs of completions with every Nth rollout only, because they cost up to a "
+            "sixth of the time of generation: the steps on other rollouts log no rollout/k3_kl. 1: with every rollout. "
+            "0: with the first one only, which is always compared with the trainer's. The interval has no effect where "
+            "the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every rollout. "
+            "Default: 10."
+        },
+    )
     max_staleness: int | None = field(
         default=None,
         metadata={

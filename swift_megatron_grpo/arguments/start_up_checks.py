@@ -348,9 +348,9 @@ def _check_servers(args: DerivedArguments) -> None:
 
 
 def _check_async(args: DerivedArguments) -> None:
-    rollouts.check_async(
-        args.async_generate, args.max_staleness, args.uses_servers, args.rollout_replay, args.rollout_only
-    )
+    rollouts.check_logprobs_interval(args.rollout_logprobs_interval)
+    replay, only = args.rollout_replay, args.rollout_only
+    rollouts.check_async(args.async_generate, args.max_staleness, args.uses_servers, replay, only)
 
 
 def _check_micro_batches(args: DerivedArguments) -> None:

@@ -124,7 +124,7 @@ USED_HERE = _flags(
     max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size share_prompts check check_gpu
     num_iterations
     lora_dropout unread_tensors check_attention fast_kernels recompute_elementwise
-    router_replay_mode router_agreement_samples
+    router_replay_mode router_agreement_samples rollout_logprobs_interval
     ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
     ref_expert_model_parallel_size ref_expert_tensor_parallel_size
     virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage

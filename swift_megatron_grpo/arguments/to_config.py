@@ -118,6 +118,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         max_staleness=args.rollouts_ahead,
         routing=args.routing,
+        logprobs_interval=args.rollout_logprobs_interval,
         trace_steps=read_trace_steps(args.trace_steps),
         top_entropy_quantile=args.top_entropy_quantile,
     )
@@ -138,7 +139,7 @@ def _sampling(args: GRPOArguments) -> SamplingConfig:
 
 
 def _evaluation(args: GRPOArguments) -> EvaluationConfig:
-    sampling = replace(_sampling(args), max_completion_length=args.evaluation_length, seed=args.seed)
+    sampling = replace(_sampling(args), max_completion_length=args.evaluation_length, seed=args.seed, logprobs=False)
     if args.eval_temperature is not None:
         sampling = replace(sampling, temperature=args.eval_temperature)
     if args.eval_top_p is not None:

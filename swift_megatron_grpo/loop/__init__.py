@@ -6,6 +6,7 @@ evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
 random_numbers.py   keeps the random numbers of training as they are during an evaluation
 samples.py          graded completions as training samples, with the images of their prompts
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
+logprob_requests.py for which rollouts the engine returns log-probs
 weight_sync.py      sends weights to the engine and verifies that it runs them
 canary.py           the fixed text whose log-probs the verification compares
 logprob_check.py    compares the engine's log-probs of the first rollout with the trainer's

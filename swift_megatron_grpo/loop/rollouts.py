@@ -17,7 +17,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig
+from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig, SamplingConfig
 from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.interface import (
@@ -30,6 +30,7 @@ from swift_megatron_grpo.generation.interface import (
 )
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.expert_checks import check_experts
+from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
@@ -76,6 +77,10 @@ class Rollouts:
         self._trainer_state = trainer_state  # reward functions may read it
         self._ahead = ahead
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
+        self._first = ahead.first_rollout  # the number of the first one that this run generates
+        self._logprobs = LogprobRequests.of(
+            config.loss.correction, config.max_staleness, config.recording.dump is not None, config.logprobs_interval
+        )
         self._pending: deque[_PendingRollout] = deque()  # that rollout, if it has started, and those after it
         self._engine_version = NO_WEIGHTS  # of the last weights sent
         self._uses_earlier = config.recording.continues and stages.dump is not None
@@ -103,13 +108,15 @@ class Rollouts:
     def skip(self) -> None:
         """Leave out the next rollout, which the checkpoint of a resumed run contains."""
         self._next += 1
+        self._first = self._next
 
     def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: Step) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
         for pending in self._pending:
             for groups in self._collect(pending, step):
                 pending.kept |= groups
-        return self._grade(self._start(prompts, evaluation.num_generations, step, evaluation), step)
+        generations, sampling = evaluation.num_generations, evaluation.sampling
+        return self._grade(self._start(prompts, generations, sampling, step, for_training=False), step)
 
     # ---- the rollouts of the run, by their numbers
 
@@ -176,7 +183,8 @@ class Rollouts:
     def _start_rollout(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> _PendingRollout:
         """Start the generation of what no earlier run has dumped of a rollout."""
         earlier = self._earlier(rollout, draw, prompts, step)
-        return self._start(prompts, self._config.grading.num_generations, step, earlier=earlier)
+        sampling = replace(self._config.sampling, logprobs=self._logprobs.includes(rollout, self._first))
+        return self._start(prompts, self._config.grading.num_generations, sampling, step, earlier=earlier)
 
     def _earlier(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> Recorded:
         """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
@@ -210,8 +218,9 @@ class Rollouts:
         self,
         prompts: Sequence[Prompt],
         num_generations: int,
+        sampling: SamplingConfig,
         step: Step,
-        evaluation: EvaluationConfig | None = None,
+        for_training: bool = True,
         earlier: Recorded | None = None,
     ) -> _PendingRollout:
         """Start a generation: with the newest weights if the engine is idle, otherwise with those that it has.
@@ -225,8 +234,7 @@ class Rollouts:
         if self._engine_is_idle():
             step.metrics.update(sync.to_engine(step.version, step.timer))
             self._engine_version = step.version
-        sampling = self._config.sampling if evaluation is None else evaluation.sampling
-        if evaluation is None:
+        if for_training:
             with_experts = self._config.routing.requested(len(prompts) * num_generations)
             requests = requests_for(prompts, num_generations, sampling.seed, self._engine_version, with_experts)
         else:

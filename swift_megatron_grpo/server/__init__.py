@@ -17,6 +17,8 @@ run_lease.py             the lease that gives one run at a time the server
 cancel_on_disconnect.py  cancels work for clients that have disconnected
 pipe.py                  commands between the web server and the engine process
 worker.py                the engine process: builds vLLM's engine and executes commands
+engine_thread.py         vLLM's engine in a thread of that process
+batch.py                 the answers to a batch of requests, each as soon as it is known
 completions.py           generates one completion
 conversations.py         runs one multi-turn conversation with ms-swift's scheduler
 weight_receiver.py       extension of vLLM's workers: receives and loads weights

@@ -23,6 +23,8 @@ from swift.infer_engine.protocol import (
 )
 from swift.rollout import MultiTurnScheduler
 from swift.template import MaxLengthError
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from swift_megatron_grpo.conversations.scheduling import (
     FinishedConversation,
@@ -51,6 +53,13 @@ class ConversationEngine(EngineForImages):
         placeholders = placeholder_tokens(self.template) if infer_request.images else frozenset()
         return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
 
+    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
+        """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
+        params = super()._prepare_generation_config(request_config)
+        if not request_config.stream:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
     def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
         """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
         length = self._get_num_tokens(inputs)
@@ -66,11 +75,11 @@ class _NoRoom(Exception):
 class _TurnRecorder:
     """The turns of one conversation."""
 
-    def __init__(self, seed: int | None, tokens_of_all_turns: int | None) -> None:
+    def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
         self.recorded: list[Turn] = []
         self._tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
-        self._seed = seed
+        self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._requested = 0
         self._ended = False
 
@@ -88,7 +97,9 @@ class _TurnRecorder:
         if self._ended:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
         self._requested += 1
-        config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=True)
+        config = replace(
+            config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
+        )
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
         if left == 0 or sampled_any(placeholders, self.recorded):
             self._ended = True
@@ -143,7 +154,7 @@ class Conversations:
         task = asyncio.current_task()
         assert task is not None
         self._running[uuid] = task
-        turns = _TurnRecorder(sampling.seed, tokens_of_all_turns)
+        turns = _TurnRecorder(sampling, tokens_of_all_turns)
         _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
         try:
             output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)

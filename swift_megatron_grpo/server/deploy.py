@@ -24,7 +24,7 @@ import psutil
 import uvicorn
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from swift.pipelines.infer.rollout import SwiftRolloutDeploy
 from swift.utils import get_logger
 
@@ -47,6 +47,7 @@ from swift_megatron_grpo.protocol.messages import (
 )
 from swift_megatron_grpo.protocol.rendezvous import Hub, Rendezvous, new_secret
 from swift_megatron_grpo.server.arguments import LOOPBACK, GRPORolloutArguments
+from swift_megatron_grpo.server.batch import answer_lines
 from swift_megatron_grpo.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.server.connections import allow_open_files, bounded_protocol
 from swift_megatron_grpo.server.gate import Gate, checked_body
@@ -54,7 +55,7 @@ from swift_megatron_grpo.server.health import EngineHealth
 from swift_megatron_grpo.server.limits import ContentLimits, prompt_characters
 from swift_megatron_grpo.server.pipe import CommandError, Commands, EngineGone
 from swift_megatron_grpo.server.run_lease import RunLease
-from swift_megatron_grpo.server.schema import GenerateRequest, JoinRequest, ReceiveRequest, ScoreRequest
+from swift_megatron_grpo.server.schema import GenerateBatch, GenerateRequest, JoinRequest, ReceiveRequest, ScoreRequest
 from swift_megatron_grpo.server.stock_routes import STOCK_METHODS, one_at_a_time
 from swift_megatron_grpo.server.worker import run_worker
 
@@ -162,6 +163,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         super()._register_rl_rollout_app()
         self.app.get(Routes.STATUS)(self.status)
         self.app.post(Routes.GENERATE)(self.generate)
+        self.app.post(Routes.GENERATE_BATCH)(self.generate_batch)
         self.app.post(Routes.JOIN)(self.join)
         self.app.post(Routes.RECEIVE)(self.receive)
         self.app.post(Routes.SCORE)(self.score_text)
@@ -231,9 +233,19 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         """Generate a completion with the weights that the trainer expects."""
         body: GenerateRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
+        return await while_connected(client, self._complete(body))
+
+    async def generate_batch(self, client: Request, run: Run) -> StreamingResponse:
+        """Generate completions, and send each as soon as it ends. Starlette cancels the rest if the client leaves."""
+        body: GenerateBatch = checked_body(client.scope)
+        for version in {request.weights_version for request in body.requests}:
+            self._require_weights(run, version)
+        return StreamingResponse(answer_lines(body.requests, self._complete), media_type="application/x-ndjson")
+
+    async def _complete(self, body: GenerateRequest) -> dict[str, Any]:
         included = {"request", "sampling", "tokens_of_all_turns", "media", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
-        completion = await while_connected(client, self._call_engine("generate", **arguments))
+        completion = await self._call_engine("generate", **arguments)
         self.engine_health.record_token()
         return {**completion, "weights_version": body.weights_version}
 

@@ -18,7 +18,7 @@ from swift.utils import get_logger
 
 from swift_megatron_grpo.protocol.messages import INVALID
 from swift_megatron_grpo.server.limits import ContentLimits, TrafficLimits
-from swift_megatron_grpo.server.schema import SCHEMAS, STOCK_SCHEMAS, InvalidBody, parse
+from swift_megatron_grpo.server.schema import SCHEMAS, STOCK_SCHEMAS, GenerateBatch, InvalidBody, parse
 
 logger = get_logger()
 OPEN_ROUTES = ("/health", "/health/")  # need no key
@@ -42,7 +42,7 @@ class Gate:
     ) -> None:
         self._app, self._traffic, self._content = app, traffic, content
         self._key = None if not key else key.encode()
-        self._in_progress = 0  # requests with a body
+        self._in_progress = 0  # requests with a body, and each of a batch
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,13 +75,19 @@ class Gate:
         if self._in_progress >= self._traffic.requests:
             raise Refused(429, f"{self._in_progress} requests are in progress (--max_requests); retry later")
         self._in_progress += 1
+        counted = 1
         try:
             body = await self._read(scope, receive)
             if scope["method"] == "POST":
                 body = self._checked(scope, body)
+                more = _requests_in(scope) - 1
+                if self._in_progress + more > self._traffic.requests:
+                    raise Refused(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
+                self._in_progress += more
+                counted += more
             await self._app(scope, _replay(body, receive), response.send)
         finally:
-            self._in_progress -= 1
+            self._in_progress -= counted
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         """Read the body, up to the limits of size and time."""
@@ -122,6 +128,11 @@ class Gate:
 def checked_body(scope: MutableMapping[str, Any]) -> Any:
     """Return the object that the gate has parsed from the body of this request."""
     return scope[_BODY]
+
+
+def _requests_in(scope: Scope) -> int:
+    body = scope.get(_BODY)
+    return len(body.requests) if isinstance(body, GenerateBatch) else 1
 
 
 class _Response:

@@ -19,13 +19,15 @@ class Prober:
     def __init__(self, completer: Completer, engine: Any) -> None:
         self._completer = completer
         self._token = asyncio.Event()
+        loop = asyncio.get_running_loop()
         processor = engine.output_processor
         process_outputs = processor.process_outputs
 
-        def process(*arguments: Any, **options: Any) -> Any:
-            """Process what the engine's core has generated in one step, as AsyncLLM's output handler calls it."""
-            self._token.set()
-            return process_outputs(*arguments, **options)
+        def process(outputs: Any, *arguments: Any, **options: Any) -> Any:
+            """Process what the engine's core has generated in one step; EngineThread calls this in its thread."""
+            if outputs and not self._token.is_set():
+                loop.call_soon_threadsafe(self._token.set)
+            return process_outputs(outputs, *arguments, **options)
 
         processor.process_outputs = process
 

@@ -26,12 +26,13 @@ from pydantic import (
 from pydantic_core import from_json
 
 from swift_megatron_grpo.images.files import check_sent
-from swift_megatron_grpo.protocol.messages import Routes
+from swift_megatron_grpo.protocol.messages import MOST_IN_BATCH, Routes
 from swift_megatron_grpo.server.limits import ContentLimits
 
 B = TypeVar("B", bound=BaseModel)
 _INT64 = 2**63
 _PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
+_LEVELS_OF_BATCH = 2  # that a batch puts around its requests
 _SHOWN = 3  # problems that an error names
 _TOOL_ROLES = ("tool", "tool_call", "tool_response")  # their content may be any JSON
 _MEDIA = re.compile(r"(image|video|audio)(_url)?")
@@ -175,6 +176,10 @@ class GenerateRequest(Strict):
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none
 
 
+class GenerateBatch(Strict):
+    requests: Annotated[list[GenerateRequest], Field(min_length=1, max_length=MOST_IN_BATCH)]
+
+
 class ScoreRequest(Strict):
     tokens: list[Int32]
     image: Annotated[str, Field(max_length=_PROBE_IMAGE)] | None = None  # a PNG as base64
@@ -245,6 +250,7 @@ class StockTensors(BaseModel):
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     Routes.GENERATE: GenerateRequest,
+    Routes.GENERATE_BATCH: GenerateBatch,
     Routes.SCORE: ScoreRequest,
     Routes.JOIN: JoinRequest,
     Routes.RECEIVE: ReceiveRequest,
@@ -266,7 +272,7 @@ def parse(body: bytes, schema: type[B], limits: ContentLimits) -> B:
     except ValueError as error:
         raise InvalidBody(f"the body is not JSON: {error}") from None
     try:
-        _check_values(value, limits.nesting)
+        _check_values(value, limits.nesting + _LEVELS_OF_BATCH * (schema is GenerateBatch))
         return schema.model_validate(value, context=limits)
     except ValidationError as error:
         raise InvalidBody(_description(error)) from None

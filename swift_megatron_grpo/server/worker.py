@@ -12,7 +12,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from swift.infer_engine import GRPOVllmEngine
+from swift.infer_engine import GRPOVllmEngine, vllm_engine
 from swift.pipelines.infer import rollout
 
 from swift_megatron_grpo.images.files import portable_images
@@ -22,6 +22,7 @@ from swift_megatron_grpo.server import pipe
 from swift_megatron_grpo.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.server.completions import Completer
 from swift_megatron_grpo.server.conversations import ConversationEngine, Conversations
+from swift_megatron_grpo.server.engine_thread import ServerEngine
 from swift_megatron_grpo.server.ignore_interrupts import ignore_interrupts
 from swift_megatron_grpo.server.media import MediaStore
 from swift_megatron_grpo.server.prober import Prober
@@ -75,16 +76,27 @@ async def _run_worker(
     os._exit(0)  # a thread still reads commands, and a normal exit would wait for it
 
 
+class ServedEngine(ConversationEngine):
+    """ms-swift's engine, whose workers receive this package's weights, and whose core may run in a thread."""
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
+        engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+
+    def _prepare_engine(self) -> None:
+        """Build the engine of this package where ms-swift builds vLLM's asynchronous engine."""
+        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, ServerEngine
+        try:
+            super()._prepare_engine()
+        finally:
+            vllm_engine.AsyncLLMEngine = stock
+
+
 def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
     """Replace the engine class that ms-swift's loop instantiates, and pass engine and conversations to `on_built`.
 
-    The workers of the new class receive this package's weights. ms-swift's loop also builds the scheduler, if any.
+    ms-swift's loop also builds the scheduler, if any.
     """
-
-    class Engine(ConversationEngine):
-        def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
-            engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
-            super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
 
     get_stock_engine_type = rollout.get_rollout_engine_type
 
@@ -94,7 +106,7 @@ def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Convers
         on_built((engine, Conversations(scheduler_or_engine) if args.multi_turn_scheduler else None))
         return scheduler_or_engine
 
-    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = Engine, get_rollout_engine_type
+    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = ServedEngine, get_rollout_engine_type
 
 
 class EngineCommands:

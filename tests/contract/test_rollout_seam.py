@@ -25,6 +25,8 @@ def upstream() -> dict[str, Any]:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.outputs import CompletionOutput
         from vllm.v1.engine.async_llm import AsyncLLM
+        from vllm.v1.engine.core import EngineCoreProc
+        from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.worker import gpu_model_runner, worker_base
         from vllm.v1.worker.gpu import model_runner
         import swift.cli.rollout as script
@@ -40,6 +42,12 @@ def upstream() -> dict[str, Any]:
             "script": source(script),
             "rollout_main": source(rollout.rollout_main),
             "async_llm_worker": source(rollout.async_llm_worker),
+            "prepare_engine": source(VllmEngine._prepare_engine),
+            "LLMEngine": parameters(LLMEngine.__init__),
+            "of_LLMEngine": [*vars(LLMEngine)],
+            "step": source(LLMEngine.step),
+            "has_work": source(EngineCoreProc.has_work),
+            "from_vllm_config": parameters(AsyncLLM.from_vllm_config),
             "get_infer_engine": source(deploy.get_infer_engine),
             "get_rollout_engine_type": source(rollout.get_rollout_engine_type),
             "set_default_max_tokens": parameters(VllmEngine.set_default_max_tokens),
@@ -160,6 +168,19 @@ def test_defaults_that_this_package_changes() -> None:
 @pytest.mark.parametrize("name", ["collective_rpc", "reset_prefix_cache", "reset_encoder_cache", "errored", "shutdown"])
 def test_the_asynchronous_engine_has_attribute(name: str) -> None:
     assert name in upstream()["asynchronous"]
+
+
+def test_the_engine_of_one_device_can_be_replaced_by_one_in_a_thread() -> None:
+    """server/worker.py replaces the name AsyncLLMEngine; server/engine_thread.py runs an LLMEngine."""
+    source = upstream()["prepare_engine"]
+    assert "AsyncLLMEngine if self.use_async_engine" in source and "from_engine_args(self.engine_args)" in source
+    assert {"vllm_config", "executor_class", "log_stats", "usage_context"} <= set(upstream()["LLMEngine"])
+    used = {"add_request", "abort_request", "step", "has_unfinished_requests", "collective_rpc", "list_loras",
+            "reset_prefix_cache", "reset_encoder_cache", "reset_mm_cache"}  # fmt: skip
+    assert used <= set(upstream()["of_LLMEngine"])
+    assert "self.output_processor.process_outputs(" in upstream()["step"]
+    assert all(part in upstream()["has_work"] for part in ("self.scheduler.has_requests()", "bool(self.batch_queue)"))
+    assert {"vllm_config", "usage_context", "disable_log_stats"} <= set(upstream()["from_vllm_config"])
 
 
 def test_requests_can_select_a_replica_and_an_adapter() -> None:

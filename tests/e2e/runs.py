@@ -97,6 +97,7 @@ def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = 
             "--vllm_gpu_memory_utilization", "0.3", "--num_generations", "4", "--micro_batch_size", "2",
             "--global_batch_size", "8", "--max_length", "128", "--max_completion_length", "24",
             "--train_iters", "2", "--lr", "1e-3", "--beta", "0", "--save_steps", "2", "--logging_steps", "1",
+            "--rollout_logprobs_interval", "1",
             "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
             "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
             "--recompute_granularity", "none", "--temperature", "1.0",

@@ -1,4 +1,4 @@
-"""benchmarks/bench.py on this machine: all arms run through the command line and do the same work."""
+"""The benchmarks on this machine: all arms of each run do the same work."""
 
 from __future__ import annotations
 
@@ -52,3 +52,18 @@ def test_trl_measures_whole_steps_of_the_same_completions(tmp_path: Path, lora: 
     norms = [process["steps"][0]["grad_norm"] for process in trl]
     # vLLM's seed is the same for both, the dropout of adapters is not.
     assert norms[0] > 0 and norms[1] == pytest.approx(norms[0], rel=0.3 if lora else 0.05)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_server_generates_as_many_tokens_as_the_training_process(tmp_path: Path) -> None:
+    results = tmp_path / "server.json"
+    command = [sys.executable, "-m", "benchmarks.bench_server", "--json", str(results), "--dry", "--work",
+               str(tmp_path / "work")]  # fmt: skip
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400)
+    assert done.returncode == 0, done.stdout
+    report = json.loads(results.read_text())
+    assert {arm: [one["tokens"] for one in rounds] for arm, rounds in report["rounds"].items()} == {
+        "in_process": [2 * 4 * 32], "server": [2 * 4 * 32]
+    }  # fmt: skip
+    assert report["ratio"] == report["seconds"]["server"] / report["seconds"]["in_process"]

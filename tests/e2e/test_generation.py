@@ -39,3 +39,15 @@ def test_completions_of_a_server_match_ms_swifts_and_cost_less(dense: Path) -> N
     assert report["left"] == 0  # in the engine, of 64 that were cancelled
     stock, ours = (min(costs) for costs in zip(*report["costs"], strict=True))
     assert ours < 0.9 * stock, report["costs"]
+
+
+@pytest.mark.e2e
+def test_an_engine_in_a_thread_aborts_runs_commands_and_reports_its_failure(dense: Path) -> None:
+    report = report_of("rollout", "engine_in_thread", dense)
+    for ours, stock in report["pairs"]:
+        assert ours == stock and len(ours[0]) == len(ours[3]) == 24
+    assert report["together"] == [report["pairs"][0][0]] * 8 and report["after"] == report["pairs"][0][0]
+    assert report["without"] is None  # log-probs that were not requested
+    assert report["left"] == 0  # in the engine, of 64 that were cancelled
+    assert "no_such_method" in report["unknown"]  # a command that fails leaves the engine as it is
+    assert report["failures"] == [f"{report['failed']}: RuntimeError: a kernel failed"] * 2 and report["errored"]

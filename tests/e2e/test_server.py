@@ -85,7 +85,7 @@ def test_a_server_listens_on_loopback_and_requires_the_key(servers: list[Rollout
     listening = subprocess.run(["ss", "-ltn", f"sport = :{server.port}"], text=True, stdout=subprocess.PIPE).stdout
     assert f"{HOST}:{server.port}" in listening and "0.0.0.0:" + str(server.port) not in listening
     assert KEY not in server.log.read_text()  # nor in its command line: test_rollout_command.py
-    ours = [Routes.GENERATE, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
+    ours = [Routes.GENERATE, Routes.GENERATE_BATCH, Routes.SCORE, Routes.JOIN, Routes.RECEIVE, Routes.LEAVE]
     posts = [*ours, "/infer/", "/update_flattened_params/"]
     for method, route in [("GET", Routes.STATUS), ("GET", Routes.HELD_WEIGHTS), *(("POST", route) for route in posts)]:
         for key in (None, "another key"):
@@ -152,7 +152,7 @@ def test_requests_of_a_stuck_server_are_resent_and_cancelled_on_it(dense: Path, 
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompts = [Prompt(str(i), {"messages": [{"role": "user", "content": f"question {i}"}]}) for i in range(32)]
     requests = requests_for(prompts, 2, seed=1, version=7)
-    posts_before = healthy.log.read_text().count(f"POST {Routes.GENERATE}")
+    batches_before = healthy.log.read_text().count(f"POST {Routes.GENERATE_BATCH}")
     try:
         engine.check()
         assert engine.needs_weights(7)
@@ -163,13 +163,15 @@ def test_requests_of_a_stuck_server_are_resent_and_cancelled_on_it(dense: Path, 
         rollouts: dict[int, Rollout] = {}
         while len(rollouts) < len(requests):
             rollouts |= generation.next(7).finished
-        before = stuck.cpu_seconds()
+        before, answered = stuck.cpu_seconds(), engine.answered_requests()
     finally:
         os.killpg(stuck.process.pid, signal.SIGCONT)
         engine.shutdown()
     assert sorted(rollouts) == list(range(len(requests)))
     assert {rollout.weights_version for rollout in rollouts.values()} == {7}
-    assert healthy.log.read_text().count(f"POST {Routes.GENERATE}") - posts_before == len(requests)
+    assert [request.server for request in answered] == [healthy.url] * len(requests)
+    batches = healthy.log.read_text().count(f"POST {Routes.GENERATE_BATCH}") - batches_before
+    assert 2 <= batches <= len(requests) // 4
     stuck.request("GET", "/health")  # it continues
     time.sleep(6)
     assert stuck.cpu_seconds() - before < 1  # seconds; generating takes more than two
@@ -185,6 +187,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
     ours, another = (RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
     requests = requests_for([Prompt("a", {"messages": [{"role": "user", "content": "question"}]})], 1, None, version=7)
     message = [{"role": "user", "content": "question"}]
+    one = {"request": {"messages": message}, "sampling": {}, "weights_version": 7}
     score_request = {"tokens": [5, 6, 7], "weights_version": 7}
     try:
         ours.check()
@@ -196,7 +199,8 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
             another.check()
         assert time.monotonic() - began > RUN_IDLE_SECONDS  # the other run might just have ended
         for method, route, body in [
-            ("POST", Routes.GENERATE, {"request": {"messages": message}, "sampling": {}, "weights_version": 7}),
+            ("POST", Routes.GENERATE, one),
+            ("POST", Routes.GENERATE_BATCH, {"requests": [one]}),
             ("POST", Routes.SCORE, score_request),
             ("POST", Routes.JOIN, {"host": HOST, "port": 0, "timeout": 1}),
             ("POST", Routes.RECEIVE, {"version": 7, "lora": False, "collect_checksums": False}),

@@ -46,6 +46,7 @@ from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
 logger = get_logger()
 
 GIB = 2**30
+_STEPS_TO_DRAIN = 8  # vLLM keeps two batches in flight at most
 
 
 class LocalVllm:
@@ -136,7 +137,7 @@ class LocalVllm:
             tensors = {name: tensor.detach().clone() for name, tensor in weights}
             load_adapter(self._engine.inner_model_executor.driver_worker.worker, adapter, tensors)
         # Cached values of older weights must not be used with newer ones.
-        self._engine.engine.reset_prefix_cache()
+        self._reset_prefix_cache()
         self._engine.engine.reset_encoder_cache()
         self._weights_version = version
 
@@ -157,6 +158,15 @@ class LocalVllm:
     def held_weights(self) -> list[WorkerWeights]:
         return [self._loaded_weights.worker_weights()]
 
+    def _reset_prefix_cache(self) -> None:
+        """Reset it, also if a batch is still on the device: its blocks are in use until vLLM has stepped again."""
+        engine = self._engine.engine
+        for _ in range(_STEPS_TO_DRAIN):
+            if engine.reset_prefix_cache() is not False:
+                return
+            engine.step()
+        raise RuntimeError("vLLM still holds blocks of requests that have ended, so values of older weights would stay")
+
     def _wake(self, tag: str) -> None:
         try:
             with _keep_memory_cache():
@@ -171,7 +181,7 @@ class LocalVllm:
 
     def sleep(self) -> None:
         if self._sleep_level:
-            self._engine.engine.reset_prefix_cache()
+            self._reset_prefix_cache()
             with _keep_memory_cache():
                 vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)

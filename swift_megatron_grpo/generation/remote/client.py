@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
 
 import aiohttp
 
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.protocol.messages import Completion, Routes, RunIdentity, ServerStatus, unpacked_logprobs
 
+T = TypeVar("T")
 _SHOWN = 1000  # characters of a server's reason
 
 
@@ -46,7 +47,7 @@ class Client:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url
         self._session = session
-        self._in_flight: set[asyncio.Task[dict[str, Any]]] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
 
     def cancel_requests(self) -> None:
         """Make all requests in flight raise Unreachable at once; a dead connection may take long to be noticed."""
@@ -62,6 +63,26 @@ class Client:
         response = await self._request("POST", Routes.GENERATE, timeout, payload)
         with _as_invalid("its completion"):
             return Completion.from_json(response)
+
+    async def generate_batch(
+        self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
+    ) -> None:
+        """Send requests together. Call `accept` with the place and the answer of each, as soon as it is known."""
+        await self._cancellable(self._receive_answers(payloads, timeout, accept))
+
+    async def _receive_answers(
+        self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
+    ) -> None:
+        missing, unfinished = set(range(len(payloads))), b""
+        async with self._response("POST", Routes.GENERATE_BATCH, timeout, {"json": {"requests": payloads}}) as response:
+            async for chunk in response.content.iter_any():
+                *lines, unfinished = (unfinished + chunk).split(b"\n")
+                for line in lines:
+                    place, answer = _answer(line, missing)
+                    missing.remove(place)
+                    accept(place, answer)
+        if missing:
+            raise Unreachable(f"the response ended before {len(missing)} of its completions")
 
     async def put_media(self, digest: str, content: bytes, timeout: float) -> None:
         await self._request("PUT", Routes.MEDIA + digest, timeout, content)
@@ -90,8 +111,11 @@ class Client:
     async def _request(
         self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None = None
     ) -> dict[str, Any]:
-        """Send a request that `cancel_requests` can cancel."""
-        task = asyncio.create_task(self._send(method, route, timeout, payload))
+        return await self._cancellable(self._send(method, route, timeout, payload))
+
+    async def _cancellable(self, request: Coroutine[Any, Any, T]) -> T:
+        """Await a request that `cancel_requests` can cancel."""
+        task = asyncio.create_task(request)
         self._in_flight.add(task)
         try:
             return await task
@@ -107,12 +131,20 @@ class Client:
         self, method: str, route: str, timeout: float, payload: dict[str, Any] | bytes | None
     ) -> dict[str, Any]:
         body = {"data": payload} if isinstance(payload, bytes) else {"json": payload}
+        async with self._response(method, route, timeout, body) as response:
+            return _json_object(await response.text(errors="replace"))
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, route: str, timeout: float, body: dict[str, Any]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request. Raise ServerFailure unless the server accepts it and the response arrives completely."""
         limit = aiohttp.ClientTimeout(total=timeout)
         try:
             async with self._session.request(method, self.url + route, timeout=limit, **body) as response:
                 if response.status != 200:
                     raise Refused(response.status, await _reason(response))
-                return _json_object(await response.text(errors="replace"))
+                yield response
         except TimeoutError as error:
             raise RequestTimeout(f"no response within {timeout:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -136,6 +168,18 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidResponse(f"its response is no JSON object: {text[:100]!r}")
     return body
+
+
+def _answer(line: bytes, missing: Collection[int]) -> tuple[int, Completion | Refused]:
+    """Return the place of a request in its batch, and its answer."""
+    message = _json_object(line.decode(errors="replace"))
+    with _as_invalid("its completion"):
+        place = message["place"]
+        if type(place) is not int or place not in missing:
+            raise ValueError(f"no request has place {place!r:.100}")
+        if "completion" in message:
+            return place, Completion.from_json(message["completion"])
+        return place, Refused(int(message["status"]), str(message["detail"])[:_SHOWN])
 
 
 async def _reason(response: aiohttp.ClientResponse) -> str:

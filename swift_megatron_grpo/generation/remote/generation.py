@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from swift.utils import get_logger
@@ -39,10 +39,18 @@ from swift_megatron_grpo.generation.requests import (
     without_images,
 )
 from swift_megatron_grpo.images.files import files_of
-from swift_megatron_grpo.protocol.messages import CONFLICT, MISSING_MEDIA, SERVER_UNUSABLE, Completion, ServerStatus
+from swift_megatron_grpo.protocol.messages import (
+    CONFLICT,
+    MISSING_MEDIA,
+    MOST_IN_BATCH,
+    SERVER_UNUSABLE,
+    Completion,
+    ServerStatus,
+)
 from swift_megatron_grpo.types import Rollout
 
 logger = get_logger()
+Complete = Callable[[Sequence[int], Server, set[int]], Coroutine[Any, Any, None]]
 
 
 class RemoteGeneration:
@@ -63,7 +71,8 @@ class RemoteGeneration:
         self._requests, self._group_size, self._version = requests, group_size, version
         self._sampling = sampling
         self._dispatcher = Dispatcher(len(requests))
-        self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # requests in flight, by server
+        self._tasks: dict[str, set[asyncio.Task[None]]] = {}  # batches in flight, by server
+        self._in_flight: Counter[str] = Counter()  # requests, by server
         self._finished: dict[int, Rollout] = {}  # by place in `requests`; not returned yet
         self._lost_requests = LostRequests()
         self._prompts: dict[int, tuple[str, list[int]]] = {}  # server and tokens, by first place of the group
@@ -133,8 +142,7 @@ class RemoteGeneration:
         try:
             while self._dispatcher.unfinished and self._failure is None:
                 self._update_servers()
-                for assignment in self._assign():
-                    self._start(assignment)
+                self._start(self._assign())
                 await self._wait()
         except Exception as error:
             self._failure = error
@@ -158,7 +166,7 @@ class RemoteGeneration:
         if any(generation.has_waiting for generation in self._older):
             return []
         used_by_others = {
-            server.url: server.requests_in_flight - len(self._tasks.get(server.url, ())) for server in self._servers.all
+            server.url: server.requests_in_flight - self._in_flight[server.url] for server in self._servers.all
         }
         return self._dispatcher.assign(used_by_others)
 
@@ -182,43 +190,98 @@ class RemoteGeneration:
         for task in self._tasks.pop(url, ()):
             task.cancel()
 
-    def _start(self, assignment: Assignment) -> None:
-        server = next(server for server in self._servers.all if server.url == assignment.server)
-        task = asyncio.create_task(self._complete(assignment.request, server))
+    def _start(self, assignments: Sequence[Assignment]) -> None:
+        """Send requests in batches. One with images is sent alone, because the server may need these again."""
+        places: dict[str, list[int]] = {}
+        for assignment in assignments:
+            places.setdefault(assignment.server, []).append(assignment.request)
+        for server in self._servers.all:
+            images = {place for place in places.get(server.url, ()) if self._files(self._requests[place])}
+            together = [place for place in places.get(server.url, ()) if place not in images]
+            for place in images:
+                self._start_task([place], server, self._complete_alone)
+            for batch in _batches(together):
+                self._start_task(batch, server, self._complete)
+
+    def _start_task(self, places: Sequence[int], server: Server, complete: Complete) -> None:
+        missing = set(places)
+        self._in_flight[server.url] += len(places)
+        server.requests_in_flight += len(places)
+        task = asyncio.create_task(complete(places, server, missing))
         tasks = self._tasks.setdefault(server.url, set())
         tasks.add(task)
-        server.requests_in_flight += 1
-        task.add_done_callback(partial(self._request_ended, tasks, server))
 
-    def _request_ended(self, tasks: set[asyncio.Task[None]], server: Server, task: asyncio.Task[None]) -> None:
-        tasks.discard(task)
-        server.requests_in_flight -= 1
-        self._servers.notify_listeners()  # a slot is free
+        def ended(_: object) -> None:  # also if the task was cancelled before it began
+            tasks.discard(task)
+            self._free_slots(server, len(missing))
 
-    async def _complete(self, place: int, server: Server) -> None:
-        """Send one request to a server and record its completion or failure."""
-        request = self._requests[place]
-        payload, began = self._payload(request), time.time()
+        task.add_done_callback(ended)
+
+    def _free_slots(self, server: Server, number: int) -> None:
+        self._in_flight[server.url] -= number
+        server.requests_in_flight -= number
+        self._servers.notify_listeners()
+
+    async def _complete(self, places: Sequence[int], server: Server, missing: set[int]) -> None:
+        """Send a batch of requests to a server and record their completions or failures.
+
+        If the server refuses the batch, each is sent alone, so that only the one at fault is refused. `missing`: those
+        without an answer.
+        """
+        version, began = self._version, time.time()
+
+        def accept(number: int, answer: Completion | ServerFailure) -> None:
+            missing.remove(places[number])
+            self._record(places[number], server, answer, version, began)
+            self._free_slots(server, 1)
+
+        payloads = [self._payload(self._requests[place]) for place in places]
         try:
-            completion = await self._generate(server, payload, dict(self._files(request)))
-        except RequestTimeout as failure:
-            self._retry_or_fail(place, server, failure)
-        except InvalidResponse as failure:
-            self._servers.exclude(server, str(failure))
-        except Unreachable as failure:
-            self._servers.mark_lost(server, str(failure))
+            await server.client.generate_batch(payloads, self._servers.config.request_timeout, accept)
         except Refused as failure:
-            if failure.status == CONFLICT:
-                server.drop_connection()  # it has weights of another sender; it will be sent ours again
-            elif failure.status in SERVER_UNUSABLE:
-                self._servers.mark_lost(server, str(failure))
+            if failure.status in (CONFLICT, *SERVER_UNUSABLE):
+                self._record_all(missing, server, failure, version, began)
             else:
-                self._retry_or_fail(place, server, failure)
+                for place in sorted(missing):
+                    self._start_task([place], server, self._complete_alone)
+        except ServerFailure as failure:
+            self._record_all(missing, server, failure, version, began)
         except Exception as error:
             self._failure = error
-        else:
+
+    def _record_all(self, places: set[int], server: Server, answer: ServerFailure, version: int, began: float) -> None:
+        for place in sorted(places):
+            self._record(place, server, answer, version, began)
+
+    async def _complete_alone(self, places: Sequence[int], server: Server, missing: set[int]) -> None:
+        """Send one request to a server and record its completion or failure."""
+        [place] = places
+        request, version, began = self._requests[place], self._version, time.time()
+        try:
+            answer = await self._generate(server, self._payload(request), dict(self._files(request)))
+            self._record(place, server, answer, version, began)
+        except ServerFailure as failure:
+            self._record(place, server, failure, version, began)
+        except Exception as error:
+            self._failure = error
+
+    def _record(
+        self, place: int, server: Server, answer: Completion | ServerFailure, version: int, began: float
+    ) -> None:
+        """Record a request's completion, or what its failure means for the server."""
+        if isinstance(answer, Completion):
             self._servers.answered.append(AnsweredRequest(server.url, began, time.time() - began))
-            self._accept(place, server, completion, payload["weights_version"])
+            self._accept(place, server, answer, version)
+        elif isinstance(answer, RequestTimeout):
+            self._retry_or_fail(place, server, answer)
+        elif isinstance(answer, InvalidResponse):
+            self._servers.exclude(server, str(answer))
+        elif isinstance(answer, Refused) and answer.status == CONFLICT:
+            server.drop_connection()  # it has weights of another sender; it will be sent ours again
+        elif isinstance(answer, Unreachable) or (isinstance(answer, Refused) and answer.status in SERVER_UNUSABLE):
+            self._servers.mark_lost(server, str(answer))
+        else:
+            self._retry_or_fail(place, server, answer)
 
     async def _generate(self, server: Server, payload: dict[str, Any], files: dict[str, bytes]) -> Completion:
         """Send a request after its images; once more if the server no longer has these."""
@@ -265,6 +328,7 @@ class RemoteGeneration:
             has_turns=config.turns is not None,
             takes_images=config.images > 0,
             num_layers=config.model.get("num_hidden_layers"),
+            has_logprobs=self._sampling.logprobs,
         )
 
     def _other_prompt(self, place: int, server: Server, completion: Completion) -> str | None:
@@ -311,3 +375,8 @@ class RemoteGeneration:
             f"prompt {prompt.prompt_id} was not completed in {MAX_ATTEMPTS} attempts, the last one by {server.url}: "
             f"{failure}"
         )
+
+
+def _batches(places: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(places), MOST_IN_BATCH):
+        yield places[first : first + MOST_IN_BATCH]

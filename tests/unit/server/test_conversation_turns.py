@@ -29,8 +29,8 @@ def turn(recorder: _TurnRecorder, error: Exception) -> Any:
 )
 def test_a_later_turn_without_room_ends_the_conversation(error: Exception, flag: str) -> None:
     with pytest.raises(InvalidRequest, match=f"the first prompt leaves no room .* larger {flag}"):
-        turn(_TurnRecorder(None, None), error)
-    recorder = _TurnRecorder(None, None)
+        turn(_TurnRecorder(RequestConfig(), None), error)
+    recorder = _TurnRecorder(RequestConfig(), None)
     first = Turn([1], [2], [-0.5])
     recorder.recorded.append(first)
     response = turn(recorder, error)

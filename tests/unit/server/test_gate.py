@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
 from fastapi import FastAPI, Request
 from swift.utils import get_logger
 
+from swift_megatron_grpo.protocol.messages import Routes
 from swift_megatron_grpo.server.gate import Gate
 from swift_megatron_grpo.server.limits import ContentLimits, TrafficLimits
 
@@ -21,7 +23,7 @@ CONTENT = ContentLimits(
 )
 
 
-def application() -> tuple[FastAPI, asyncio.Event]:
+def application(traffic: TrafficLimits = TRAFFIC) -> tuple[FastAPI, asyncio.Event]:
     app, release = FastAPI(), asyncio.Event()
 
     @app.post("/fail")
@@ -33,7 +35,10 @@ def application() -> tuple[FastAPI, asyncio.Event]:
         await release.wait()
         return str(len(await request.body()))
 
-    app.add_middleware(Gate, key=KEY, traffic=TRAFFIC, content=lambda: CONTENT)
+    @app.post(Routes.GENERATE_BATCH)
+    async def generate_batch() -> None: ...
+
+    app.add_middleware(Gate, key=KEY, traffic=traffic, content=lambda: CONTENT)
     return app, release
 
 
@@ -68,3 +73,15 @@ def test_requests_beyond_the_limit_are_refused_until_others_end() -> None:
         return [response.status_code for response in (refused, *responses)]
 
     assert asyncio.run(scenario()) == [429, 200, 200, 200]
+
+
+def test_each_request_of_a_batch_counts() -> None:
+    one = {"request": {"messages": [{"role": "user", "content": "a"}]}, "sampling": {}, "weights_version": 1}
+
+    async def scenario() -> list[int]:
+        app, _ = application(replace(TRAFFIC, body_bytes=10_000))
+        async with client(app) as session:
+            batches = [{"requests": [one] * size} for size in (3, 2, 2)]
+            return [(await session.post(Routes.GENERATE_BATCH, json=batch)).status_code for batch in batches]
+
+    assert asyncio.run(scenario()) == [429, 200, 200]

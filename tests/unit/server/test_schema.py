@@ -37,6 +37,7 @@ def body_of(request: dict[str, Any], sampling: RequestConfig = SAMPLING) -> dict
 
 VALID: dict[str, Any] = {
     Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))),
+    Routes.GENERATE_BATCH: {"requests": [body_of(conversation_payload(Request(i, PROMPT, seed=i))) for i in range(3)]},
     Routes.SCORE: {"tokens": [1, 2, 299], "weights_version": 0},
     Routes.JOIN: {"host": "fe80::1%eth0", "port": 0, "timeout": 240.0},
     Routes.RECEIVE: {"version": 0, "lora": False, "collect_checksums": True},

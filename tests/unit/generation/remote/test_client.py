@@ -17,7 +17,7 @@ from swift_megatron_grpo.generation.remote.client import (
     Unreachable,
     make_session,
 )
-from swift_megatron_grpo.protocol.messages import Routes, RunIdentity
+from swift_megatron_grpo.protocol.messages import PROTOCOL, Routes, RunIdentity
 
 RUN = RunIdentity("a run", "a secret")
 
@@ -37,7 +37,7 @@ async def _server(status: Callable[[web.Request], Awaitable[web.Response]]) -> t
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "{", '"a"', '{"protocol": 9}', "[" * 100_000, "\udc80"])
+@pytest.mark.parametrize("text", ["[]", "null", "{", '"a"', f'{{"protocol": {PROTOCOL}}}', "[" * 100_000, "\udc80"])
 def test_a_status_that_is_no_status_is_a_failure_of_the_server(text: str) -> None:
     """The task that polls a server ended silently with such a response, so a restart was never detected."""
 

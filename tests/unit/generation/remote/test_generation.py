@@ -4,6 +4,7 @@ respond when the test releases a request."""
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import NoServer, Server, Servers
-from swift_megatron_grpo.protocol.messages import SERVER_UNUSABLE, Completion, Routes
+from swift_megatron_grpo.protocol.messages import INVALID, SERVER_UNUSABLE, Completion, Routes
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.unit.arguments.test_server_checks import CONFIG, status
 
@@ -26,7 +27,7 @@ SAMPLING = SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words
 
 @dataclass
 class FakeServer:
-    """A route that holds every request until it is released."""
+    """A server that holds every request until it is released."""
 
     received: list[str] = field(default_factory=list)  # questions, in order of arrival
     cancelled: list[str] = field(default_factory=list)  # questions whose client disconnected
@@ -35,12 +36,37 @@ class FakeServer:
     most_at_once: int = 0
     held: dict[str, asyncio.Event] = field(default_factory=dict)
 
+    batches: list[int] = field(default_factory=list)  # their sizes
+    refuses_batches: bool = False
+    ends_early: bool = False  # its batches end without an answer
+
     async def generate(self, request: web.Request) -> web.Response:
-        payload = await request.json()
+        answer = await self._answer(await request.json())
+        return web.json_response(answer.get("completion", answer), status=answer.get("status", 200))
+
+    async def generate_batch(self, request: web.Request) -> web.StreamResponse:
+        payloads = (await request.json())["requests"]
+        if self.refuses_batches:
+            return web.json_response({"detail": "a request is at fault"}, status=INVALID)
+        self.batches.append(len(payloads))
+        response = web.StreamResponse()
+        await response.prepare(request)
+
+        if self.ends_early:
+            return response
+
+        async def answer(place: int) -> None:
+            line = {"place": place} | await self._answer(payloads[place])
+            await response.write(json.dumps(line).encode() + b"\n")
+
+        await asyncio.gather(*(answer(place) for place in range(len(payloads))))
+        return response
+
+    async def _answer(self, payload: dict[str, Any]) -> dict[str, Any]:
         question = payload["request"]["messages"][0]["content"]
         self.received.append(question)
         if self.refusal is not None:
-            return web.json_response({"detail": "no"}, status=self.refusal)
+            return {"detail": "no", "status": self.refusal}
         self.held[question] = asyncio.Event()
         self.most_at_once = max(self.most_at_once, len(self.held))
         try:
@@ -53,7 +79,7 @@ class FakeServer:
         completion = Completion([1], [2], [-1.0], question, "stop", payload["weights_version"])
         in_json = {name: value for name, value in self.wrong.items() if isinstance(value, str)}
         wrong = {name: value for name, value in self.wrong.items() if name not in in_json}
-        return web.json_response(replace(completion, **wrong).to_json() | in_json)
+        return {"completion": replace(completion, **wrong).to_json() | in_json}
 
 
 class Cluster:
@@ -70,6 +96,7 @@ class Cluster:
         for fake in self.fakes:
             app = web.Application()
             app.router.add_post(Routes.GENERATE, fake.generate)
+            app.router.add_post(Routes.GENERATE_BATCH, fake.generate_batch)
             runner = web.AppRunner(app, handler_cancellation=True)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -157,6 +184,10 @@ def collect(generation: RemoteGeneration, newest: int, number: int) -> list[Roll
         assert not progress.needs_weights
         rollouts |= progress.finished
     return [rollouts[index] for index in sorted(rollouts)]
+
+
+def texts(rollouts: list[Rollout]) -> set[str]:
+    return {rollout.text for rollout in rollouts}
 
 
 def test_the_older_generation_is_served_first_and_both_share_the_slots(cluster: Cluster) -> None:
@@ -321,3 +352,45 @@ def test_stopping_a_generation_cancels_its_requests(cluster: Cluster) -> None:
     assert not generation.is_running
     with pytest.raises(RuntimeError, match="the run has ended"):
         generation.next(newest=0)
+
+
+def test_requests_are_sent_in_batches_and_each_is_returned_when_it_ends(cluster: Cluster) -> None:
+    first, _ = cluster.servers.all
+    cluster.receive_weights(first, 0, slots=4)
+    generation = cluster.generate("abcdefg", 0)
+    wait_until(lambda: len(cluster.fakes[0].held) == 5)  # its slots, and one that waits there
+    assert cluster.fakes[0].batches == [5]
+    cluster.release("c")
+    assert texts(collect(generation, 0, 1)) == {"c"}  # while the others of its batch are not finished
+    wait_until(lambda: "f" in cluster.fakes[0].held)
+    assert cluster.fakes[0].batches == [5, 1] and first.requests_in_flight == 5
+    cluster.release("a", "b", "d", "e", "f")
+    wait_until(lambda: "g" in cluster.fakes[0].held)
+    cluster.release("g")
+    assert texts(collect(generation, 0, 6)) == set("abdefg")
+    wait_until(lambda: first.requests_in_flight == 0)
+
+
+def test_requests_of_a_refused_batch_are_sent_one_by_one(cluster: Cluster) -> None:
+    cluster.fakes[0].refuses_batches = True
+    first, _ = cluster.servers.all
+    cluster.receive_weights(first, 0)
+    generation = cluster.generate("abc", 0)
+    wait_until(lambda: set(cluster.fakes[0].held) == set("abc"))
+    cluster.release("a", "b", "c")
+    assert texts(collect(generation, 0, 3)) == set("abc")
+    wait_until(lambda: first.requests_in_flight == 0)
+    assert cluster.fakes[0].batches == []
+
+
+def test_a_batch_that_ends_early_loses_the_server_and_its_requests_are_retried(cluster: Cluster) -> None:
+    cluster.fakes[0].ends_early = True
+    first, second = cluster.servers.all
+    cluster.receive_weights(first, 0)
+    generation = cluster.generate("ab", 0)
+    wait_until(lambda: first.is_lost)
+    assert "ended before 2 of its completions" in first.loss_reason and first.requests_in_flight == 0
+    cluster.receive_weights(second, 0)
+    wait_until(lambda: set(cluster.fakes[1].held) == set("ab"))
+    cluster.release("a", "b")
+    assert texts(collect(generation, 0, 2)) == {"a", "b"}

@@ -1,0 +1,244 @@
+"""Compare generation behind a rollout server with generation in the training process, on one GPU or on a CPU.
+
+    python -m benchmarks.bench_server --json FILE --shape 1.7b --work FOLDER     on a machine with one GPU
+    python -m benchmarks.bench_server --json FILE --dry                          on a CPU, a few seconds of a tiny model
+
+Both engines are on the same device and generate in turns: as many completions, prompts and tokens, none of them cached.
+The server has the checkpoint's weights, so nothing is sent before. `ratio` in the file is the median time behind the
+server over the median time in the process; `cpu_seconds` are those of each process in a round. On a CPU only the
+latter are useful, from one revision to another: the model takes most of the time, and the training process has the
+stand-ins for CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.bench import PACKAGES, machine, revision
+from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
+from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE
+
+ARMS = "benchmarks.harness.generation_arms"
+START_SECONDS = 600.0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--json", type=Path, required=True, help="file for the results")
+    dense = [name for name, shape in SHAPES.items() if shape.model_type == "qwen3"]
+    add("--shape", choices=dense, default="1.7b", help="sizes of the model")
+    add("--dry", action="store_true", help="the shape toy with 2 prompts of 4 completions of 32 tokens, 1 round")
+    add("--prompts", type=int, default=16, help="prompts of a round")
+    add("--group-size", type=int, default=8, help="completions of a prompt")
+    add("--tokens", type=int, default=512, help="tokens of a completion")
+    add("--prompt-tokens", type=int, default=128, help="tokens of a prompt, without the template's")
+    add("--rounds", type=int, default=5, help="measured rounds of each arm, after one to warm up")
+    add("--memory", type=float, default=0.35, help="share of the GPU's memory for each of the two engines")
+    add("--eager", action="store_true", help="no CUDA graphs")
+    add("--work", type=Path, default=REPOSITORY / "runs" / "server", help="folder for model and logs")
+    return parser.parse_args()
+
+
+def job_of(args: argparse.Namespace) -> GenerationJob:
+    gpu = torch.cuda.is_available()
+    return GenerationJob(
+        prompts=args.prompts, group_size=args.group_size, prompt_characters=args.prompt_tokens, tokens=args.tokens,
+        max_model_len=args.prompt_tokens + args.tokens + 64, max_num_seqs=256, memory_share=args.memory,
+        dtype="bfloat16" if gpu else "float32", eager=args.eager or not gpu,
+    )  # fmt: skip
+
+
+def make_model(work: Path, shape: str) -> Path:
+    model = work / "models" / shape
+    if not (model / TEMPLATE_TOKENS_FILE).exists():
+        subprocess.run(
+            [sys.executable, "-m", "benchmarks.harness.models", shape, str(model)], check=True, cwd=REPOSITORY
+        )
+    return model
+
+
+def free_port() -> int:
+    """Return a port below those that the system hands out, which vLLM may take before the server listens."""
+    while True:
+        port = random.randint(20000, 32000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+
+
+def start(arguments: list[str], log: Path, pipes: bool) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
+    environment |= {"HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+    with log.open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, "-m", ARMS, *arguments], env=environment, cwd=log.parent, text=True, stderr=errors,
+            stdin=subprocess.PIPE if pipes else subprocess.DEVNULL, stdout=subprocess.PIPE if pipes else errors,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+class InProcess:
+    """The engine of a trainer, in a process that does nothing else."""
+
+    name = "in_process"
+
+    def __init__(self, model: Path, job: GenerationJob, log: Path) -> None:
+        self.process = start(["in_process", str(model), json.dumps(asdict(job))], log, pipes=True)
+        self._read("READY")
+
+    def _read(self, mark: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(mark):
+                return line.removeprefix(mark)
+        raise SystemExit(f"bench: the engine in process has ended; the log is {self.process.args!r}")
+
+    def generate(self, number: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        round_: dict[str, Any] = json.loads(self._read("ROUND "))
+        return {**round_, "cpu_seconds": {"trainer": round_["cpu_seconds"]}}
+
+    def stop(self) -> None:
+        end_with_children(self.process)
+
+
+class BehindServer:
+    """The server, and this process as its client, with the code of a trainer's rank 0."""
+
+    name = "server"
+
+    def __init__(self, model: Path, job: GenerationJob, log: Path) -> None:
+        from swift_megatron_grpo.config import ServerConfig
+        from swift_megatron_grpo.generation.remote.engine import RemoteVllm
+        from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
+
+        self._job, port = job, free_port()
+        flags = ["--model", str(model), "--model_type", "qwen3", "--template", "qwen3", "--port", str(port),
+                 "--torch_dtype", job.dtype, "--vllm_gpu_memory_utilization", str(job.memory_share),
+                 "--vllm_max_model_len", str(job.max_model_len), "--vllm_max_num_seqs", str(job.max_num_seqs),
+                 "--vllm_enforce_eager", str(job.eager).lower(), "--vllm_enable_prefix_caching", "true",
+                 "--log_level", "warning"]  # fmt: skip
+        self.process = start(["server", *flags], log, pipes=False)
+        config = ServerConfig(
+            urls=(f"http://127.0.0.1:{port}",), group_ports=(0,), timeout=START_SECONDS, request_timeout=600.0,
+            api_key=None, bucket_bytes=2**28, needed_length=job.max_model_len, model={},
+        )  # fmt: skip
+        self._wait_until_up(port, log)
+        self._engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**28), rank=0)
+        self._engine.check()
+        for server in self._engine._servers.all:
+            server.weights_version = WEIGHTS_VERSION
+        self._engine._version = WEIGHTS_VERSION
+        self._engine.mark_verified()
+
+    def _wait_until_up(self, port: int, log: Path) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError):
+                socket.create_connection(("127.0.0.1", port)).close()
+                return
+            if self.process.poll() is not None:
+                break
+            time.sleep(0.2)
+        raise SystemExit(f"bench: the server has not started; the log is {log}")
+
+    def generate(self, number: int) -> dict[str, Any]:
+        from swift_megatron_grpo.generation.interface import requests_for
+
+        requests = requests_for(prompts_of(self._job, number), self._job.group_size, None, WEIGHTS_VERSION)
+        before = self.cpu_seconds()
+        began = time.perf_counter()
+        generation = self._engine.generate(requests, self._job.group_size, sampling_of(self._job))
+        tokens = missing = 0
+        missing = len(requests)
+        while missing:
+            finished = generation.next(WEIGHTS_VERSION).finished
+            missing -= len(finished)
+            tokens += sum(len(rollout.completion_ids) for rollout in finished.values())
+        seconds = time.perf_counter() - began
+        used = {name: value - before.get(name, 0.0) for name, value in self.cpu_seconds().items()}
+        return {"seconds": seconds, "tokens": tokens, "cpu_seconds": {k: v for k, v in used.items() if v > 0.005}}
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time of this process and of each of the server's."""
+        root = psutil.Process(self.process.pid)
+        names = {os.getpid(): "client", root.pid: "web server"}
+        used = {}
+        for process in (psutil.Process(), root, *root.children(recursive=True)):
+            times = process.cpu_times()
+            used[names.get(process.pid, f"{process.name()} {process.pid}")] = times.user + times.system
+        return used
+
+    def stop(self) -> None:
+        self._engine.shutdown()
+        end_with_children(self.process)
+
+
+def end_with_children(process: subprocess.Popen[str]) -> None:
+    with ExitStack() as killed:
+        for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+            killed.callback(child.wait, 30)
+            child.kill()
+
+
+def measure(arms: list[Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the rounds of each arm; the arms take turns, and the first round of each is not kept."""
+    measured: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
+    for number in range(rounds + 1):
+        for arm in arms:
+            result = arm.generate(number)
+            print(arm.name, json.dumps(result), flush=True)
+            if number:
+                measured[arm.name].append(result)
+    return measured
+
+
+def main() -> int:
+    args = parse()
+    if args.dry:
+        args.shape, args.prompts, args.group_size, args.tokens, args.rounds = "toy", 2, 4, 32, 1
+    args.work, args.json = args.work.resolve(), args.json.resolve()
+    args.work.mkdir(parents=True, exist_ok=True)
+    job, model = job_of(args), make_model(args.work, args.shape)
+    arms: list[Any] = []
+    try:
+        for arm in (InProcess, BehindServer):
+            arms.append(arm(model, job, args.work / f"{arm.name}.log"))
+        measured = measure(arms, args.rounds)
+    finally:
+        for arm in arms:
+            arm.stop()
+    times = {name: median(one["seconds"] for one in rounds) for name, rounds in measured.items()}
+    device, versions = machine(revision(), PACKAGES)
+    report = {"device": device, "versions": versions, "shape": args.shape, "job": asdict(job), "seconds": times,
+              "ratio": times["server"] / times["in_process"], "rounds": measured}  # fmt: skip
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({"seconds": times, "ratio": report["ratio"]}))
+    equal = len({one["tokens"] for rounds in measured.values() for one in rounds}) == 1
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
