@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
@@ -14,6 +15,7 @@ from swift_megatron_grpo.training.shared_prompts import SharedPrompts, _angles_o
 from swift_megatron_grpo.types import Sample
 
 DENSE: dict[str, Any] = {
+    "attention_backend": AttnBackend.flash,
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
     "window_size": None,
@@ -42,6 +44,7 @@ def test_plain_attention_shares_prompts(base: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
+        ({"attention_backend": AttnBackend.unfused}, "unfused"),
         ({"experimental_attention_variant": "gated_delta_net"}, "gated_delta_net"),
         ({"multi_latent_attention": True}, "latent"),
         ({"window_size": (127, 0)}, "window"),
