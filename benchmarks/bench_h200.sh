@@ -101,13 +101,13 @@ share() {
         1.7b-2048-8) stock=(mbs8 mbs4) steps=3 goal="2.2 over repeated prompts" ;;
         1.7b-2048-16) stock=(mbs8) steps=3 completions=128 ;;
         1.7b-8192-8) stock=(mbs2 mbs1) goal="3 over repeated prompts" ;;
-        1.7b-8192-16) stock=(mbs2) ;;
-        8b-lora-512-8) stock=(mbs8 mbs4) ;;
+        1.7b-8192-16) stock=(mbs2) completions=32 ;;
+        8b-lora-512-8) stock=(mbs8) ;;
         8b-lora-512-16) stock=(mbs4) ;;
         8b-lora-2048-8) stock=(mbs4 mbs2) goal="2.2 over repeated prompts" ;;
-        8b-lora-2048-16) stock=(mbs4) ;;
+        8b-lora-2048-16) stock=(mbs4) completions=32 ;;
         8b-lora-8192-8) stock=(mbs1 mbs2) completions=32 goal="3 over repeated prompts" ;;
-        8b-lora-8192-16) stock=(mbs1) completions=32 ;;
+        8b-lora-8192-16) stock=(mbs1) completions=16 ;;
     esac
     bench train "share-$1-$4-$5" "$2" --lengths constant:512 --prompts "constant:$4" --completions $completions \
         --generations "$5" --ours tokens16384+shared tokens16384 --stock "${stock[@]}" --rounds 1 --steps $steps \
