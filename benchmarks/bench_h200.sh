@@ -53,7 +53,7 @@ eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
 qwen3_5() {
     local kind=$1 name=$2 flags=$3
     shift 3
-    bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 \
+    bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 --timeout 420 \
         --flags "$flags --attention_backend unfused" "$@"
 }
 
