@@ -28,7 +28,7 @@ args=(
     --expert_model_parallel_size 8           # EP: ranks that share the experts of a layer
     --moe_grouped_gemm true                  # one matrix product for all experts of a rank
     --moe_permute_fusion true                # fused kernels that sort tokens by expert
-    --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+    --attention_backend flash                # without flash-attn: torch's kernel, or fused (cuDNN)
     --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
     # Data and rewards.

@@ -64,7 +64,7 @@ train() {
         # Parallel layout: ranks = TP * PP * CP * DP.
         --tensor_model_parallel_size 2           # TP: ranks that share each layer
         --sequence_parallel true                 # divide activations between TP ranks as well
-        --attention_backend flash                # fused (cuDNN) if flash-attn is not installed
+        --attention_backend flash                # without flash-attn: torch's kernel, or fused (cuDNN)
         --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
         # Data and environment.

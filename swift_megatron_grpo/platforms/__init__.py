@@ -1,6 +1,7 @@
-"""Platforms other than NVIDIA GPUs.
+"""What the machine has: a platform other than NVIDIA GPUs, and packages with kernels.
 
-cpu/  stand-ins for torch.cuda and Transformer Engine, and fixes of upstream packages, on a machine without a GPU
+attention_packages.py  whether Transformer Engine has flash attention
+cpu/                   stand-ins for torch.cuda and Transformer Engine, and fixes of upstream packages, on a machine without a GPU
 
 Tests: tests/unit/platforms; on several ranks: tests/dist/test_cpu_platform_*.py.
 """

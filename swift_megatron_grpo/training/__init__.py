@@ -5,6 +5,7 @@
     passes.py            runs micro batches
     schedule.py          Megatron's pipeline schedule over packed micro batches
     shared_prompts.py    attention of completions that share one copy of their prompt
+    torch_attention.py   torch's flash kernel, where Transformer Engine has none
     expert_layers.py     the layers of a model that have experts
     router_replay.py     routers that weigh given experts instead of choosing, and record what they choose
     recorded_routing.py  recorded experts of parallel ranks as rows of whole samples

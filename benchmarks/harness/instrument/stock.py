@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from megatron.core.transformer.attention import Attention
 from swift.infer_engine import GRPOVllmEngine
 from swift.megatron.trainers import base, grpo_trainer
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Trainer
@@ -13,6 +15,8 @@ from swift.megatron.trainers.rollout_mixin import MegatronRolloutMixin
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
+from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
+from swift_megatron_grpo.training.torch_attention import replace_kernel, would_find_no_kernel
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> Any:
@@ -28,6 +32,7 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     schedule = base.get_forward_backward_func
     base.get_forward_backward_func = lambda: clock.timed("forward_backward", schedule())
     _count_tokens(clock, tokens)
+    _attend_with_torch()
     return Trainer
 
 
@@ -54,6 +59,18 @@ def _without_engine(canned: Any) -> None:
 
     MegatronRolloutMixin._init_rollout_engine = init_without_engine
     Trainer._generate_completions = generate
+
+
+def _attend_with_torch() -> None:
+    """Give this trainer the attention kernel that the other one uses where flash-attn is not installed."""
+    build = Attention.__init__
+
+    def build_and_replace(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        if torch.cuda.is_available() and not has_flash_attention() and would_find_no_kernel(self):
+            replace_kernel(self)
+
+    Attention.__init__ = build_and_replace
 
 
 def _count_tokens(clock: Clock, tokens: list[tuple[int, int]]) -> None:
