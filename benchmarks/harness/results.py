@@ -30,6 +30,9 @@ class Step:
     reserved_gb: float
     loss: float
     grad_norm: float
+    # Within peak_gb, on the fullest rank: vLLM's weights and cache, which PyTorch counts while vLLM sleeps and the GPU
+    # has their memory back. None: not recorded, on a server, or in a vLLM that cannot sleep.
+    vllm_gb: float | None = None
 
     @property
     def train_seconds(self) -> float:
@@ -210,6 +213,7 @@ def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:
 def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
     phases = {phase for rank in ranks for phase in rank["phases"]}
     losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
+    vllm = [rank["vllm_bytes"] for rank in ranks if rank["vllm_bytes"] is not None]
     return Step(
         seconds=round(max(rank["seconds"] for rank in ranks), 5),
         phases={
@@ -226,4 +230,5 @@ def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
         reserved_gb=round(max(rank["reserved_bytes"] for rank in ranks) / 1e9, 3),
         loss=statistics.fmean(losses),
         grad_norm=ranks[0]["grad_norm"],
+        vllm_gb=round(max(vllm) / 1e9, 3) if vllm else None,
     )

@@ -40,6 +40,7 @@ def _step_of(row: Mapping[str, float]) -> dict[str, Any]:
         "phases": phases,
         "peak_bytes": {"forward_backward": row["actor/perf/max_memory_allocated_gb"] * 2**30},  # of all steps so far
         "reserved_bytes": row["actor/perf/max_memory_reserved_gb"] * 2**30,
+        "vllm_bytes": None,  # not logged
         "loss": row["actor/loss"],
         "grad_norm": row["actor/grad_norm"],
     }

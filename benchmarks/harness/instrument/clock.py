@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.instrument.vllm_pool import vllm_bytes
+
 REST = "other"
 
 
@@ -41,6 +43,7 @@ class Clock:
             "phases": dict(self._seconds),
             "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
+            "vllm_bytes": vllm_bytes(),  # within peak_bytes
         }
         self.steps.append(record)
 

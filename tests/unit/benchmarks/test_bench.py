@@ -14,6 +14,7 @@ import pytest
 from benchmarks import bench
 from benchmarks.harness import page
 from benchmarks.harness.instrument.clock import Clock
+from benchmarks.harness.instrument.vllm_pool import bytes_at
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary
 from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave
@@ -160,15 +161,34 @@ def test_a_run_is_equal_after_writing_and_reading(tmp_path: Path) -> None:
 
 
 def test_ranks_are_merged_into_steps_without_the_warm_up() -> None:
-    def rank(scale: float, loss: float | None) -> dict[str, object]:
+    def rank(scale: float, loss: float | None, vllm: int | None = None) -> dict[str, object]:
         return {"steps": [{"seconds": scale * n, "phases": {"forward_backward": scale * n, "other": 0.5},
                            "peak_bytes": {"forward_backward": 1e9 * scale, "other": 1e9}, "reserved_bytes": 2e9,
-                           "loss": loss, "grad_norm": float(n)} for n in (1, 2)]}  # fmt: skip
+                           "vllm_bytes": vllm, "loss": loss, "grad_norm": float(n)} for n in (1, 2)]}  # fmt: skip
 
     (merged,) = merge_ranks([rank(1.0, None), rank(3.0, 0.25)], warm_up=1)
     assert merged.seconds == 6.0 and merged.compute == [2.0, 6.0] and merged.phases["forward_backward"] == 4.0
     assert merged.peak_gb == {"forward_backward": 3.0, "other": 1.0} and merged.reserved_gb == 2.0
     assert merged.loss == 0.25 and merged.grad_norm == 2.0  # only the last pipeline stage has the loss
+    assert merged.vllm_gb is None
+    (merged,) = merge_ranks([rank(1.0, 0.25, 42 * 10**9), rank(1.0, 0.25, 41 * 10**9)], warm_up=1)
+    assert merged.vllm_gb == 42.0
+
+
+def test_memory_of_vllm_is_what_its_segments_hold() -> None:
+    segments = [
+        {"address": 10, "total_size": 20, "allocated_size": 15},
+        {"address": 40, "total_size": 8, "allocated_size": 8},  # the trainer's
+        {"address": 60, "total_size": 4, "allocated_size": 3},
+    ]
+    assert bytes_at({10: object(), 60: object(), 90: object()}, segments) == 18
+
+
+def test_a_step_without_a_vllm_that_sleeps_has_no_memory_of_it() -> None:
+    clock = Clock()
+    with clock.step() as record:
+        pass
+    assert record["vllm_bytes"] is None
 
 
 def test_trainers_alternate_and_later_rounds_repeat_compared_settings() -> None:
