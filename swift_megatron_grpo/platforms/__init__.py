@@ -1,4 +1,4 @@
-"""What the machine has: a platform other than NVIDIA GPUs, and packages with kernels.
+"""Handle what a machine has: platforms other than NVIDIA GPUs, and packages with kernels.
 
 attention_packages.py  whether Transformer Engine has flash attention
 cpu/                   stand-ins for torch.cuda and Transformer Engine, and fixes of upstream packages, on a machine without a GPU
