@@ -106,7 +106,7 @@ share() {
         8b-lora-512-8) stock=(mbs8) ;;
         8b-lora-512-16) stock=(mbs4) ;;
         8b-lora-2048-8) stock=(mbs4 mbs2) goal="2.2 over repeated prompts" ;;
-        8b-lora-2048-16) stock=(mbs4) completions=32 ;;
+        8b-lora-2048-16) stock=(mbs2) completions=32 ;;
         8b-lora-8192-8) stock=(mbs1 mbs2) completions=32 goal="3 over repeated prompts" ;;
         8b-lora-8192-16) stock=(mbs1) completions=16 ;;
     esac

@@ -27,6 +27,7 @@ from .results import ARMS, Process, Run, merge_ranks
 PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
+REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up starts with
 MAX_REASON = 400  # characters of a failure's reason
 DEVICE_LOCK = Path(tempfile.gettempdir()) / "swift_megatron_grpo_benchmark.lock"
 
@@ -212,8 +213,13 @@ def _group_exists(group: int) -> bool:
 
 
 def _reason(log: str) -> str:
-    """Return the last exception of a rank and the line after it; torchrun's own exception has no details."""
+    """Return the last exception of a rank and the line after it, or why this package refused the run.
+
+    torchrun's own exception has no details.
+    """
     lines = log.splitlines()
+    if refused := [i for i, line in enumerate(lines) if line.startswith(REFUSED)]:
+        return " ".join(lines[refused[-1] + 1 :])[:MAX_REASON]
     at = [i for i, line in enumerate(lines) if re.search(r"(Error|Exception): ", line) and "ChildFailed" not in line]
     return " ".join(lines[at[-1] : at[-1] + 2])[-MAX_REASON:] if at else ""
 

@@ -88,11 +88,12 @@ def attend(
     """Return causal attention within each sequence of a pack, [n, heads * d].
 
     With fewer queries than keys, the last query sees the last key: the mask of completions that share a prompt.
+    Values are a view of the projection of queries, keys and values, and backward would keep all of that.
     """
     output: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query,
         key,
-        value,
+        value.contiguous(),
         packed_seq_params.cu_seqlens_q,
         packed_seq_params.cu_seqlens_kv,
         int(packed_seq_params.max_seqlen_q),
