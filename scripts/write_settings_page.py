@@ -82,7 +82,7 @@ def read_shapes(name: str) -> Shapes:
         model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     values = (config.text_config if sees_images else config).to_dict()
-    decoder = decoder_of(values, tied=bool(text.get("tie_word_embeddings", False)))
+    decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
     return Shapes(tensors_of(shapes), decoder, cached_channels(values, decoder), values["num_key_value_heads"])
 
 
