@@ -1,4 +1,4 @@
-"""Write the table of docs/memory.md: what each flag does to the memory of a GPU, by the plan of `--check true`.
+"""Write the tables of docs/memory.md: what each flag does to the memory of a GPU, by the plan of `--check true`.
 
     python -m scripts.write_memory_page
 
@@ -16,13 +16,20 @@ from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.planning.towers import Pictures
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN = "<!-- memory, by scripts/write_memory_page.py -->\n"
 END = "<!-- end of memory -->\n"
+BEGIN_IMAGES = "<!-- memory of images, by scripts/write_memory_page.py -->\n"
+END_IMAGES = "<!-- end of memory of images -->\n"
 MODEL, GPU, GPUS, BUDGET = "Qwen3-8B", "H200-141G", 8, 16384
 PROMPT, COMPLETION = 1024, 4096  # tokens: a fifth of a micro batch is prompts
 COLUMNS = ("states", "activations", "logits", "vLLM", "generation", "train")
+# The workload of benchmarks/h200/qwen2.5-vl-3b.json: 15 completions in a micro batch, of 3 prompts.
+MODEL_OF_IMAGES, IMAGE = "Qwen2.5-VL-3B", 729  # tokens
+SAMPLE, TRAINED, SAMPLES, SHOWN, PROMPTS = 1052, 256, 15, 3, 16
+COLUMNS_OF_IMAGES = ("states", "activations", "logits", "train")
 
 
 def base() -> tuple[Training, Vllm]:
@@ -80,10 +87,43 @@ def table() -> str:
     return head + "".join(f"{row(shapes, *run)}\n" for run in runs())
 
 
+def runs_with_images() -> Iterator[tuple[str, Training]]:
+    """Yield the parts that are trained, as flags."""
+    tokens = Tokens(SAMPLES * SAMPLE, SAMPLES * SAMPLE, SAMPLES * TRAINED)
+    pictures = Pictures(shown=SAMPLES * IMAGE, distinct=SHOWN * IMAGE, of_rollout=PROMPTS * IMAGE)
+    frozen = Training(Layout(1), tokens, micro_batches=9, pictures=pictures)
+    yield "none of the below: the image part is frozen", frozen
+    yield "`--freeze_aligner false`", replace(frozen, trains_aligner=True)
+    whole = replace(frozen, trains_aligner=True, trains_tower=True)
+    flags = "--freeze_vit false --freeze_aligner false"
+    yield f"`{flags}`", whole
+    yield f"`{flags} --vit_gradient_checkpointing false`", replace(whole, tower_checkpointing=False)
+    yield f"`{flags} --freeze_llm true`", replace(whole, trains_language=False)
+    lora = "--tuner_type lora --lora_rank 16 --target_modules all-linear"
+    yield f"`{lora}`", replace(frozen, lora_rank=16)
+    yield f"`{lora} {flags}`", replace(whole, lora_rank=16)
+
+
+def row_of_images(shapes: Shapes, flags: str, training: Training) -> str:
+    """Return a row in GB, with a decimal: the differences are small."""
+    [rank] = plan_memory(shapes.tensors, shapes.decoder, training, None, find_gpu(GPU).memory_bytes, shapes.tower)
+    values = (rank.states, rank.activations, rank.in_backward, rank.phases["train"])
+    return f"| {flags} | {' | '.join(f'{value / 1e9:.1f}' for value in values)} |"
+
+
+def table_of_images() -> str:
+    """Return the table of all parts of a model that takes images."""
+    shapes = read_shapes(MODEL_OF_IMAGES)
+    head = f"| flags | {' | '.join(COLUMNS_OF_IMAGES)} |\n| --- |{' --- |' * len(COLUMNS_OF_IMAGES)}\n"
+    return head + "".join(f"{row_of_images(shapes, *run)}\n" for run in runs_with_images())
+
+
 def with_table(page: str) -> str:
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    for begin, end, text in ((BEGIN, END, table()), (BEGIN_IMAGES, END_IMAGES, table_of_images())):
+        before, rest = page.split(begin)
+        _, after = rest.split(end)
+        page = f"{before}{begin}{text}{end}{after}"
+    return page
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of
+from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of, tower_of
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN
@@ -24,11 +24,12 @@ from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.gpus import Gpu, find_gpu
 from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory
 from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
+from swift_megatron_grpo.planning.towers import Pictures, Tower
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing_settings.md"
 BEGIN = "<!-- settings, by scripts/write_settings_page.py -->\n"
 END = "<!-- end of settings -->\n"
-PROMPT, COMPLETION, COMPLETIONS = 1024, 4096, 512  # tokens, tokens, of a step
+PROMPT, COMPLETION, COMPLETIONS, GROUP = 1024, 4096, 512, 8  # tokens, tokens, of a step, of a prompt
 GPUS, KINDS = (1, 8, 16, 64), ("H100-80G", "H200-141G")
 # Factors of a step's time, by which settings that fit are ordered.
 TENSOR_PARALLEL, PIPELINE, RECOMPUTED, SMALL_BUDGET, OFFLOADED, ON_CPU = 1.12, 1.05, 4 / 3, 1.04, 1.02, 1.3
@@ -48,9 +49,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2.5-VL-3B": (
         "qwen2_5_vl",
         dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16,
-             num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+             num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
+             rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}),
     ),
 }  # fmt: skip
+VISIONS = {
+    "Qwen2.5-VL-3B": dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16, out_hidden_size=2048),
+}
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class Shapes:
     decoder: Decoder
     cached: int
     key_heads: int
+    tower: Tower | None
 
 
 @dataclass(frozen=True)
@@ -76,14 +82,16 @@ class Choice:
 
 def read_shapes(name: str) -> Shapes:
     model_type, text = MODELS[name]
-    sees_images = "vl" in model_type
-    config = AutoConfig.for_model(model_type, **({"text_config": text} if sees_images else text))
+    sees_images = name in VISIONS
+    values = {"text_config": text, "vision_config": VISIONS[name]} if sees_images else text
+    config = AutoConfig.for_model(model_type, **values)
     with torch.device("meta"):
         model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     values = (config.text_config if sees_images else config).to_dict()
-    decoder = decoder_of(values, tied=bool(text.get("tie_word_embeddings", False)))
-    return Shapes(tensors_of(shapes), decoder, cached_channels(values, decoder), values["num_key_value_heads"])
+    tower = tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
+    decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
+    return Shapes(tensors_of(shapes), decoder, cached_channels(values, decoder), values["num_key_value_heads"], tower)
 
 
 def choices(shapes: Shapes, gpus: int, lora: bool) -> Iterator[Choice]:
@@ -125,6 +133,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, tensor: int, pipeline: int, e
         steps,
         Recompute("full", "uniform", 1) if recompute else Recompute(),
         lora_rank=16 if lora else None,
+        pictures=_pictures(layout, budget) if shapes.tower else Pictures(),
         optimizer_on_cpu=1.0 if on_cpu else 0.0,
         offload_model=offload,
         offload_optimizer=offload,
@@ -147,6 +156,12 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, tensor: int, pipeline: int, e
     return Choice(training, Vllm(0.5, 2), engine, flags, cost)
 
 
+def _pictures(layout: Layout, budget: int) -> Pictures:
+    """Return images of prompts that are images alone."""
+    shown = budget * PROMPT // (PROMPT + COMPLETION)
+    return Pictures(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
+
+
 def first_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str, int]:
     """Return flags and peak of the cheapest settings that fit, with the largest of three shares for vLLM."""
     limit = gpu.memory_bytes * (1 - MARGIN)
@@ -155,7 +170,7 @@ def first_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[st
             vllm, engine = replace(choice.vllm, utilization=share), replace(choice.engine, utilization=share)
             if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
                 continue
-            ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes)
+            ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.tower)
             if max(rank.peak for rank in ranks) <= limit:
                 peak = max(rank.peak for rank in ranks) / 1e9
                 return f"`{' '.join([*choice.flags, f'--vllm_gpu_memory_utilization {share}'])}`", round(peak)

@@ -6,6 +6,7 @@ job.py          the file that passes a run's settings to the processes it starts
 processes.py    starts `megatron rlhf` for each trainer and setting, and collects what was measured
 instrument/     external plugin inside those processes: timers, fixed completions, fixed lengths
 results.py      the JSON file of a run, and the numbers derived from it
+planned.py      the memory plan of a measured process, for the tests that compare both
 page.py         docs/performance.md and the table in README.md
 picture.py      docs/performance.svg
 paths.py        paths that several benchmarks use

@@ -21,6 +21,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -49,8 +50,8 @@ def make_checkpoint(folder: Path, shape: Shape) -> None:
     (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.template)))
 
 
-def text_sizes(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
-    """Return what config.json has for every kind of text model."""
+def text_sizes(tokenizer: PreTrainedTokenizerFast | None, shape: Shape) -> dict[str, Any]:
+    """Return what config.json has for every kind of text model. `tokenizer`: None for the sizes alone."""
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -62,8 +63,8 @@ def text_sizes(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, An
         "max_position_embeddings": 40960,
         "tie_word_embeddings": shape.tied,
         "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer and tokenizer.eos_token_id,
+        "pad_token_id": tokenizer and tokenizer.pad_token_id,
         "dtype": "bfloat16",
     }
 
@@ -75,8 +76,15 @@ def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
         **text_sizes(tokenizer, shape),
         "rope_theta": 1e6,
     }
+    with random_weights():
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(qwen3_config(shape, values))
+        return tokenizer, model
+
+
+def qwen3_config(shape: Shape, values: dict[str, Any]) -> PretrainedConfig:
+    """Return the config of a dense Qwen3, or of one whose layers have experts."""
     if shape.experts:
-        values |= {
+        values = values | {
             "num_experts": shape.experts,
             "num_experts_per_tok": shape.experts_per_token,
             "moe_intermediate_size": shape.ffn,
@@ -85,10 +93,7 @@ def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
             "mlp_only_layers": [],
             "router_aux_loss_coef": 0.0,
         }
-    with random_weights():
-        config = AutoConfig.for_model(shape.model_type, **values)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        return tokenizer, model
+    return AutoConfig.for_model(shape.model_type, **values)
 
 
 def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
@@ -134,25 +139,29 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
 def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Return a Qwen2.5-VL or Qwen3-VL."""
     tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
+    tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()}
+    config = qwen_vl_config(shape, vision, text_sizes(tokenizer, shape), tokens)
+    with random_weights():
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        return tokenizer, model
+
+
+def qwen_vl_config(
+    shape: Shape, vision: dict[str, Any], text: dict[str, Any], tokens: dict[str, int]
+) -> PretrainedConfig:
+    """Return the config of a Qwen2.5-VL or Qwen3-VL. `tokens`: ids of those around images."""
     side = shape.head_dim // 2 * 3 // 8
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [shape.head_dim // 2 - 2 * side, side, side]}
     if shape.model_type == "qwen3_vl":
         rope["mrope_interleaved"] = True
-    text = {
-        **text_sizes(tokenizer, shape),
-        "rope_parameters": rope,
-    }
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         shape.model_type,
-        text_config=text,
+        text_config={**text, "rope_parameters": rope},
         vision_config={**vision, "out_hidden_size": shape.hidden},
         tie_word_embeddings=shape.tied,
         dtype="bfloat16",
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
+        **tokens,
     )
-    with random_weights():
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
-        return tokenizer, model
 
 
 @contextmanager

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.config import GRPOConfig
-from swift_megatron_grpo.dry_run.micro_batches import micro_batches, saved_by_sharing
+from swift_megatron_grpo.dry_run.micro_batches import micro_batches, pictures_of, saved_by_sharing
 from swift_megatron_grpo.dry_run.model import Model
 from swift_megatron_grpo.dry_run.rows import Rows
 from swift_megatron_grpo.layout import Layout
@@ -50,7 +50,7 @@ class Estimate:
 
 def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimate:
     config = configure(args)
-    prompts = _prompts_of_step(rows, config)
+    prompts = _of_step(rows.lengths, config)
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
     plan, largest = micro_batches(config.batch, config.packing, model, samples)
     longest = max(tokens for tokens, _ in samples)
@@ -58,12 +58,13 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,
-        training=_training(args, config, largest, plan.num_micro_batches),
+        training=_training(args, config, largest, plan, rows),
         vllm=None if config.server is not None else Vllm(config.vllm.gpu_memory_utilization, config.vllm.sleep_level),
         longest_sample=longest,
         engine=engine,
+        tower=model.tower,
     )
-    memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes)
+    memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes, run.tower)
     fits = max(rank.peak for rank in memory) <= gpu.memory_bytes * (1 - MARGIN)
     engine_fits = engine is None or engine.fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
@@ -90,17 +91,17 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     )
 
 
-def _prompts_of_step(rows: Rows, config: GRPOConfig) -> list[int]:
-    """Return the length of the prompt of every sample of a step; rows repeat if there are fewer."""
+def _of_step(values: Sequence[int], config: GRPOConfig) -> list[int]:
+    """Return the value of the prompt of every sample of a step; rows repeat if there are fewer."""
     needed = max(1, math.ceil(config.batch.global_batch_size / config.batch.num_generations))
-    lengths = [rows.lengths[place % len(rows.lengths)] for place in range(needed)]
-    return [length for length in lengths for _ in range(config.batch.num_generations)][: config.batch.global_batch_size]
+    prompts = [values[place % len(values)] for place in range(needed)]
+    return [value for value in prompts for _ in range(config.batch.num_generations)][: config.batch.global_batch_size]
 
 
 # ---- memory
 
 
-def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, micro_batches: int) -> Training:
+def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: StepPlan, rows: Rows) -> Training:
     modules = tuple(args.target_modules if isinstance(args.target_modules, list) else [args.target_modules])
     every_module = "all-linear" in modules
     item = args.torch_dtype.itemsize
@@ -110,7 +111,7 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, micro_ba
     return Training(
         layout=config.batch.layout,
         tokens=largest,
-        micro_batches=micro_batches,
+        micro_batches=plan.num_micro_batches,
         recompute=Recompute(
             args.recompute_granularity,
             args.recompute_method,
@@ -120,7 +121,11 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, micro_ba
         ),
         lora_rank=args.lora_rank if args.has_adapter else None,
         lora_modules=() if every_module else modules,
+        trains_language=not args.freeze_llm,
         trains_tower=args.is_multimodal and not args.freeze_vit,
+        trains_aligner=args.is_multimodal and not args.freeze_aligner,
+        tower_checkpointing=bool(args.vit_gradient_checkpointing),
+        pictures=pictures_of(plan, config.batch, _of_step(rows.pictures, config)),
         weight_bytes=item,
         optimizer_bytes=sum(states),
         shards_optimizer=bool(args.use_distributed_optimizer),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from swift_megatron_grpo.config import BatchPlan, PackingConfig
 from swift_megatron_grpo.dry_run.model import Model
@@ -11,6 +12,7 @@ from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
 from swift_megatron_grpo.planning.activations import Tokens
+from swift_megatron_grpo.planning.towers import Pictures
 
 Sample = tuple[int, int]  # tokens, and those of its completion
 
@@ -44,6 +46,21 @@ def micro_batches(
                 plan = shared.plan
     sizes = [_tokens(micro_batch, plan, samples, groups) for rank in plan.assignment for micro_batch in rank]
     return plan, max(sizes, key=lambda tokens: tokens.packed + tokens.keys)
+
+
+def pictures_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> Pictures:
+    """Return the images of a step. `tokens`: those that stand for images of the prompt of each sample."""
+    size = batch.num_generations
+
+    def distinct(indices: Iterable[int]) -> int:
+        return sum(tokens[place * size] for place in {index // size for index in indices})
+
+    parts = [part for rank in plan.assignment for part in rank]
+    return Pictures(
+        shown=max(distinct(part) if plan.share_prompts else sum(tokens[index] for index in part) for part in parts),
+        distinct=max(map(distinct, parts)),
+        of_rollout=max(distinct(chain(*rank)) for rank in plan.assignment) * batch.steps_per_generation,
+    )
 
 
 def saved_by_sharing(plan: StepPlan, batch: BatchPlan, model: Model, samples: Sequence[Sample]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,11 @@ from transformers.models.auto import modeling_auto as auto
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
+from swift_megatron_grpo.planning.towers import Tower
 from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
+
+# Tensors that the feed-forward of a tower saves: outputs of its first matrix, of the activation, and of their product.
+_FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2}
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Model:
     cached: int  # channels of a token in the cache of vLLM, of all layers
     key_heads: int  # that vLLM's ranks can divide
     repeats_prompts: bool  # has attention that cannot share a prompt: docs/shared_prompts.md
+    tower: Tower | None = None  # None: takes no images, or is of a kind that cannot be trained on them
 
     @property
     def parameters(self) -> int:
@@ -38,10 +43,12 @@ def read_model(folder: str | Path) -> Model:
     """Read the sizes. Raises ValueError if transformers cannot build the model."""
     config = read_model_config(folder)
     text = language_config(config)
-    decoder = decoder_of(text, tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))))
+    shapes = shapes_of(folder)
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    decoder = decoder_of(text, tied, shapes)
     return Model(
         name=str((config.get("architectures") or [config.get("model_type")])[0]),
-        tensors=tensors_of(shapes_of(folder)),
+        tensors=tensors_of(shapes),
         decoder=decoder,
         flops=flops_of(text, decoder),
         cached=cached_channels(text, decoder),
@@ -51,6 +58,7 @@ def read_model(folder: str | Path) -> Model:
             or "kv_lora_rank" in text
             or text.get("use_sliding_window", text.get("sliding_window") is not None)
         ),
+        tower=tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
     )
 
 
@@ -66,13 +74,18 @@ def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def decoder_of(text: Mapping[str, Any], tied: bool) -> Decoder:
-    """Return the sizes in the config of a language model, under the names that transformers uses."""
+def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Decoder:
+    """Return the sizes in the config of a language model, under the names that transformers uses.
+
+    `names`: of the checkpoint's tensors.
+    """
     layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
     head = text.get("head_dim") or hidden // heads
     queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
     if "kv_lora_rank" in text:  # multi-latent attention: keys of all heads exist for the kernel
         queries = keys = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
+    latent = "kv_lora_rank" in text
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kinds = text.get("layer_types") or ["full_attention"] * layers
     delta = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
     experts = _first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0
@@ -86,6 +99,8 @@ def decoder_of(text: Mapping[str, Any], tied: bool) -> Decoder:
         ffn=text.get("intermediate_size") or 0,
         vocabulary=text["vocab_size"],
         tied=tied,
+        normed_heads=latent or any(".self_attn.q_norm." in name for name in names),
+        rotary=2 * sum(rotary.get("mrope_section") or ()),
         expert_layers=_expert_layers(text, layers) if experts else frozenset(),
         expert_ffn=expert_ffn if experts else 0,
         experts_per_token=_first(text, "num_experts_per_tok", "top_k") or 0,
@@ -93,6 +108,26 @@ def decoder_of(text: Mapping[str, Any], tied: bool) -> Decoder:
         delta_layers=delta,
         delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
         delta_values=text.get("linear_num_value_heads", 0) * text.get("linear_value_head_dim", 0),
+    )
+
+
+def tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Tower | None:
+    """Return the sizes in the vision_config of a model whose images can be trained on. `rows`: channels of a row."""
+    if model_type not in _FEED_FORWARD:
+        return None
+    # config.json need not have what is as in the class.
+    sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
+    is_oldest = model_type == "qwen2_vl"
+    hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
+    return Tower(
+        layers=sizes["depth"],
+        hidden=hidden,
+        ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else sizes["intermediate_size"],
+        feed_forward=_FEED_FORWARD[model_type],
+        rms_norms=model_type == "qwen2_5_vl",
+        values=sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
+        rows=rows,
+        deepstack=len(sizes.get("deepstack_visual_indexes") or ()),
     )
 
 

@@ -14,6 +14,7 @@ from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading import RewardFunctions
@@ -32,7 +33,8 @@ class Rows:
 
     total: int
     prompts: list[Prompt]  # the first ones that training would take
-    lengths: list[int]  # tokens of each of them
+    lengths: list[int]  # tokens of each of them, with those of its images
+    pictures: list[int]  # tokens that stand for its images
 
     @property
     def median(self) -> int:
@@ -54,15 +56,23 @@ class Reward:
 
 
 def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
-    """Encode the first prompts, in the order of training. Images count with one token."""
+    """Encode the first prompts, in the order of training.
+
+    As in a run, an image counts as one token for --max_length, and then as many as the engine expands it to.
+    """
     source = PromptSource(dataset, args.data_seed, args.train_dataloader_shuffle, template.template_meta.default_system)
     encoder = copy(template)
     encoder.max_length = None
     encoder.set_mode("vllm")
     prompts = source.take(min(MOST_ROWS, len(dataset)))
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
-    limit = args.max_length
-    return Rows(len(dataset), prompts, [length if limit is None else min(length, limit) for length in lengths])
+    if args.max_length is not None:
+        lengths = [min(length, args.max_length) for length in lengths]
+    reader = PictureReader(template) if args.most_images else None
+    images = [[] if reader is None else reader.pictures(prompt.row) for prompt in prompts]
+    pictures = [sum(picture.num_tokens for picture in shown) for shown in images]
+    expanded = [length + tokens - len(shown) for length, tokens, shown in zip(lengths, pictures, images, strict=True)]
+    return Rows(len(dataset), prompts, expanded, pictures)
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:

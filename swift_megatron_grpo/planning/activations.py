@@ -27,6 +27,8 @@ class Decoder:
     vocabulary: int
     tied: bool
     gated: bool = True  # the feed-forward has a gate
+    normed_heads: bool = True  # queries and keys have a norm
+    rotary: int = 0  # channels of a head with positions of three axes, for which there is no fused kernel
     expert_layers: frozenset[int] = frozenset()
     expert_ffn: int = 0
     experts_per_token: int = 0
@@ -72,6 +74,7 @@ class _Kept:
     norms: int  # outputs of the two norms
     residual: int  # between attention and feed-forward
     attention: int
+    angles: int  # cosines and sines, which every tensor-parallel rank has
     gathered: int  # per gathered key, in place of the packed ones
     feed_forward: int
     activation: int  # the output of the feed-forward's activation function
@@ -132,7 +135,7 @@ def _without(kept: _Kept, tokens: Tokens, layout: Layout, how: Recompute) -> flo
     outside = (kept.inputs + kept.residual + norms) * tokens.packed / _split_of_inputs(layout)
     extra_keys = (tokens.keys - tokens.packed if tokens.keys > tokens.packed else 0) * kept.gathered
     inside = (kept.attention + feed_forward) * tokens.packed + extra_keys
-    return outside + inside / (tensor * context)
+    return outside + (inside / tensor + kept.angles * tokens.packed) / context
 
 
 def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
@@ -140,11 +143,12 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
     if layer in decoder.delta_layers:
         # Inputs of the convolution and its output, the gate, the rule's output and the gated norm of it.
         mixed = 2 * decoder.delta_keys + decoder.delta_values
-        attention, gathered = 3 * mixed + 4 * decoder.delta_values, 0
+        attention, gathered, angles = 3 * mixed + 4 * decoder.delta_values, 0, 0
     else:
-        # The projection's output, queries and keys with positions, the output. Without a norm of queries and keys the
-        # projection's output is kept as well, because the values are a view of it.
-        attention, gathered = (queries + 2 * keys) + (queries + keys) + queries, 2 * keys
+        # Copies of queries and keys for their norm, the same with positions, a copy of the values, the output.
+        copies = queries + keys if decoder.normed_heads else 0
+        attention, gathered = copies + (queries + keys) + keys + queries, 2 * keys
+        angles = 4 * decoder.rotary  # of queries, and again of keys
     factor = 2 if decoder.gated else 1
     if layer in decoder.expert_layers:
         taken = decoder.experts_per_token
@@ -158,6 +162,7 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
         norms=2 * hidden * item,
         residual=hidden * item,
         attention=attention * item,
+        angles=angles * item,
         gathered=gathered * item,
         feed_forward=feed_forward * item,
         activation=activation * item,

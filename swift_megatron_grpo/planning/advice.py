@@ -10,6 +10,7 @@ from swift_megatron_grpo.planning.activations import Decoder, Recompute
 from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.planning.parameters import Tensor
+from swift_megatron_grpo.planning.towers import Tower
 
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses
 _SMALLEST_BUDGET = 1024  # tokens
@@ -27,9 +28,10 @@ class Run:
     vllm: Vllm | None
     longest_sample: int  # tokens; a micro batch has at least one
     engine: Engine | None = None  # of vLLM, whose weights and longest sequence need a part of its share
+    tower: Tower | None = None  # of a model that takes images
 
     def peak(self, phase: str, gpu_bytes: float) -> float:
-        ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes)
+        ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes, self.tower)
         return max(rank.phases[phase] for rank in ranks)
 
     def fits(self, phase: str, gpu_bytes: float) -> bool:

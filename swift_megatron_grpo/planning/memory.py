@@ -15,6 +15,7 @@ from swift_megatron_grpo.planning.activations import (
     micro_batches_in_flight,
 )
 from swift_megatron_grpo.planning.parameters import Count, Stage, Tensor, adapters, held, stages_of
+from swift_megatron_grpo.planning.towers import Pictures, Tower, bytes_of_block, bytes_of_rows, bytes_of_tower
 
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
 BESIDE_BYTES = 0.2e9  # buffers of communication, positions, statistics of norms
@@ -32,7 +33,11 @@ class Training:
     recompute: Recompute = field(default_factory=Recompute)
     lora_rank: int | None = None  # None: all weights are trained
     lora_modules: tuple[str, ...] = ()  # endings of the names of adapted modules; empty: all linear layers
-    trains_tower: bool = False
+    trains_language: bool = True
+    trains_tower: bool = False  # the image part without its aligner
+    trains_aligner: bool = False
+    tower_checkpointing: bool = True  # backward recomputes the blocks of a trained tower
+    pictures: Pictures = field(default_factory=Pictures)
     weight_bytes: int = 2  # of a number
     optimizer_bytes: float = 12  # of a trained parameter: fp32 weight and two moments
     shards_optimizer: bool = True
@@ -41,6 +46,11 @@ class Training:
     offload_model: bool = False
     offload_optimizer: bool = False
     offload_grad: bool = False
+
+    def trains(self, tensor: Tensor) -> bool:
+        if tensor.is_aligner:
+            return self.trains_aligner
+        return self.trains_tower if tensor.is_tower else self.trains_language
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,7 @@ class RankMemory:
     gradients: float
     optimizer: float
     reference: float
-    activations: float  # of all micro batches that are between forward and backward
+    activations: float  # of all micro batches that are between forward and backward, and rows of images
     in_backward: float  # logits, or layers that are recomputed
     vllm: float  # while it generates
     vllm_asleep: float
@@ -86,12 +96,19 @@ class RankMemory:
 
 
 def plan_memory(
-    tensors: Sequence[Tensor], decoder: Decoder, training: Training, vllm: Vllm | None, gpu_bytes: float
+    tensors: Sequence[Tensor],
+    decoder: Decoder,
+    training: Training,
+    vllm: Vllm | None,
+    gpu_bytes: float,
+    tower: Tower | None = None,
 ) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage. `vllm` is None with servers."""
+    """Return the memory of one rank of each pipeline stage. `vllm`: None with servers; `tower`: of images, if any."""
     layout = training.layout
     stages = stages_of(layout, decoder.layers)
-    return [_of_rank(rank, stages[rank], tensors, decoder, training, vllm, gpu_bytes) for rank in range(len(stages))]
+    return [
+        _of_rank(rank, stages[rank], tensors, decoder, training, vllm, gpu_bytes, tower) for rank in range(len(stages))
+    ]
 
 
 def _of_rank(
@@ -102,6 +119,7 @@ def _of_rank(
     training: Training,
     vllm: Vllm | None,
     gpu_bytes: float,
+    tower: Tower | None,
 ) -> RankMemory:
     layout = training.layout
     parameters = held(tensors, layout, stage, decoder.tied)
@@ -114,6 +132,7 @@ def _of_rank(
         decoder, sorted(stage.layers), training.tokens, layout, training.recompute, training.weight_bytes
     )
     in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
+    seen = _tower_bytes(tower, training) if tower is not None and stage.has_embedding else _TowerBytes()
     head = bytes_of_head(decoder, training.tokens, layout, training.weight_bytes) if stage.has_head else 0.0
     offloaded = sum(
         size
@@ -132,8 +151,9 @@ def _of_rank(
         gradients=gradients,
         optimizer=optimizer,
         reference=parameters.total * training.weight_bytes if training.frozen_reference else 0.0,
-        activations=layers.kept * in_flight,
-        in_backward=max(head, layers.recomputed),
+        activations=(layers.kept + seen.kept) * in_flight + seen.rows,
+        # A tower computes when the layers of this micro batch have nothing kept yet, or nothing any more.
+        in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
         offloaded=offloaded,
@@ -141,11 +161,30 @@ def _of_rank(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _TowerBytes:
+    """Bytes of an image part on a rank of the first stage."""
+
+    kept: float = 0.0  # from forward to backward of a micro batch
+    in_block: float = 0.0  # at one time, in its own forward or backward
+    rows: float = 0.0
+
+
+def _tower_bytes(tower: Tower, training: Training) -> _TowerBytes:
+    pictures, item = training.pictures, training.weight_bytes
+    trained = training.trains_tower, training.trains_aligner
+    return _TowerBytes(
+        kept=bytes_of_tower(tower, pictures.distinct, *trained, training.tower_checkpointing, item),
+        in_block=bytes_of_block(tower, pictures.distinct, item),
+        rows=bytes_of_rows(tower, pictures, not any(trained), item),
+    )
+
+
 def trained_parameters(tensors: Sequence[Tensor], training: Training, stage: Stage, tied: bool) -> Count:
     """Count the parameters of a rank that have gradients."""
+    trained = [tensor for tensor in tensors if training.trains(tensor)]
     if training.lora_rank is not None:
-        return adapters(tensors, training.layout, stage, training.lora_rank, training.lora_modules)
-    trained = tensors if training.trains_tower else [tensor for tensor in tensors if not tensor.is_tower]
+        return adapters(trained, training.layout, stage, training.lora_rank, training.lora_modules)
     return held(trained, training.layout, stage, tied)
 
 
@@ -163,4 +202,7 @@ def with_budget(training: Training, packed: int) -> Training:
     """Return the same run with micro batches of this many tokens; the step has as many more as it takes."""
     share = packed / training.tokens.packed
     tokens = Tokens(packed, round(training.tokens.keys * share), round(training.tokens.trained * share))
-    return replace(training, tokens=tokens, micro_batches=max(1, round(training.micro_batches / share)))
+    shown = training.pictures
+    pictures = replace(shown, shown=round(shown.shown * share), distinct=round(shown.distinct * share))
+    micro_batches = max(1, round(training.micro_batches / share))
+    return replace(training, tokens=tokens, micro_batches=micro_batches, pictures=pictures)

@@ -12,6 +12,8 @@ from swift_megatron_grpo.layout import Layout, parse_stages
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\.")
+# The part of a tower that turns its output into rows of the language model, with its own flags.
+_ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\.")
 _HEAD = re.compile(r"(?:^|\.)(lm_head|output)\.weight$")
 # Matrices of which every tensor-parallel rank has a copy: routers, and the projections to a latent space.
@@ -44,6 +46,10 @@ class Tensor:
     @property
     def is_tower(self) -> bool:
         return self.part is Part.TOWER
+
+    @property
+    def is_aligner(self) -> bool:
+        return self.is_tower and bool(_ALIGNER.search(self.name))
 
     @property
     def is_copied(self) -> bool:
@@ -118,10 +124,11 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
     """Count the parameters of LoRA adapters on a rank. `names`: endings of the adapted modules; empty: all of them."""
     total = Count()
     for tensor in tensors:
+        if tensor.is_tower and stage.has_embedding and _is_linear(tensor, names):
+            total += Count(rank * sum(tensor.shape))
         if tensor.layer not in stage.layers or len(tensor.shape) < 2 or _COPIED.search(tensor.name):
             continue
-        module = tensor.name.removesuffix(".weight")
-        if names and not module.endswith(tuple(names)):
+        if not _has_name(tensor, names):
             continue
         *copies, rows, columns = tensor.shape
         size = prod(copies) * rank * (rows + columns)
@@ -130,6 +137,14 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
         else:
             total += Count(size / layout.tensor_model_parallel_size)
     return total
+
+
+def _is_linear(tensor: Tensor, names: Sequence[str]) -> bool:
+    return len(tensor.shape) == 2 and "embed" not in tensor.name and _has_name(tensor, names)
+
+
+def _has_name(tensor: Tensor, names: Sequence[str]) -> bool:
+    return not names or tensor.name.removesuffix(".weight").endswith(tuple(names))
 
 
 def stages_of(layout: Layout, layers: int) -> list[Stage]:

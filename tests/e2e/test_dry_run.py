@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.e2e.runs import grpo_flags, megatron_command
+from tests.e2e.runs import grpo_flags, make_model, megatron_command
 from tests.forking.client import run_code
 
 pytestmark = pytest.mark.e2e
@@ -73,6 +74,36 @@ def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> No
     proposed = line.split("    (")[0].split()
     code, output = check([*arguments, *proposed], 4)
     assert code == 0 and "The run fits: " in output, output[-4000:]
+
+
+def test_prompts_have_the_tokens_of_their_images(folder: Path) -> None:
+    """The larger of two images has 250 x 250 pixels, so 9 x 9 tokens of 28 x 28 pixels after rounding."""
+    model, rows = make_model(folder / "qwen2_5_vl", "qwen2_5_vl"), folder / "images.jsonl"
+    for name, size in (("small", (56, 56)), ("large", (250, 250))):
+        Image.new("RGB", size).save(folder / f"{name}.png")
+    lines = [
+        {
+            "messages": [{"role": "user", "content": "<image>What is it?"}],
+            "images": [str(folder / f"{name}.png")],
+            "letters": "e",
+        }
+        for name in ("small", "large") * 8
+    ]
+    rows.write_text("\n".join(map(json.dumps, lines)))
+    arguments = grpo_flags(model, rows, folder / "unused", ["--max_length", "512", "--vllm_max_model_len", "1024"])
+
+    def longest(*flags: str) -> int:
+        code, output = check([*arguments, *flags], 1)
+        assert code == 0, output[-4000:]
+        [found] = re.findall(r"prompts of \d+ tokens at the median, (\d+) at most", output)
+        return int(found)
+
+    whole = longest()
+    assert longest("--max_pixels", str(56 * 56)) == whole - 9 * 9 + 2 * 2
+    # --max_length counts an image as one token, as ms-swift does.
+    assert longest("--max_length", "20") == 20 + 9 * 9 - 1
+    for part in ("--freeze_vit", "--freeze_aligner"):
+        assert longest(part, "false") == whole
 
 
 def test_problems_of_flags_rows_and_rewards_are_errors(folder: Path, dense: Path, dataset: Path) -> None:

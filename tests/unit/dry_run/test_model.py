@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,23 @@ def test_attention_that_shares_no_prompt_and_its_cache(tmp_path: Path) -> None:
     assert len(delta.decoder.delta_layers) == delta.decoder.layers * 3 // 4
     assert delta.cached == 2 * delta.decoder.keys * delta.decoder.layers // 4
     assert latent.key_heads == 1 and latent.cached < 2 * latent.decoder.keys * latent.decoder.layers
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_5_moe"])
+def test_sizes_of_an_image_part(model_type: str, tmp_path: Path) -> None:
+    folder = save_large_config(tmp_path / "model", model_type, NAMES[model_type])
+    model, vision = read_model(folder), json.loads((folder / "config.json").read_text())["vision_config"]
+    tower = model.tower
+    assert tower is not None and tower.layers == vision["depth"] and tower.rms_norms == (model_type == "qwen2_5_vl")
+    assert (tower.hidden, tower.ffn) == (vision["hidden_size"], vision["intermediate_size"])
+    assert tower.rows == model.decoder.hidden and tower.values == 3 * 2 * vision["patch_size"] ** 2
+    assert model.decoder.normed_heads == (model_type != "qwen2_5_vl") and model.decoder.rotary > 0
+    assert any(tensor.is_aligner for tensor in model.tensors)
+
+
+def test_a_text_model_has_no_image_part(tmp_path: Path) -> None:
+    model = read_model(save_large_config(tmp_path / "model", "qwen3", NAMES["qwen3"]))
+    assert model.tower is None and model.decoder.rotary == 0 and model.decoder.normed_heads
 
 
 def test_the_flops_of_experts_are_those_that_a_token_takes(tmp_path: Path) -> None:

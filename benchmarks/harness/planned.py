@@ -1,0 +1,123 @@
+"""The memory plan of `--check true` for a measured process of this package, from its result file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from swift_megatron_grpo.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.dry_run.micro_batches import Sample, micro_batches, pictures_of
+from swift_megatron_grpo.dry_run.model import Model, read_model
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.packing.plan import StepPlan
+from swift_megatron_grpo.planning.activations import Recompute, Tokens
+from swift_megatron_grpo.planning.gpus import find_gpu
+from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory
+from swift_megatron_grpo.planning.towers import Pictures
+
+from .models import qwen3_config, qwen_vl_config, text_sizes
+from .results import SHARED, Process, Run
+from .workload import SHAPES, Workload
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step of a measured process, as `--check true` plans it."""
+
+    model: Model
+    batch: BatchPlan
+    samples: list[Sample]
+    plan: StepPlan
+    largest: Tokens  # micro batch
+    training: Training
+
+    def memory(self, device: str) -> list[RankMemory]:
+        """Return the memory of the trainer on each pipeline rank, without vLLM."""
+        return self._memory(device, None)
+
+    def memory_beside_vllm(self, device: str) -> list[RankMemory]:
+        """Return the same with a vLLM that sleeps in the train phase. What it has while awake is not planned."""
+        return self._memory(device, Vllm(utilization=1.0, sleep_level=1))
+
+    def _memory(self, device: str, vllm: Vllm | None) -> list[RankMemory]:
+        model = self.model
+        return plan_memory(
+            model.tensors, model.decoder, self.training, vllm, find_gpu(device).memory_bytes, model.tower
+        )
+
+
+def planned(run: Run, process: Process) -> Planned:
+    """Plan the step of a process. Its shape is a Qwen3, a Qwen3-MoE or a Qwen-VL."""
+    flags, model = process.flags + run.flags, model_of(run.workload["shape"])
+    batch, samples = _batch(run, flags), _samples(run)
+    budget = flag(flags, "max_tokens_per_micro_batch")
+    share_from = 0.0 if SHARED in process.setting else None
+    packing = PackingConfig(None if budget is None else int(budget), None, None, share_prompts_from=share_from)
+    plan, largest = micro_batches(batch, packing, model, samples)
+    training = Training(
+        batch.layout,
+        largest,
+        plan.num_micro_batches,
+        _recompute(process.setting),
+        lora_rank=_number(flags, "lora_rank", 8) if flag(flags, "tuner_type") == "lora" else None,
+        pictures=_pictures(run, plan, batch),
+    )
+    return Planned(model, batch, samples, plan, largest, training)
+
+
+@cache
+def model_of(name: str) -> Model:
+    """Return the sizes of a shape, read from a config.json as a run reads them."""
+    shape = SHAPES[name]
+    if shape.delta_nets is not None:
+        raise ValueError(f"shape {name}: the plan of linear attention has not been compared")
+    text = text_sizes(None, shape)
+    config = qwen3_config(shape, text) if shape.vision is None else qwen_vl_config(shape, shape.vision[1], text, {})
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(Path(folder))
+        return read_model(folder)
+
+
+def flag(flags: Sequence[str], name: str) -> str | None:
+    return flags[flags.index(f"--{name}") + 1] if f"--{name}" in flags else None
+
+
+def _number(flags: Sequence[str], name: str, default: int) -> int:
+    return int(flag(flags, name) or default)
+
+
+def _recompute(setting: str) -> Recompute:
+    if "recompute" in setting:
+        return Recompute("full", "uniform", 1)
+    return Recompute(elementwise="elementwise" in setting)
+
+
+def _batch(run: Run, flags: Sequence[str]) -> BatchPlan:
+    layout = Layout(
+        run.ranks,
+        tensor_model_parallel_size=_number(flags, "tensor_model_parallel_size", 1),
+        pipeline_model_parallel_size=_number(flags, "pipeline_model_parallel_size", 1),
+        context_parallel_size=_number(flags, "context_parallel_size", 1),
+        sequence_parallel=flag(flags, "sequence_parallel") == "true",
+    )
+    workload = Workload(**run.workload)
+    size = _number(flags, "micro_batch_size", 1)
+    return BatchPlan(layout, size, workload.completions, workload.completions, 1, workload.generations)
+
+
+def _samples(run: Run) -> list[Sample]:
+    """Return the samples of a step. Prompts with an image all have the same length, which the file has in sum."""
+    workload = Workload(**run.workload)
+    prompts, completions = workload.prompt_tokens(1), workload.completion_tokens()
+    if SHAPES[workload.shape].vision is not None:
+        prompts = [run.prompt_tokens // workload.completions] * len(prompts)
+    return [(prompt + tokens, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
+
+
+def _pictures(run: Run, plan: StepPlan, batch: BatchPlan) -> Pictures:
+    shape = SHAPES[run.workload["shape"]]
+    tokens = shape.image_tokens - 2 if shape.vision is not None else 0  # without those around the image
+    return pictures_of(plan, batch, [tokens] * batch.global_batch_size)

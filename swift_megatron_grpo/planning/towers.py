@@ -1,0 +1,75 @@
+"""Estimate the bytes of an image part: what it keeps for backward, and its rows. Pure Python.
+
+The sums are over the tensors that transformers' classes save in bf16; tests/unit/planning counts them on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PATCHES = 4  # for which a token stands
+
+# Numbers that a block saves for each of its channels. Attention: the projection's output, because the values are a view
+# of it, queries and keys with positions, the kernel's output and its copy as one tensor.
+_ATTENTION = 3 + 2 + 1 + 1
+_LAYER_NORM = 2  # input and output
+_RMS_NORM = 4  # the input in fp32, and the output before and after it is scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Sizes of an image part of a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3.5. Widths are in channels."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    feed_forward: int  # tensors with `ffn` channels that a block saves
+    rms_norms: bool
+    values: int  # of a patch
+    rows: int  # of the language model, for each token
+    deepstack: int = 0  # of its first layers to which rows are added (Qwen3-VL)
+
+    @property
+    def row_channels(self) -> int:
+        """Return the channels of all rows of a token."""
+        return self.rows * (1 + self.deepstack)
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Tokens that stand for images, on the data-parallel rank that has most."""
+
+    shown: int = 0  # in the largest micro batch, once for each completion that shows the image
+    distinct: int = 0  # the same, each image once
+    of_rollout: int = 0  # of all steps of a rollout, each image once
+
+
+def bytes_of_tower(tower: Tower, tokens: int, trains_tower: bool, trains_aligner: bool, checkpointing: bool,
+                   item: int = 2) -> float:  # fmt: skip
+    """Return what the tower keeps from forward to backward for images of so many tokens. `item`: bytes of a number.
+
+    The aligner ("merger") turns the outputs of blocks into rows. `checkpointing`: blocks keep their inputs alone.
+    """
+    hidden, mergers = tower.hidden, 1 + tower.deepstack
+    if not trains_tower:
+        return tokens * PATCHES * 4 * hidden * mergers * item if trains_aligner else 0.0
+    blocks = tower.layers * (hidden if checkpointing else _numbers_of_block(tower))
+    aligner = (_RMS_NORM + 2) * hidden if tower.rms_norms else hidden + 3 * hidden * mergers
+    return float(tokens * PATCHES * (tower.values + blocks + aligner) * item)
+
+
+def bytes_of_block(tower: Tower, tokens: int, item: int = 2) -> float:
+    """Return what one block needs: when backward recomputes it, or in a forward pass that keeps nothing."""
+    return float(tokens * PATCHES * _numbers_of_block(tower) * item)
+
+
+def bytes_of_rows(tower: Tower, pictures: Pictures, frozen: bool, item: int = 2) -> float:
+    """Return the bytes of rows: those a frozen tower keeps for a rollout, and those that layers add."""
+    kept = pictures.of_rollout * tower.row_channels if frozen else 0
+    added = pictures.shown * tower.rows * tower.deepstack
+    return float((kept + added) * item)
+
+
+def _numbers_of_block(tower: Tower) -> int:
+    norm = _RMS_NORM if tower.rms_norms else _LAYER_NORM
+    return (_ATTENTION + 2 * norm) * tower.hidden + tower.feed_forward * tower.ffn
