@@ -51,7 +51,8 @@ from benchmarks.harness.workload import (
     training_flops,
     write_dataset,
 )
-from benchmarks.peers.trl_settings import SwiftFlags, TrlSetting, trl_flags
+from benchmarks.peers.settings import SwiftFlags
+from benchmarks.peers.trl_settings import TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides
 from swift_megatron_grpo.tools.check_layouts import Variant
 

@@ -20,7 +20,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -85,15 +86,38 @@ def free_port() -> int:
         return port
 
 
-def start(arguments: list[str], log: Path, pipes: bool) -> subprocess.Popen[str]:
+@contextmanager
+def running(arguments: Sequence[str], log: Path, pipes: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """Run Python with these arguments, and end it with all processes that it has started."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
     environment |= {"HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     with log.open("w") as errors:
-        return subprocess.Popen(
-            [sys.executable, "-m", ARMS, *arguments], env=environment, cwd=log.parent, text=True, stderr=errors,
+        process = subprocess.Popen(
+            [sys.executable, *arguments], env=environment, cwd=log.parent, text=True, stderr=errors,
             stdin=subprocess.PIPE if pipes else subprocess.DEVNULL, stdout=subprocess.PIPE if pipes else errors,
             start_new_session=True,
         )  # fmt: skip
+    try:
+        yield process
+    finally:
+        end_session(process.pid)
+        process.wait()
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with suppress(OSError):  # what its buffer holds for a process that has ended
+                pipe.close()
+
+
+def end_session(leader: int) -> None:
+    """Kill the processes of a session, and all that these have started, also if the leader has ended."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader:
+                members += [process, *process.children(recursive=True)]
+    for process in members:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([process for process in members if process.pid != leader], timeout=30)
 
 
 class InProcess:
@@ -101,16 +125,22 @@ class InProcess:
 
     name = "in_process"
 
-    def __init__(self, model: Path, job: GenerationJob, log: Path) -> None:
-        self.process = start(["in_process", str(model), json.dumps(asdict(job))], log, pipes=True)
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process, self._log = process, log
         self._read("READY")
+
+    @classmethod
+    @contextmanager
+    def started(cls, model: Path, job: GenerationJob, log: Path) -> Iterator[InProcess]:
+        with running(["-m", ARMS, "in_process", str(model), json.dumps(asdict(job))], log, pipes=True) as process:
+            yield cls(process, log)
 
     def _read(self, mark: str) -> str:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(mark):
                 return line.removeprefix(mark)
-        raise SystemExit(f"bench: the engine in process has ended; the log is {self.process.args!r}")
+        raise SystemExit(f"bench: the engine in process has ended; the log is {self._log}")
 
     def generate(self, number: int) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -119,49 +149,42 @@ class InProcess:
         round_: dict[str, Any] = json.loads(self._read("ROUND "))
         return {**round_, "cpu_seconds": {"trainer": round_["cpu_seconds"]}}
 
-    def stop(self) -> None:
-        end_with_children(self.process)
-
 
 class BehindServer:
     """The server, and this process as its client, with the code of a trainer's rank 0."""
 
     name = "server"
 
-    def __init__(self, model: Path, job: GenerationJob, log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str], engine: Any, job: GenerationJob) -> None:
+        self.process, self._engine, self._job = process, engine, job
+
+    @classmethod
+    @contextmanager
+    def started(cls, model: Path, job: GenerationJob, log: Path) -> Iterator[BehindServer]:
         from swift_megatron_grpo.config import ServerConfig
         from swift_megatron_grpo.generation.remote.engine import RemoteVllm
         from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 
-        self._job, port = job, free_port()
+        port = free_port()
         flags = ["--model", str(model), "--model_type", "qwen3", "--template", "qwen3", "--port", str(port),
                  "--torch_dtype", job.dtype, "--vllm_gpu_memory_utilization", str(job.memory_share),
                  "--vllm_max_model_len", str(job.max_model_len), "--vllm_max_num_seqs", str(job.max_num_seqs),
                  "--vllm_enforce_eager", str(job.eager).lower(), "--vllm_enable_prefix_caching", "true",
                  "--log_level", "warning"]  # fmt: skip
-        self.process = start(["server", *flags], log, pipes=False)
         config = ServerConfig(
             urls=(f"http://127.0.0.1:{port}",), group_ports=(0,), timeout=START_SECONDS, request_timeout=600.0,
             api_key=None, bucket_bytes=2**28, needed_length=job.max_model_len, model={},
         )  # fmt: skip
-        self._wait_until_up(port, log)
-        self._engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**28), rank=0)
-        self._engine.check()
-        for server in self._engine._servers.all:
-            server.weights_version = WEIGHTS_VERSION
-        self._engine._version = WEIGHTS_VERSION
-        self._engine.mark_verified()
-
-    def _wait_until_up(self, port: int, log: Path) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            with suppress(OSError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                return
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.2)
-        raise SystemExit(f"bench: the server has not started; the log is {log}")
+        with running(["-m", ARMS, "server", *flags], log) as process, ExitStack() as client:
+            wait_until_up(process, port, log)
+            engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**28), rank=0)
+            client.callback(engine.shutdown)
+            engine.check()
+            for server in engine._servers.all:
+                server.weights_version = WEIGHTS_VERSION
+            engine._version = WEIGHTS_VERSION
+            engine.mark_verified()
+            yield cls(process, engine, job)
 
     def generate(self, number: int) -> dict[str, Any]:
         from swift_megatron_grpo.generation.interface import requests_for
@@ -190,16 +213,15 @@ class BehindServer:
             used[names.get(process.pid, f"{process.name()} {process.pid}")] = times.user + times.system
         return used
 
-    def stop(self) -> None:
-        self._engine.shutdown()
-        end_with_children(self.process)
 
-
-def end_with_children(process: subprocess.Popen[str]) -> None:
-    with ExitStack() as killed:
-        for child in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
-            killed.callback(child.wait, 30)
-            child.kill()
+def wait_until_up(process: subprocess.Popen[str], port: int, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"bench: the server has not started; the log is {log}")
 
 
 def measure(arms: list[Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
@@ -214,6 +236,12 @@ def measure(arms: list[Any], rounds: int) -> dict[str, list[dict[str, Any]]]:
     return measured
 
 
+def compared(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the median time of each arm, and that behind the server over that in the process."""
+    times = {name: median(one["seconds"] for one in rounds) for name, rounds in measured.items()}
+    return {"seconds": times, "ratio": times[BehindServer.name] / times[InProcess.name]}
+
+
 def main() -> int:
     args = parse()
     if args.dry:
@@ -221,21 +249,18 @@ def main() -> int:
     args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     job, model = job_of(args), make_model(args.work, args.shape)
-    arms: list[Any] = []
-    try:
-        for arm in (InProcess, BehindServer):
-            arms.append(arm(model, job, args.work / f"{arm.name}.log"))
+    with ExitStack() as stack:
+        arms = [
+            stack.enter_context(arm.started(model, job, args.work / f"{arm.name}.log"))
+            for arm in (InProcess, BehindServer)
+        ]
         measured = measure(arms, args.rounds)
-    finally:
-        for arm in arms:
-            arm.stop()
-    times = {name: median(one["seconds"] for one in rounds) for name, rounds in measured.items()}
     device, versions = machine(revision(), PACKAGES)
-    report = {"device": device, "versions": versions, "shape": args.shape, "job": asdict(job), "seconds": times,
-              "ratio": times["server"] / times["in_process"], "rounds": measured}  # fmt: skip
+    report = {"device": device, "versions": versions, "shape": args.shape, "job": asdict(job),
+              **compared(measured), "rounds": measured}  # fmt: skip
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({"seconds": times, "ratio": report["ratio"]}))
+    print(json.dumps({name: report[name] for name in ("seconds", "ratio")}))
     equal = len({one["tokens"] for rounds in measured.values() for one in rounds}) == 1
     return 0 if equal else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,11 +88,11 @@ class Coordinator:
 
         `task` names the work in the error. A rank whose own work failed raises its own exception.
         """
-        outcome: tuple[T | None, Exception | None]
+        outcome: tuple[bytes, Exception | None]
         try:
-            outcome = (work(), None)
+            outcome = (pickle.dumps(work()), None)  # here, because no rank may fail in the exchange
         except Exception as error:
-            outcome = (None, error)
+            outcome = (b"", error)
         local_error = outcome[1]
         shared = str(local_error) if isinstance(local_error, SharedFailure) else None
         message = None if local_error is None else f"{type(local_error).__name__}: {local_error}"
@@ -104,7 +105,7 @@ class Coordinator:
         failures = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(gathered) if error is not None]
         if failures:
             raise RankFailure(f"{task} failed on " + "; ".join(failures))
-        return [value for value, _, _ in gathered]  # type: ignore[misc]
+        return [pickle.loads(content) for content, _, _ in gathered]
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

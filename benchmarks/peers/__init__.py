@@ -1,5 +1,6 @@
 """Other trainers, run on the workload of benchmarks/bench.py.
 
+settings.py      what both have in common: names of settings, flags of `megatron rlhf`, the step
 trl_settings.py  flags of TRL for a setting such as `mbs16+liger`, and for the flags of `megatron rlhf` beside it
 trl_arm.py       entry point of a measured process: `python -m benchmarks.peers.trl_arm FLAG...`
 trl_trainer.py   GRPOTrainer with a clock and given completion lengths

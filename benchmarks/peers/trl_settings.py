@@ -6,11 +6,10 @@ follows from the workload and from the flags that the two Megatron trainers rece
 
 from __future__ import annotations
 
-import argparse
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+
+from benchmarks.peers import settings
+from benchmarks.peers.settings import SwiftFlags, split_name
 
 PARTS = {
     "awake": "vLLM keeps its memory during training, even if the other trainers' vLLM sleeps",
@@ -27,53 +26,8 @@ class TrlSetting:
 
     @classmethod
     def parse(cls, name: str) -> TrlSetting:
-        first, *parts = name.split("+")
-        size = re.fullmatch(r"mbs([1-9]\d*)", first)
-        unknown = sorted(set(parts) - set(PARTS))
-        if size is None or unknown or len(set(parts)) != len(parts):
-            raise SystemExit(f"bench: TRL setting {name!r}: expected mbsN and, each at most once, {', '.join(PARTS)}; "
-                             f"as in mbs16+awake")  # fmt: skip
-        return cls(int(size[1]), frozenset(parts))
-
-
-@dataclass(frozen=True, slots=True)
-class SwiftFlags:
-    """The flags of `megatron rlhf` that have a counterpart in TRL; defaults are those of ms-swift."""
-
-    vllm_gpu_memory_utilization: float
-    sleep_level: int
-    vllm_enforce_eager: bool
-    adapters: bool
-    lora_rank: int
-    lora_alpha: int
-    target_modules: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, flags: Sequence[str]) -> SwiftFlags:
-        """Read the flags; raise SystemExit for one whose counterpart in TRL is unknown."""
-        parser = _Parser(allow_abbrev=False, add_help=False)
-        parser.add_argument("--vllm_gpu_memory_utilization", type=float, default=0.9)
-        parser.add_argument("--sleep_level", type=int, choices=[0, 1, 2], default=0)
-        parser.add_argument("--vllm_enforce_eager", choices=["true", "false"], default="false")
-        parser.add_argument("--tuner_type", choices=["full", "lora"], default="full")
-        parser.add_argument("--lora_rank", type=int, default=8)
-        parser.add_argument("--lora_alpha", type=int, default=32)
-        parser.add_argument("--target_modules", nargs="+", default=["all-linear"])
-        args = parser.parse_args(flags)
-        return cls(
-            args.vllm_gpu_memory_utilization,
-            args.sleep_level,
-            args.vllm_enforce_eager == "true",
-            args.tuner_type == "lora",
-            args.lora_rank,
-            args.lora_alpha,
-            tuple(args.target_modules),
-        )
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SystemExit(f"bench: --flags for TRL: {message}")
+        _, number, parts = split_name("TRL", name, ["mbs"], PARTS)
+        return cls(number, parts)
 
 
 def trl_flags(
@@ -104,7 +58,8 @@ def trl_flags(
         **_SAME_STEP,
     }
     if swift.adapters:
-        values |= {"use_peft": True, "lora_r": swift.lora_rank, "lora_alpha": swift.lora_alpha, "lora_dropout": 0.05}
+        values |= {"use_peft": True, "lora_r": swift.lora_rank, "lora_alpha": swift.lora_alpha}
+        values["lora_dropout"] = settings.LORA_DROPOUT
     flags = [text for name, value in values.items() for text in (f"--{name}", str(value).lower())]
     if swift.adapters:
         flags += ["--lora_target_modules", *swift.target_modules]
@@ -117,11 +72,13 @@ _SAME_STEP: dict[str, object] = {
     "vllm_importance_sampling_correction": False,
     "loss_type": "grpo",
     "beta": 0.0,
-    "temperature": 1.0,
-    "learning_rate": 1e-6,
+    "temperature": settings.TEMPERATURE,
+    "learning_rate": settings.LEARNING_RATE,
     "lr_scheduler_type": "cosine",
-    "weight_decay": 0.1,
-    "adam_beta2": 0.95,
+    "weight_decay": settings.WEIGHT_DECAY,
+    "adam_beta1": settings.BETAS[0],
+    "adam_beta2": settings.BETAS[1],
+    "max_grad_norm": settings.CLIP_GRAD,
     "shuffle_dataset": False,
     "logging_steps": 1,
     "save_strategy": "no",

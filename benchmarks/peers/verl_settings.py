@@ -6,11 +6,11 @@ and any of PARTS, as in `mbs16+awake`. Written for verl 0.9.1: FSDP, hybrid engi
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.peers.trl_settings import SwiftFlags
+from benchmarks.peers import settings
+from benchmarks.peers.settings import SwiftFlags, split_name
 
 PARTS = {
     "awake": "vLLM keeps its memory during training, even if the other trainers' vLLM sleeps",
@@ -28,14 +28,8 @@ class VerlSetting:
 
     @classmethod
     def parse(cls, name: str) -> VerlSetting:
-        first, *parts = name.split("+")
-        size = re.fullmatch(r"(mbs|tokens)([1-9]\d*)", first)
-        if size is None or set(parts) - set(PARTS) or len(set(parts)) != len(parts):
-            raise SystemExit(f"bench: verl setting {name!r}: expected mbsN or tokensN and, each at most once, "
-                             f"{', '.join(PARTS)}; as in mbs16+awake")  # fmt: skip
-        number = int(size[2])
-        by_tokens = size[1] == "tokens"
-        return cls(None if by_tokens else number, number if by_tokens else None, frozenset(parts))
+        unit, number, parts = split_name("verl", name, ["mbs", "tokens"], PARTS)
+        return cls(number if unit == "mbs" else None, number if unit == "tokens" else None, parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +43,9 @@ class VerlSizes:
 def verl_overrides(setting: VerlSetting, sizes: VerlSizes, swift: SwiftFlags) -> tuple[str, ...]:
     """Return the overrides of verl.trainer.main_ppo, without paths and steps.
 
-    They make verl compute the same step: GRPO with a mean per completion, beta 0, one optimizer step per rollout. There
-    is no flash-attn where the benchmark runs, so attention is torch's, which is as fast on batches without padding.
+    They make verl compute the same step: GRPO with a mean per completion, beta 0, one optimizer step per rollout. Its
+    adapters have no dropout, and no setting for it. There is no flash-attn where the benchmark runs, so attention is
+    torch's, which is as fast on batches without padding.
     """
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
     length = sizes.prompt_tokens + sizes.completion_tokens
@@ -77,14 +72,14 @@ def verl_overrides(setting: VerlSetting, sizes: VerlSizes, swift: SwiftFlags) ->
         f"{actor}.ppo_max_token_len_per_gpu": tokens,
         f"{actor}.loss_agg_mode": "seq-mean-token-mean",
         f"{actor}.use_kl_loss": False,
-        f"{actor}.optim.lr": 1e-6,
-        f"{actor}.optim.weight_decay": 0.1,
-        f"{actor}.optim.betas": "[0.9,0.95]",
-        f"{actor}.optim.clip_grad": 1.0,
+        f"{actor}.optim.lr": settings.LEARNING_RATE,
+        f"{actor}.optim.weight_decay": settings.WEIGHT_DECAY,
+        f"{actor}.optim.betas": str(list(settings.BETAS)).replace(" ", ""),
+        f"{actor}.optim.clip_grad": settings.CLIP_GRAD,
         f"{actor}.fsdp_config.model_dtype": "bf16" if "bf16" in setting.parts else "fp32",
         f"{rollout}.name": "vllm",
         f"{rollout}.n": sizes.generations,
-        f"{rollout}.temperature": 1.0,
+        f"{rollout}.temperature": settings.TEMPERATURE,
         f"{rollout}.ignore_eos": True,
         f"{rollout}.max_model_len": length,
         f"{rollout}.tensor_model_parallel_size": 1,

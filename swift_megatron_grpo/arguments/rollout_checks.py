@@ -24,13 +24,6 @@ def check_recording(dump: str | None, replay: str | None, only: bool) -> None:
         )
 
 
-def check_logprobs_interval(interval: int) -> None:
-    if interval < 0:
-        raise ValueError(
-            f"--rollout_logprobs_interval {interval} must be at least 0; use --rollout_logprobs_interval 10"
-        )
-
-
 def check_async(asynchronous: bool, max_staleness: int | None, servers: bool, replay: str | None, only: bool) -> None:
     """Check --async_generate and --max_staleness, and the flags that exclude them."""
     if max_staleness is not None and max_staleness < 0:

@@ -348,7 +348,6 @@ def _check_servers(args: DerivedArguments) -> None:
 
 
 def _check_async(args: DerivedArguments) -> None:
-    rollouts.check_logprobs_interval(args.rollout_logprobs_interval)
     replay, only = args.rollout_replay, args.rollout_only
     rollouts.check_async(args.async_generate, args.max_staleness, args.uses_servers, replay, only)
 

@@ -96,6 +96,7 @@ RANGES: Mapping[str, Range] = {
     "soft_max_length": Range(2, 1024),
     "vllm_max_num_seqs": Range(1, 256),
     "vllm_mm_processor_cache_gb": Range(0, 4),
+    "rollout_logprobs_interval": Range(0, 10, why="0 requests log-probs of the first rollout only"),
     # mixtures of experts
     "moe_z_loss_coeff": Range(0, 0.001),
 }

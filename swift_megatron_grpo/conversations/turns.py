@@ -39,7 +39,7 @@ class Conversation:
     prompt_ids: list[int]  # before the first sampled token that is trained
     completion_ids: list[int]  # [c] everything after it
     sampled: list[bool]  # [c] True: sampled by the policy; False: from a tool or the environment
-    logprobs: list[float] | None  # of the sampled tokens
+    logprobs: list[float] | None  # of the sampled tokens; None: a turn came without, also if none of it is left
     lost_turns: int  # turns whose text the scheduler has rewritten or removed: the policy never saw the new text
     routed_experts: ExpertRows | None = None  # of all tokens but the last: the prompt of the last turn has the others
 
@@ -67,24 +67,23 @@ def sampled_any(tokens: frozenset[int], turns: Sequence[Turn]) -> bool:
 def join(turns: Sequence[Turn], messages: Sequence[Message] = ()) -> Conversation:
     """Join turns into one sequence. `messages`: loss masks, which may exclude tokens that the policy sampled."""
     tokens = turns[-1].prompt_ids + turns[-1].completion_ids
-    sampled: dict[int, float | None] = {}  # position of each sampled token, and its log-prob
+    has_logprobs = all(len(turn.logprobs or ()) == len(turn.completion_ids) for turn in turns)
+    sampled, logprobs = set[int](), dict[int, float]()  # positions of sampled tokens, and their log-probs
     lost = 0
     for turn in turns:
         start = len(turn.prompt_ids)
         kept = _common_prefix(tokens[start:], turn.completion_ids) if tokens[:start] == turn.prompt_ids else 0
         lost += kept == 0 and bool(turn.completion_ids)
-        logprobs: Sequence[float | None] = turn.logprobs or [None] * kept
-        sampled |= {start + i: logprobs[i] for i in range(kept)}
-    for position in _masked_positions(tokens, turns, messages):
-        sampled.pop(position, None)
+        positions = range(start, start + kept)
+        sampled.update(positions)
+        logprobs.update(zip(positions, turn.logprobs or (), strict=False))
+    sampled.difference_update(_masked_positions(tokens, turns, messages))
     begin = min(sampled, default=len(turns[-1].prompt_ids))
-    values = [sampled[position] for position in sorted(sampled)]
-    known = [value for value in values if value is not None]
     return Conversation(
         prompt_ids=tokens[:begin],
         completion_ids=tokens[begin:],
         sampled=[position in sampled for position in range(begin, len(tokens))],
-        logprobs=known if len(known) == len(values) else None,
+        logprobs=[logprobs[position] for position in sorted(sampled)] if has_logprobs else None,
         lost_turns=lost,
         routed_experts=turns[-1].routed_experts,
     )

@@ -59,7 +59,11 @@ def conversation_payload(request: Request) -> dict[str, Any]:
     The columns of the dataset are encoded as texts: they may contain NaN, which is not part of JSON.
     """
     payload = asdict(conversation_request(request))
-    columns = {name: as_json(f"dataset's column {name}", value) for name, value in payload["data_dict"].items()}
+    row = request.prompt.prompt_id.rpartition("-")[2]
+    columns = {
+        name: as_json(f"column {name} of the dataset's row {row}", value)
+        for name, value in payload["data_dict"].items()
+    }
     return payload | {"data_dict": columns}
 
 

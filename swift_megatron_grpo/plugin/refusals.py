@@ -1,8 +1,8 @@
 """A run that is refused ends with one message: the ranks write it to files, and torchrun ends them and prints it.
 
 Otherwise every rank would print it with its traceback, and 40 lines of torchrun would follow. A rank that only waits
-for another one, or reads the same flags, prints nothing. While the trainer is built, only errors that this package
-raises on purpose are treated like this: a traceback is what finds an unexpected one.
+for another one, or reads the same flags, prints nothing. An unexpected error goes the same way with its traceback in
+front: the rank that it ends would be killed before it has printed it, once another rank has left its message.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "SWIFT_MEGATRON_GRPO_REFUSALS"  # set by a torchrun with hooks, for its ranks
 _FAILED, _FOLLOWS = ".txt", ".follows"  # suffixes: of a rank that failed, and of one that another rank's failure ends
 _FOLLOWING_SECONDS = 1.0
+_FAULTS_OF_INPUT = (ValueError, RuntimeError, OSError, KeyError, ImportError)
 _SECONDS = 30.0  # in which torchrun ends a rank that has written its message; it looks ten times a second
 
 
@@ -39,34 +41,47 @@ def reported_by_torchrun() -> Iterator[None]:
     try:
         yield
     except ValueError as refusal:
-        _leave_to_torchrun(refusal, "before a model was loaded")
+        expected = _raising_file(refusal) is not None  # also one of ms-swift, or of what reads flags for it
+        _leave_to_torchrun(refusal, "before a model was loaded", expected and not is_caused_by_bug(refusal))
         raise
 
 
 @contextmanager
 def set_up_reported_by_torchrun() -> Iterator[None]:
-    """Do the same for errors that this package raises on purpose, with the trainer and its models half built."""
+    """Do the same for every error, with the trainer and its models half built."""
     try:
         yield
-    except (ValueError, RuntimeError) as failure:
-        if is_raised_by_package(failure):
-            _leave_to_torchrun(failure, "while it was set up")
+    except Exception as failure:
+        expected = isinstance(failure, ValueError | RuntimeError) and is_raised_by_package(failure)
+        _leave_to_torchrun(failure, "while it was set up", expected and not is_caused_by_bug(failure))
         raise
 
 
 def is_raised_by_package(error: BaseException) -> bool:
     """Return True if a `raise` statement of this package raised the error, not a function that failed."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    if traceback is None:
-        return False
-    file = Path(traceback.tb_frame.f_code.co_filename)
-    statement = linecache.getline(str(file), traceback.tb_lineno).lstrip()
-    return file.is_relative_to(_PACKAGE) and statement.startswith("raise")
+    file = _raising_file(error)
+    return file is not None and file.is_relative_to(_PACKAGE)
 
 
-def _leave_to_torchrun(error: Exception, stage: str) -> None:
+def _raising_file(error: BaseException) -> Path | None:
+    """Return the file whose `raise` statement raised the error; None: another statement failed."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return None
+    file = frame.tb_frame.f_code.co_filename
+    return Path(file) if linecache.getline(file, frame.tb_lineno).lstrip().startswith("raise") else None
+
+
+def is_caused_by_bug(error: BaseException) -> bool:
+    """Return True if the error reports one of a type that no wrong value, file or server raises: code is at fault."""
+    cause = error.__cause__
+    return cause is not None and (not isinstance(cause, _FAULTS_OF_INPUT) or is_caused_by_bug(cause))
+
+
+def _leave_to_torchrun(error: Exception, stage: str, expected: bool) -> None:
+    """Write the message of an error, with its traceback unless it is expected, and wait to be killed."""
     folder = os.environ.get(_FOLDER)
     if folder is None:
         return
@@ -74,7 +89,11 @@ def _leave_to_torchrun(error: Exception, stage: str) -> None:
     if isinstance(error, RankFailure):  # the rank that failed writes first, if it is on this machine
         suffix = _FOLLOWS
         time.sleep(_FOLLOWING_SECONDS)
-    _write(Path(folder), f"this run was refused {stage}:\n{error}", suffix)
+    message = f"this run was refused {stage}:\n{error}"
+    if not expected:
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+        message = f"this run failed {stage}, with an error that may be a bug:\n{text}"
+    _write(Path(folder), message, suffix)
     time.sleep(_SECONDS)
 
 

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from mcore_bridge import ModelConfig
 from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -59,13 +60,16 @@ def check_attention(models: Iterable[torch.nn.Module], parallel: RankPosition) -
                 checked.add(shape)
                 errors = compare(layer, shape, parallel)
                 if wrong := {name: error for name, error in errors.items() if not error <= ALLOWED_ERROR}:
-                    raise WrongAttentionKernel(_message(layer.config, shape, wrong))
+                    missed = ", ".join(f"the {name} by {error:.2g}" for name, error in wrong.items())
+                    fault = f"relative to exact arithmetic it misses {missed}; {ALLOWED_ERROR} is allowed"
+                    raise WrongAttentionKernel(_message(layer.config, shape, fault))
 
 
 def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str, float]:
     """Return the errors of a layer's output and gradients on random packed sequences, by name.
 
-    An error is relative to the norm of the exact tensor; NaN or infinity anywhere makes it NaN or infinite.
+    An error is relative to the norm of the exact tensor; NaN or infinity anywhere makes it NaN or infinite. Raises
+    WrongAttentionKernel if the output has another size.
     """
     multiple = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     lengths = [-(-length // multiple) * multiple for length in LENGTHS]
@@ -84,6 +88,9 @@ def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str,
     inputs = [tensor[held].requires_grad_() for tensor in (query, key, value)]
     poison_free_memory(device)
     output = _run(layer, inputs, bounds, max(lengths)).reshape(len(held), -1)
+    if output.shape[1] != direction.shape[1]:
+        fault = f"its output has {output.shape[1]} channels instead of {direction.shape[1]}"
+        raise WrongAttentionKernel(_message(layer.config, shape, fault))
     poison_free_memory(device)
     gradients = torch.autograd.grad(output, inputs, direction[held])
     exact_inputs = [tensor.double().requires_grad_() for tensor in (query, key, value)]
@@ -144,22 +151,31 @@ def _shape(layer: Attention) -> Shape:
 
 
 def _run(layer: Attention, inputs: Sequence[torch.Tensor], bounds: Sequence[int], longest: int) -> torch.Tensor:
+    """Return the output, [t, heads * e] or [t, heads, e]."""
     starts = torch.tensor(bounds, dtype=torch.int32, device=inputs[0].device)
     params = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=longest, max_seqlen_kv=longest
     )
-    output = layer.core_attention(*inputs, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+    query, key, value = inputs
+    surplus = key.shape[-1] - value.shape[-1]
+    if surplus and isinstance(layer, MultiLatentAttention):  # as mcore-bridge trains packed sequences
+        value = F.pad(value, [0, surplus])
+        layer.core_attention.hidden_size_per_attention_head_v = value.shape[-1]
+    output = layer.core_attention(query, key, value, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
+    if value is not inputs[2]:
+        output = output.reshape(len(query), -1, value.shape[-1])[..., :-surplus]
     return cast(torch.Tensor, output)
 
 
-def _message(config: ModelConfig, shape: Shape, wrong: dict[str, float]) -> str:
+def _message(config: ModelConfig, shape: Shape, fault: str) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "this CPU"
     cudnn = torch.backends.cudnn.version()
-    found = ", ".join(f"the {name} by {error:.2g}" for name, error in wrong.items())
+    channels = str(shape.key_channels)
+    if shape.value_channels != shape.key_channels:
+        channels += f" (values: {shape.value_channels})"
     return (
         f"The attention kernel of --attention_backend {config.attention_backend.name} is wrong on {device} with "
-        f"{shape.key_channels} channels per head (cuDNN {cudnn}): relative to exact arithmetic it misses {found}; "
-        f"{ALLOWED_ERROR} is allowed. Use another kernel: --attention_backend flash with flash-attn installed, or "
-        "--attention_backend unfused, whose memory grows with the square of the length. A newer nvidia-cudnn package "
-        "may also help. --check_attention false starts all the same."
+        f"{channels} channels per head (cuDNN {cudnn}): {fault}. Use another kernel: --attention_backend flash with "
+        "flash-attn installed, or --attention_backend unfused, whose memory grows with the square of the length. A "
+        "newer nvidia-cudnn package may also help. --check_attention false starts all the same."
     )

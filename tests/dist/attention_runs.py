@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,54 @@ import torch
 from megatron.core.transformer.attention import Attention
 
 from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.tools.check_layouts import fixed_samples
 from swift_megatron_grpo.training import attention_check
 from tests.dist.engine_runs import make_trainer
 
 
 def errors(out: str, flags: list[str]) -> None:
-    """Report the errors of the first attention layer, and the sizes that its kernel is chosen by."""
+    """Report the errors of the first attention layer, its sizes, and those of the values that its kernel gets."""
     trainer = make_trainer(flags)
     layer = next(layer for layer in trainer.unwrapped_models[0].modules() if isinstance(layer, Attention))
     shape = attention_check._shape(layer)
-    found = attention_check.compare(layer, shape, RankPosition.from_megatron())
+    engine = trainer.build_engine()
+    with recorded_channels() as compared:
+        found = attention_check.compare(layer, shape, RankPosition.from_megatron())
+    with recorded_channels() as trained:
+        engine.infer(fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True))
     sizes = [shape.heads, shape.groups, shape.key_channels, shape.value_channels]
-    write(out, {"errors": found, "sizes": sizes, "comparable": attention_check._is_comparable(layer)})
+    report = {"errors": found, "sizes": sizes, "comparable": attention_check._is_comparable(layer)}
+    write(out, report | {"compared": sorted(compared), "trained": sorted(trained)})
+
+
+@contextmanager
+def recorded_channels() -> Iterator[set[tuple[int, int]]]:
+    """Record the channels of keys and values of all calls of the kernel."""
+    channels = set[tuple[int, int]]()
+    forward = attention_check.TEDotProductAttention.forward
+
+    def recording(
+        self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **named: Any
+    ) -> Any:
+        channels.add((key.shape[-1], value.shape[-1]))
+        return forward(self, query, key, value, *rest, **named)
+
+    attention_check.TEDotProductAttention.forward = recording
+    try:
+        yield channels
+    finally:
+        attention_check.TEDotProductAttention.forward = forward
+
+
+def short_output(out: str, flags: list[str]) -> None:
+    """Report how the trainer starts when the kernel leaves out the last channel of each token."""
+    forward = attention_check.TEDotProductAttention.forward
+    attention_check.TEDotProductAttention.forward = lambda *args, **named: forward(*args, **named)[..., :-1]
+    try:
+        make_trainer(flags)
+        write(out, {"error": None})
+    except RuntimeError as error:
+        write(out, {"error": f"{type(error).__name__}: {error}"})
 
 
 def wrong_gradient(out: str, flags: list[str], rank: int) -> None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.hf_check import check_with_transformers
-from tests.e2e.runs import ON_CPU, SMALL_CACHE, Finished, forked_ranks, make_dataset, read_json_lines
+from tests.e2e.runs import (
+    ON_CPU,
+    REWARDS,
+    SMALL_CACHE,
+    Finished,
+    forked_ranks,
+    make_dataset,
+    megatron_rlhf,
+    read_json_lines,
+)
 from tests.e2e.servers import HOST
 from tests.forking.client import free_port
 from tests.paths import REPOSITORY
@@ -27,6 +37,14 @@ SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float
          "--num_generations", "4", "--global_batch_size", "8", "--lr", "1e-3", "--max_length", "128",
          "--max_completion_length", "12", "--vllm_max_model_len", "256",
          "--max_tokens_per_micro_batch", "256"]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_of_earlier_engines() -> Iterator[None]:
+    """Remove what an engine over two ranks of a CPU leaves when it ends at once; the next could not create its own."""
+    yield
+    for memory in Path("/dev/shm").glob("*-tp:0-?0-1?-cpushm_?"):
+        memory.unlink()
 
 
 def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *where: str, **more: str) -> Finished:
@@ -78,6 +96,17 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
         assert row["rewards"] == [3, row["infos"]["total_reward"]]
 
     check_with_transformers(first, dense, dumped)
+
+
+def test_a_scheduler_that_fails_ends_the_run_on_all_ranks_of_the_engine(
+    folder: Path, dense: Path, dataset: Path
+) -> None:
+    flags = ["--vllm_tensor_parallel_size", "2", "--external_plugins", str(HERE / "failing_scheduler.py"), str(REWARDS),
+             "--multi_turn_scheduler", "failing", "--max_turns", "3", "--sync_check", "off"]  # fmt: skip
+    run = megatron_rlhf(dense, dataset, folder / "failing", 2, flags, timeout=150)
+    assert run.code != 0
+    assert "LookupError: the tool is not there" in run.output
+    assert "generating completions failed on rank 0: LookupError" in run.output, run.output[-3000:]
 
 
 @pytest.mark.slow

@@ -18,8 +18,9 @@ PAGE = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
 TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-# Results of writers that a rank has forked itself, which upstream reads in the same way.
-UNPICKLES = {"training/megatron_fixes/result_queue.py"}
+# Results of writers that a rank has forked itself, which upstream reads in the same way, and what ranks of one trainer
+# exchange, packed before the exchange that would pack it.
+UNPICKLES = {"training/megatron_fixes/result_queue.py", "parallel.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
     "parallel.py": {"all_gather_object"},

@@ -45,18 +45,27 @@ class MultiTurnVllm(LocalVllm):
             self._infer_broadcast_turns(sampling)
             return []
 
+        others_wait = True  # for turns
+
         def infer(turns: list[NextTurn]) -> list[ChatCompletionResponse]:
+            nonlocal others_wait
             self._broadcast(turns)
-            return self._infer(turns, sampling)
+            others_wait = False
+            responses = self._infer(turns, sampling)
+            others_wait = True
+            return responses
 
         conversations = [conversation_request(request) for request in requests]
         seeds = [request.seed for request in requests]
         limit = sampling.max_completion_length if sampling.limits_conversations else None
         placeholders = placeholder_tokens(self._engine.template)
-        finished = converse(
-            conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room, limit, placeholders
-        )
-        self._broadcast(None)
+        try:
+            finished = converse(
+                conversations, seeds, self._scheduler, self._max_turns, infer, self._has_room, limit, placeholders
+            )
+        finally:  # also if a scheduler fails; the engine fails on all its ranks
+            if others_wait:
+                self._broadcast(None)
         return [
             to_rollout(request, conversation.to_completion(self._weights_version))
             for request, conversation in zip(requests, finished, strict=True)

@@ -77,7 +77,7 @@ class RemoteGeneration:
         self._lost_requests = LostRequests()
         self._prompts: dict[int, tuple[str, list[int]]] = {}  # server and tokens, by first place of the group
         self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended
         self._running = events.submit(self._run())
@@ -213,6 +213,8 @@ class RemoteGeneration:
 
         def ended(_: object) -> None:  # also if the task was cancelled before it began
             tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._failure = self._failure or error  # otherwise the trainer would wait for its requests
             self._free_slots(server, len(missing))
 
         task.add_done_callback(ended)
@@ -246,8 +248,6 @@ class RemoteGeneration:
                     self._start_task([place], server, self._complete_alone)
         except ServerFailure as failure:
             self._record_all(missing, server, failure, version, began)
-        except Exception as error:
-            self._failure = error
 
     def _record_all(self, places: set[int], server: Server, answer: ServerFailure, version: int, began: float) -> None:
         for place in sorted(places):
@@ -262,8 +262,6 @@ class RemoteGeneration:
             self._record(place, server, answer, version, began)
         except ServerFailure as failure:
             self._record(place, server, failure, version, began)
-        except Exception as error:
-            self._failure = error
 
     def _record(
         self, place: int, server: Server, answer: Completion | ServerFailure, version: int, began: float

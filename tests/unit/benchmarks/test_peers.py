@@ -16,8 +16,10 @@ from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave, switch_of
 from benchmarks.harness.results import Process, Run, Step
 from benchmarks.harness.workload import places, reward_of
-from benchmarks.peers.trl_settings import PARTS, SwiftFlags, TrlSetting, trl_flags
+from benchmarks.peers.settings import SwiftFlags
+from benchmarks.peers.trl_settings import PARTS, TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting
+from swift_megatron_grpo.arguments.flags import GRPOFlags
 from tests.paths import REPOSITORY
 
 LORA = ["--tuner_type", "lora", "--lora_rank", "16", "--lora_alpha", "32", "--target_modules", "all-linear"]
@@ -74,7 +76,8 @@ def test_every_part_of_a_setting_changes_its_flag(tmp_path: Path) -> None:
 
 def test_lora_has_the_same_rank_and_modules_and_computes_in_bf16(tmp_path: Path) -> None:
     config, model = parsed(flags_of("mbs8", *LORA), tmp_path)
-    assert model.use_peft and (model.lora_r, model.lora_alpha, model.lora_dropout) == (16, 32, 0.05)
+    assert model.use_peft and (model.lora_r, model.lora_alpha) == (16, 32)
+    assert model.lora_dropout == GRPOFlags.lora_dropout == 0
     assert model.lora_target_modules == "all-linear"
     assert config.bf16 and model.dtype == "bfloat16"
     in_fp32, _ = parsed(flags_of("mbs8", *LORA, dtype="float32"), tmp_path)

@@ -12,7 +12,7 @@ from benchmarks import bench
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary
 from benchmarks.harness.results import merge_ranks
 from benchmarks.harness.workload import reward_of, row_of, write_dataset
-from benchmarks.peers.trl_settings import SwiftFlags
+from benchmarks.peers.settings import SwiftFlags
 from benchmarks.peers.verl_arm import write_rows
 from benchmarks.peers.verl_results import result_of
 from benchmarks.peers.verl_reward import compute_score

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from swift_megatron_grpo.conversations.turns import Message, Turn, join, turn_seed
 
@@ -71,6 +72,24 @@ def test_one_message_may_span_two_turns() -> None:
 def test_turns_without_log_probs_join_to_none() -> None:
     joined = join([Turn(QUESTION, [10], None), Turn([*QUESTION, 10, *TOOL], [11], None)])
     assert joined.logprobs is None and joined.sampled == [True, False, False, True]
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [-1.0]])
+def test_a_turn_without_all_log_probs_joins_to_none_also_if_no_token_of_it_is_left(
+    logprobs: list[float] | None,
+) -> None:
+    turns = [Turn(QUESTION, [10, 11], logprobs)]
+    masked = join(turns, [Message([10, 11], [False, False])])
+    assert masked.logprobs is None and not any(masked.sampled)
+    rewritten = join([*turns, turn([7, 8, *TOOL], [12])])
+    assert rewritten.logprobs is None and rewritten.sampled == [True] and rewritten.lost_turns == 1
+
+
+def test_a_conversation_of_masked_tokens_has_as_many_log_probs_as_trained_tokens() -> None:
+    joined = join(
+        [turn(QUESTION, [10, 11]), Turn([*QUESTION, 10, 11, *TOOL], [], None)], [Message([10, 11], [False] * 2)]
+    )
+    assert joined.logprobs == [] and not any(joined.sampled)
 
 
 def test_the_experts_of_a_conversation_are_those_of_its_last_turn() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.arguments.value_checks import check_iterations
-from swift_megatron_grpo.plugin.refusals import is_raised_by_package
+from swift_megatron_grpo.arguments.value_checks import check_iterations, import_plugins
+from swift_megatron_grpo.plugin.refusals import is_caused_by_bug, is_raised_by_package
 from tests.forking.client import free_port
 from tests.paths import IMPORT_PATH
 
@@ -41,17 +42,26 @@ if "refuses" in sys.argv:
             time.sleep(60)  # for rank 0, as ranks do that wait for it to read a dataset
         time.sleep(1)
         raise ValueError("--lr 0 must be above 0; use --lr 1e-06")
-if "cannot-be-set-up" in sys.argv:
+if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
     from swift_megatron_grpo.parallel import Coordinator
     from swift_megatron_grpo.arguments.value_checks import check_iterations
-    import datetime, torch.distributed
+    import contextlib, datetime, torch.distributed
     torch.distributed.init_process_group("gloo")
-    with set_up_reported_by_torchrun():
+    with contextlib.ExitStack() as stack:
+        stack.callback(time.sleep, 4)  # what closes files and processes may take time
+        stack.enter_context(set_up_reported_by_torchrun())
         open(f"ready{rank}", "w").write(str(os.getpid()))
         time.sleep(1)
+        number = "many" if "has-a-bug" in sys.argv else 0
         check = check_iterations if rank == 1 else (lambda number: None)
-        Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(0), "checking")
+        Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(number), "checking")
+if "has-a-wrong-parser" in sys.argv:
+    from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
+    with reported_by_torchrun():
+        open(f"ready{rank}", "w").write(str(os.getpid()))
+        time.sleep(1)
+        int("many")
 open(f"ready{rank}", "w").write(str(os.getpid()))
 if "fails" in sys.argv and rank == 0:
     while not os.path.exists("ready1"):
@@ -167,6 +177,27 @@ def test_an_error_of_the_set_up_is_one_message_of_the_rank_that_failed(tmp_path:
     assert torchrun.ranks_are_gone()
 
 
+@pytest.mark.parametrize(
+    ("how", "stage", "error"),
+    [
+        ("has-a-bug", "while it was set up", "TypeError: '<' not supported between instances of 'str' and 'int'"),
+        (
+            "has-a-wrong-parser",
+            "before a model was loaded",
+            "ValueError: invalid literal for int() with base 10: 'many'",
+        ),
+    ],
+)
+def test_the_traceback_of_an_unexpected_error_is_printed_once(tmp_path: Path, how: str, stage: str, error: str) -> None:
+    torchrun = Torchrun(tmp_path, how)
+    code, output, seconds = torchrun.finish()
+    assert code == 1 and seconds < 15
+    first = f"swift_megatron_grpo: this run failed {stage}, with an error that may be a bug:\nTraceback (most recent"
+    assert output.startswith(first) and output.endswith(f"\n{error}\n"), output
+    assert output.count("Traceback") == 1 and "RankFailure" not in output
+    assert torchrun.ranks_are_gone()
+
+
 def test_only_what_the_package_raises_is_shown_without_a_traceback() -> None:
     def error_of(work: Callable[[], object]) -> BaseException:
         with pytest.raises((ValueError, RuntimeError, TypeError)) as raised:
@@ -176,3 +207,10 @@ def test_only_what_the_package_raises_is_shown_without_a_traceback() -> None:
     assert is_raised_by_package(error_of(lambda: check_iterations(0)))
     assert not is_raised_by_package(error_of(lambda: check_iterations("many")))  # type: ignore[arg-type]
     assert not is_raised_by_package(error_of(lambda: int("many")))
+
+
+def test_a_file_that_cannot_be_imported_is_refused_with_its_traceback(tmp_path: Path) -> None:
+    (plugin := tmp_path / "plugin.py").write_text("rewards = {}\nrewards.apend(1)\n")
+    with pytest.raises(ValueError, match="importing it raises AttributeError") as raised:
+        import_plugins("external_plugins", [str(plugin)], lambda file: runpy.run_path(file))
+    assert is_caused_by_bug(raised.value) and not is_caused_by_bug(ValueError("--lr 0 must be above 0"))
