@@ -95,6 +95,15 @@ def check_kernels(model: str, config: Mapping[str, Any], on_hopper: bool) -> Non
         raise ValueError(f"--model {model} has linear attention: {fault}")
 
 
+def check_flash_attention(backend: str, cp_size: int, has_flash_attention: bool) -> None:
+    """Raise ValueError if context-parallel ranks on GPUs would find no attention kernel."""
+    if backend == "flash" and cp_size > 1 and not has_flash_attention:
+        raise ValueError(
+            f"--context_parallel_size {cp_size} with --attention_backend flash needs flash-attn, which is not "
+            "installed: torch's own kernel has no ring attention; install flash-attn, or use --attention_backend fused"
+        )
+
+
 def fault_of_delta_rule(triton: str, has_tilelang: bool) -> str | None:
     """Return why flash-linear-attention 0.6 would raise in the first backward pass on Hopper; None: it would not."""
     if has_tilelang or not Version("3.4") <= Version(triton) < Version("3.7.1"):

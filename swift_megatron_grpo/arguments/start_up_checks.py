@@ -27,6 +27,7 @@ from swift_megatron_grpo.arguments import routing_checks as routing
 from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments import value_ranges as ranges
+from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.flag_combinations import STOCK_TRAINER, check_flags
@@ -39,6 +40,7 @@ from swift_megatron_grpo.arguments.trained_parameters import check_target_module
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
+from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
 from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
@@ -288,6 +290,9 @@ def _check_model(args: DerivedArguments) -> None:
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
+    if torch.cuda.is_available():
+        backend = str(typed_value(args.attention_backend))
+        models.check_flash_attention(backend, args.context_parallel_size, has_flash_attention())
     check_stacked_experts(args.model, args.model_dir, config)
     if not args.model_meta.is_multimodal:
         check_target_modules(args.target_modules)

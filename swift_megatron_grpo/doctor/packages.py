@@ -15,7 +15,8 @@ from swift_megatron_grpo.doctor.finding import Finding, note, ok, problem
 DISTRIBUTION = "swift-megatron-grpo"
 # Without these a run works: the reason why one may want them.
 _OPTIONAL = {
-    "flash-attn": "without it Transformer Engine uses cuDNN: pass --attention_backend fused",
+    "flash-attn": "without it --attention_backend flash is torch's own kernel; fused (cuDNN) is faster on Hopper GPUs "
+    "with up to 128 channels per head",
     "flash-linear-attention": "only models with linear attention need it",
 }
 # Distributions whose version Transformer Engine's and torch's own errors ask for.

@@ -175,7 +175,8 @@ def _message(config: ModelConfig, shape: Shape, fault: str) -> str:
         channels += f" (values: {shape.value_channels})"
     return (
         f"The attention kernel of --attention_backend {config.attention_backend.name} is wrong on {device} with "
-        f"{channels} channels per head (cuDNN {cudnn}): {fault}. Use another kernel: --attention_backend flash with "
-        "flash-attn installed, or --attention_backend unfused, whose memory grows with the square of the length. A "
-        "newer nvidia-cudnn package may also help. --check_attention false starts all the same."
+        f"{channels} channels per head (cuDNN {cudnn}): {fault}. Use another kernel: --attention_backend flash (with "
+        "--context_parallel_size above 1 it needs flash-attn), or --attention_backend unfused, whose memory grows with "
+        "the square of the length. A newer nvidia-cudnn package may also help. --check_attention false starts all the "
+        "same."
     )

@@ -13,6 +13,7 @@ from swift_megatron_grpo.arguments.model_checks import (
     REFUSED_COMPOSITE,
     check_attention_layers,
     check_composite,
+    check_flash_attention,
     check_kernels,
     fault_of_delta_rule,
     text_only_limits,
@@ -111,3 +112,17 @@ def test_wrong_kernels_of_linear_attention_on_hopper_are_refused_with_a_remedy(
 ) -> None:
     fault = fault_of_delta_rule(triton, tilelang)
     assert fault is None if right else fault is not None and "pip install tilelang" in fault
+
+
+@pytest.mark.parametrize(
+    ("backend", "cp_size", "installed"), [("flash", 2, True), ("flash", 1, False), ("fused", 2, False)]
+)
+def test_attention_that_finds_a_kernel_is_accepted(backend: str, cp_size: int, installed: bool) -> None:
+    check_flash_attention(backend, cp_size, installed)
+
+
+def test_ring_attention_without_flash_attn_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"--context_parallel_size 2 .* needs flash-attn.* use --attention_backend fused"
+    ):
+        check_flash_attention("flash", 2, has_flash_attention=False)
