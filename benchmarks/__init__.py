@@ -6,6 +6,7 @@ bench_head.py               time and memory of the output layer with its log-pro
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
+simulate_tail.py            idle slots of a server at the end of rollouts, with later rollouts started ahead
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator
 harness/                    implementation of bench.py
 cpu/, h200/                 results of bench.py, one JSON file for each run
