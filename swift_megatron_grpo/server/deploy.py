@@ -16,7 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import Pipe, Process
 from typing import Annotated, Any
 
@@ -233,16 +233,18 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         """Generate a completion with the weights that the trainer expects."""
         body: GenerateRequest = checked_body(client.scope)
         self._require_weights(run, body.weights_version)
-        return await while_connected(client, self._complete(body))
+        return await while_connected(client, self._complete(run, body))
 
     async def generate_batch(self, client: Request, run: Run) -> StreamingResponse:
         """Generate completions, and send each as soon as it ends. Starlette cancels the rest if the client leaves."""
         body: GenerateBatch = checked_body(client.scope)
         for version in {request.weights_version for request in body.requests}:
             self._require_weights(run, version)
-        return StreamingResponse(answer_lines(body.requests, self._complete), media_type="application/x-ndjson")
+        lines = answer_lines(body.requests, partial(self._complete, run))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
 
-    async def _complete(self, body: GenerateRequest) -> dict[str, Any]:
+    async def _complete(self, run: RunIdentity | None, body: GenerateRequest) -> dict[str, Any]:
+        self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
         included = {"request", "sampling", "tokens_of_all_turns", "media", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await self._call_engine("generate", **arguments)

@@ -14,6 +14,8 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -29,6 +31,7 @@ from vllm.v1.executor import Executor
 from swift_megatron_grpo.vllm_shared.towers import has_towers
 
 T = TypeVar("T")
+Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
 logger = get_logger()
 
 _SHUTDOWN_SECONDS = 5
@@ -37,7 +40,7 @@ _SWITCH_SECONDS = 5e-4
 
 
 class EngineFailed(RuntimeError):
-    """The engine has raised an error in a step, after which it generates nothing."""
+    """The engine has raised an error in a step, or was shut down; it generates nothing any more."""
 
 
 class ServerEngine:
@@ -64,16 +67,18 @@ def fits_thread(config: Any) -> bool:
 class EngineThread:
     """An engine that steps in its own thread while it has requests. All methods are called in one event loop."""
 
-    def __init__(self, config: Any, log_stats: bool) -> None:
+    def __init__(self, config: Any, log_stats: bool, build: Callable[[Any, bool], LLMEngine] | None = None) -> None:
+        """Build the engine in its thread. `build`: from the same two arguments."""
         self.vllm_config, self.model_config = config, config.model_config
         self._loop = asyncio.get_running_loop()
-        self._commands: SimpleQueue[tuple[Future[Any], Callable[[LLMEngine], Any]] | None] = SimpleQueue()
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
         self._waiting: dict[str, asyncio.Queue[Any]] = {}  # outputs of a request, by its id
         self._failure: EngineFailed | None = None
         sys.setswitchinterval(_SWITCH_SECONDS)
         setproctitle("VLLM::EngineCore")  # as vLLM names the process of a core
         built: Future[LLMEngine] = Future()
-        self._thread = Thread(target=self._run, args=(config, log_stats, built), name="vLLM engine", daemon=True)
+        make = partial(build or build_engine, config, log_stats)
+        self._thread = Thread(target=self._run, args=(make, built), name="vLLM engine", daemon=True)
         self._thread.start()
         self.output_processor = built.result().output_processor
 
@@ -132,7 +137,7 @@ class EngineThread:
         return await self._call(lambda engine: engine.list_loras())
 
     def shutdown(self) -> None:
-        """End the thread, unless it is stuck."""
+        """End the thread, unless it is stuck. Requests and commands that are not finished raise EngineFailed."""
         self._commands.put(None)
         self._thread.join(_SHUTDOWN_SECONDS)
 
@@ -146,15 +151,10 @@ class EngineThread:
 
     # ---- in the engine's thread
 
-    def _run(self, config: Any, log_stats: bool, built: Future[LLMEngine]) -> None:
+    def _run(self, make: Callable[[], LLMEngine], built: Future[LLMEngine]) -> None:
         """Build the engine, whose device and streams belong to this thread, and run it to its end."""
         try:
-            engine = LLMEngine(
-                vllm_config=config,
-                executor_class=Executor.get_class(config),
-                log_stats=log_stats,
-                usage_context=UsageContext.ENGINE_CONTEXT,
-            )
+            engine = make()
         except BaseException as error:
             built.set_exception(error)
             return
@@ -163,10 +163,17 @@ class EngineThread:
             while self._run_commands(engine):
                 if _has_work(engine) and (outputs := engine.step()):
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
-            engine.engine_core.shutdown()
-        except Exception as error:
+        except BaseException as error:  # also SystemExit, which would end this thread alone and print nothing
             logger.exception("a step of the engine failed")
-            self._fail(EngineFailed(f"{type(error).__name__}: {error}"))
+            self._fail(_failure_of(error))
+            while (command := self._commands.get()) is not None:
+                self._refuse(command)
+        else:
+            self._fail(EngineFailed("the engine was shut down"))
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    self._refuse(command)
+            engine.engine_core.shutdown()
 
     def _run_commands(self, engine: LLMEngine) -> bool:
         """Run the commands that wait, and wait for one if there is nothing to generate. Return False at the end."""
@@ -182,11 +189,15 @@ class EngineThread:
                 return True
 
     def _fail(self, failure: EngineFailed) -> None:
+        """Make all requests raise the failure, and all commands that are sent from now on."""
         self._failure = failure
-        self._loop.call_soon_threadsafe(self._deliver_failure, failure)
-        while (command := self._commands.get()) is not None:
-            if command[0].set_running_or_notify_cancel():
-                command[0].set_exception(failure)
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._deliver_failure, failure)
+
+    def _refuse(self, command: Command) -> None:
+        assert self._failure is not None
+        if command[0].set_running_or_notify_cancel():
+            command[0].set_exception(self._failure)
 
     # ---- in the event loop
 
@@ -198,6 +209,19 @@ class EngineThread:
     def _deliver_failure(self, failure: EngineFailed) -> None:
         for outputs in self._waiting.values():
             outputs.put_nowait(failure)
+
+
+def _failure_of(error: BaseException) -> EngineFailed:
+    return EngineFailed(f"{type(error).__name__}: {error}")
+
+
+def build_engine(config: Any, log_stats: bool) -> LLMEngine:
+    return LLMEngine(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=log_stats,
+        usage_context=UsageContext.ENGINE_CONTEXT,
+    )
 
 
 def _has_work(engine: LLMEngine) -> bool:
@@ -216,5 +240,8 @@ def _run_command(engine: LLMEngine, result: Future[Any], command: Callable[[LLME
         value = command(engine)
     except Exception as error:
         result.set_exception(error)
+    except BaseException as error:
+        result.set_exception(_failure_of(error))
+        raise
     else:
         result.set_result(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from swift_megatron_grpo.vllm_shared.towers import has_towers, images_per_prompt
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5  # between two checks of vLLM's core
+_DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 10.0, 0.01  # for batches on the device, of which there are two at most
 WORKER_EXTENSION = "swift_megatron_grpo.server.weight_receiver.WeightReceiver"
 
 
@@ -107,6 +109,17 @@ def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Convers
         return scheduler_or_engine
 
     rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = ServedEngine, get_rollout_engine_type
+
+
+async def reset_prefix_cache(engine: Any) -> None:
+    """Reset it, also if a batch is still on the device: its blocks are in use until vLLM has stepped again."""
+    end = time.monotonic() + _DRAIN_SECONDS
+    while await engine.reset_prefix_cache() is False:
+        if time.monotonic() > end:
+            raise RuntimeError(
+                "vLLM still holds blocks of requests, so values of older weights would stay in its cache"
+            )
+        await asyncio.sleep(_DRAIN_POLL_SECONDS)
 
 
 class EngineCommands:
@@ -209,7 +222,7 @@ class EngineCommands:
         engine = self._engine.engine
         reports = await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
         # Results cached with older weights must not be used with newer ones.
-        await engine.reset_prefix_cache()
+        await reset_prefix_cache(engine)
         await engine.reset_encoder_cache()
         return {"workers": reports}
 
