@@ -4,6 +4,7 @@ bench.py                    train phase or whole step of both trainers; `report`
 bench_h200.sh               all runs of bench.py on H200
 bench_head.py               time and memory of the output layer with its log-probs
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
+bench_quantization.py       generation with bf16 and with quantized weights
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
 simulate_tail.py            idle slots of a server at the end of rollouts, with later rollouts started ahead

@@ -74,12 +74,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
         if kind == "step":
+            kinds.choices[kind].set_defaults(random_weights=False)
             add("--trl", nargs="+", default=[], metavar="SETTING", help="settings to measure TRL with")
             add("--trl-flags", default="", help="further flags of `megatron rlhf`, translated for TRL only")
             add("--verl", nargs="+", default=[], metavar="SETTING", help="settings to measure verl with")
             add("--verl-flags", default="", help="the same for verl only")
         else:
             kinds.choices[kind].set_defaults(trl=[], trl_flags="", verl=[], verl_flags="")
+            add("--random-weights", action="store_true",
+                help="draw weights on the device, alike in both trainers, instead of loading them")  # fmt: skip
         add("--goal", default="", help="text for the column `goal` of the page")
         add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
@@ -93,6 +96,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--steps", type=int, default=4, help="steps per process, including warm-up")
         add("--warm-up", type=int, default=1, help="first steps of each process that are not counted")
         add("--rounds", type=int, default=2, help="times that compared settings are measured")
+        add("--profile", action="store_true",
+            help="also write the kernels of one more step, by time, to kernels.txt beside the log")  # fmt: skip
         add("--memory-cap-gb", type=float, help="limit of PyTorch's allocator on each GPU, for both trainers")
         add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="precision of the weights")
         add("--flags", default="", help="further flags of `megatron rlhf` for both trainers, as one quoted string")
@@ -159,7 +164,7 @@ def settings_of_peers(args: argparse.Namespace) -> list[Setting]:
 def commands(args: argparse.Namespace, model: Path, dataset: Path, prompts: list[int]) -> dict[str, list[str]]:
     """Return the command of each arm, without the output folder and the flags of a setting."""
     megatron = [*program(), "rlhf", *common_flags(args, model, dataset, prompts), "--external_plugins", str(PLUGIN),
-                "--train_iters", str(args.steps)]  # fmt: skip
+                "--train_iters", str(args.steps + args.profile)]  # fmt: skip
     longest = max(map(max, workload_of(args).completion_tokens()))
     trl = [sys.executable, "-m", "benchmarks.peers.trl_arm", "--model_name_or_path", str(model), "--rows", str(dataset),
            "--template", SHAPES[args.shape].template, "--max_steps", str(args.steps),
@@ -196,10 +201,11 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 def make_model(args: argparse.Namespace) -> tuple[Path, int]:
     """Make the checkpoint unless it exists; return it and the tokens its chat template adds to a prompt."""
-    folder: Path = args.work / "models" / args.shape
+    folder: Path = args.work / "models" / (args.shape + args.random_weights * "-random")
     template_tokens = folder / TEMPLATE_TOKENS_FILE
     if not template_tokens.exists():
         command = [sys.executable, "-m", "benchmarks.harness.models", args.shape, str(folder)]
+        command += ["--no-weights"] * args.random_weights
         subprocess.run(command, check=True, cwd=REPOSITORY)
     return folder, int(template_tokens.read_text())
 
@@ -262,7 +268,8 @@ def run(args: argparse.Namespace) -> int:
     adapters = "--tuner_type lora" in args.flags
     media = media_tokens(model) if shape.image_tokens else []
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
-              media, served=bool(args.servers), waits=args.ahead)  # fmt: skip
+              media, served=bool(args.servers), profiled_step=args.steps if args.profile else None,
+              random_weights=args.random_weights, waits=args.ahead)  # fmt: skip
     plan = Plan(job, commands(args, model, dataset, prompts), ranks, args.rounds, args.warm_up, args.timeout,
                 args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip

@@ -5,8 +5,8 @@
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora moe share-1.7b share-8b-lora, and one
-#                        cell of the last two, as in share-1.7b-2048-8
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-30b-lora
+#                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -24,6 +24,7 @@ began=$SECONDS
 bench() {
     local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() small
     shift 3
+    [ "$kind" = step ] || set -- --random-weights "$@"
     if [ "$left" -lt 60 ]; then
         echo "== $name: no time left" >&2
         return
@@ -157,6 +158,11 @@ group() {
             bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384 --stock mbs8 mbs4 \
                 --trl mbs4+awake mbs8+awake mbs8+awake+liger mbs8 --rounds 1 --steps 4 \
                 --goal "2.0, over TRL 2.0" --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" ;;
+        # The train phase of adapters.
+        lora-8b)
+            bench train lora-8b 8b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
+                --ours tokens16384 --stock mbs8 mbs4 --rounds 1 --steps 4 --goal "2.3, MFU 45 %" \
+                --flags "${lora[*]}" ;;
         two)
             bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
                 --goal 1.5 --rounds 1
@@ -205,6 +211,11 @@ group() {
             bench train moe-4.5b 4.5b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
                 --ours tokens8192 tokens16384 --stock mbs4 mbs2 --goal 3.0 \
                 --flags "--moe_grouped_gemm true --moe_permute_fusion true" ;;
+        # Adapters of Qwen3-30B-A3B, with as many completions as one GPU trains in a step.
+        moe-30b-lora)
+            bench train moe-30b-a3b-lora 30b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 \
+                --completions 64 --ours tokens16384 tokens8192 --stock mbs4 mbs2 --goal 2.5 --rounds 1 --steps 3 \
+                --flags "--moe_grouped_gemm true --moe_permute_fusion true ${lora[*]}" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

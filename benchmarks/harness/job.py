@@ -22,6 +22,8 @@ class Job:
     memory_cap_gb: float | None  # per GPU
     media_tokens: list[int]  # ids of the image placeholder and of the other tokens around images, if rows have some
     served: bool  # a server generates; otherwise vLLM runs in the training processes, unless completions are canned
+    profiled_step: int | None  # of which the kernels are written to the folder; its time is not that of a step
+    random_weights: bool  # the checkpoint has none: both trainers draw them on the device
     waits: bool  # for a file `go` in the folder, before the process uses the GPU
 
     def write(self) -> Path:

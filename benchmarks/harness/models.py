@@ -1,7 +1,8 @@
 """Make a checkpoint of a shape of workload.py with random weights; speed and memory do not depend on their values.
 
-    python -m benchmarks.harness.models SHAPE FOLDER
+    python -m benchmarks.harness.models SHAPE FOLDER [--no-weights]
 
+With --no-weights the folder has all but the weights, for trainers that draw them (instrument/random_weights.py).
 Runs as a separate process, so that its GPU memory is freed when it exits.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from swift.template.templates.utils import DEFAULT_SYSTEM
 from tokenizers import Tokenizer
 from transformers import (
@@ -36,14 +38,20 @@ from .workload import IMAGE_TOKENS, SHAPES, TEMPLATE_TOKENS_FILE, Shape
 WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)  # templates with which ms-swift adds one
 
 
-def make_checkpoint(folder: Path, shape: Shape) -> None:
-    if shape.vision is not None:
-        tokenizer, model = make_qwen_vl(shape, shape.vision[1])
-    elif shape.delta_nets is None:
-        tokenizer, model = make_qwen3(shape)
+def make_checkpoint(folder: Path, shape: Shape, with_weights: bool = True) -> None:
+    with random_weights() if with_weights else torch.device("meta"):
+        if shape.vision is not None:
+            tokenizer, model = make_qwen_vl(shape, shape.vision[1])
+        elif shape.delta_nets is None:
+            tokenizer, model = make_qwen3(shape)
+        else:
+            tokenizer, model = make_qwen3_5(shape, shape.delta_nets)
+    if with_weights:
+        model.save_pretrained(folder)
     else:
-        tokenizer, model = make_qwen3_5(shape, shape.delta_nets)
-    model.save_pretrained(folder)
+        model.config.architectures = [type(model).__name__]  # save_pretrained of a model writes it as well
+        model.config.save_pretrained(folder)
+        save_file({}, folder / "model.safetensors")
     if shape.delta_nets is not None or shape.vision is not None:
         write_processor(folder, shape.model_type)
     tokenizer.save_pretrained(folder)
@@ -131,9 +139,8 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
         dtype="bfloat16",
         **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
     )
-    with random_weights():
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
-        return tokenizer, model
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    return tokenizer, model
 
 
 def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
@@ -141,9 +148,8 @@ def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokeni
     tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()}
     config = qwen_vl_config(shape, vision, text_sizes(tokenizer, shape), tokens)
-    with random_weights():
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
-        return tokenizer, model
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    return tokenizer, model
 
 
 def qwen_vl_config(
@@ -195,4 +201,4 @@ def count_template_tokens(tokenizer: PreTrainedTokenizerFast, template: str) -> 
 
 
 if __name__ == "__main__":
-    make_checkpoint(Path(sys.argv[2]), SHAPES[sys.argv[1]])
+    make_checkpoint(Path(sys.argv[2]), SHAPES[sys.argv[1]], with_weights="--no-weights" not in sys.argv[3:])

@@ -220,6 +220,18 @@ SHAPES = {
         experts=64,
         experts_per_token=8,
     ),
+    "30b-qwen3-moe": Shape(
+        layers=48,
+        hidden=2048,
+        ffn=768,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        vocabulary=151936,
+        tied=False,
+        experts=128,
+        experts_per_token=8,
+    ),
     "8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }

@@ -17,7 +17,7 @@ def test_the_train_phase_is_faster_than_ms_swifts_on_one_cpu_rank(tmp_path: Path
     command = [sys.executable, "-m", "benchmarks.bench", "train", "--json", str(results),
                "--work", str(tmp_path / "work"), "--shape", "tiny", "--completions", "32", "--generations", "4",
                "--lengths", "lognormal:48:0.9:192", "--dtype", "float32", "--ours", "tokens1024", "--stock", "mbs8",
-               "--steps", "4", "--rounds", "2"]  # fmt: skip
+               "--steps", "4", "--rounds", "2", "--random-weights"]  # fmt: skip
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=850)
     assert done.returncode == 0, done.stdout
     processes = json.loads(results.read_text())["processes"]

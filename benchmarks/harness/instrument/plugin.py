@@ -9,15 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import torch
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.rewards import ORM, orms
 from swift.template.templates.qwen import Qwen2VLTemplate
 from torch.distributed import get_rank
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.process import cap_memory, wait_for_turn, write_results
+from benchmarks.harness.instrument.random_weights import draw_weights
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import places, reward_of, row_of
 
@@ -80,6 +84,8 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
     train_step = trainer_class.train_step
 
     def measured(self: Any, data_iterator: Any) -> Any:
+        if len(CLOCK.steps) == JOB.profiled_step:
+            return profiled(Path(JOB.folder), lambda: train_step(self, data_iterator))
         if not CLOCK.steps:
             config = self.unwrapped_models[0].config
             CLOCK.time_method(self.optimizer, "step", "optimizer")
@@ -95,6 +101,18 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
     trainer_class.train_step = measured
 
 
+def profiled(folder: Path, run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, and write the kernels that it runs, the longest first."""
+    activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        result = run()
+    table = profiler.key_averages().table(
+        sort_by=f"self_{activity.name.lower()}_time_total", row_limit=80, max_name_column_width=120
+    )
+    (folder / "kernels.txt").write_text(table)
+    return result
+
+
 def do_nothing(*_: Any) -> None: ...
 
 
@@ -103,6 +121,8 @@ def install() -> None:
     cap_memory(JOB)
     if JOB.media_tokens:
         Qwen2VLTemplate.image_token_id = JOB.media_tokens[0]  # ms-swift's source has the number of released models
+    if JOB.random_weights:
+        draw_weights()
     orms["hash"] = HashReward
     BaseMegatronTrainer.save_checkpoint = do_nothing
     arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")
