@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +36,6 @@ SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float
          "--num_generations", "4", "--global_batch_size", "8", "--lr", "1e-3", "--max_length", "128",
          "--max_completion_length", "12", "--vllm_max_model_len", "256",
          "--max_tokens_per_micro_batch", "256"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_shared_memory_of_earlier_engines() -> Iterator[None]:
-    """Remove what an engine over two ranks of a CPU leaves when it ends at once; the next could not create its own."""
-    yield
-    for memory in Path("/dev/shm").glob("*-tp:0-?0-1?-cpushm_?"):
-        memory.unlink()
 
 
 def run_template(model: Path, dataset: Path, folder: Path, flags: list[str], *where: str, **more: str) -> Finished:

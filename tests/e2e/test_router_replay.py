@@ -93,10 +93,11 @@ def test_experts_arrive_from_a_server_and_from_a_dump_as_from_vllm_in_the_traine
 
 
 def test_the_experts_of_a_conversation_are_those_of_all_its_tokens(folder: Path, moe: Path, dataset: Path) -> None:
-    """An environment's words were in the prompt of the turn after them."""
+    """An environment's words were in the prompt of the turn after them. Two ranks share one engine."""
     plugins = [str(REWARDS), str(REPOSITORY / "templates" / "plugins" / "spelling.py")]
     flags = [*EXACT, *R3, "--multi_turn_scheduler", "gym_scheduler", "--gym_env", "spelling", "--max_turns", "3",
-             "--train_iters", "1", "--max_completion_length", "12", "--external_plugins", *plugins]  # fmt: skip
+             "--train_iters", "1", "--max_completion_length", "12", "--vllm_tensor_parallel_size", "2",
+             "--external_plugins", *plugins]  # fmt: skip
     dump = folder / "conversations"
     run = megatron_rlhf(moe, dataset, folder / "turns", 2, [*flags, "--rollout_dump", str(dump)])
     assert run.code == 0, run.output[-4000:]

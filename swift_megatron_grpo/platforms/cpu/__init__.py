@@ -14,6 +14,7 @@ stand_in.py          module trees in place of packages that need CUDA
 transformer_engine/  Transformer Engine's API in plain PyTorch
 linear_attention/    flash-linear-attention's API, and vLLM's linear attention, in plain PyTorch
 routed_experts.py    the experts that vLLM's routers choose, from its first model runner
+shared_memory.py     names of the memory that vLLM's tensor-parallel ranks share
 fixes.py             fixes of upstream code that fails without a GPU
 torchvision_operators.py  makes torchvision importable, in every process with a CPU build of torch
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from swift_megatron_grpo.platforms.cpu.linear_attention.vllm_core import compute_in_torch
 from swift_megatron_grpo.platforms.cpu.routed_experts import allow_first_runner, capture_in_first_runner
+from swift_megatron_grpo.platforms.cpu.shared_memory import name_after_the_first_rank
 
 _MAX_SENDS_IN_FLIGHT = 64
 
@@ -332,6 +333,7 @@ AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.tensor_parallel.random": silence_rng_warning,
     "megatron.core.transformer.moe.token_dispatcher": convert_split_sizes_to_numpy,
     "vllm.config.vllm": allow_first_runner,
+    "vllm.distributed.device_communicators.cpu_communicator": name_after_the_first_rank,
     "vllm.distributed.parallel_state": skip_destroyed_groups,
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": compute_local_experts,
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": pack_reloaded_experts,

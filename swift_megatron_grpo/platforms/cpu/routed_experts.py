@@ -8,9 +8,11 @@ of cached blocks, and the scheduler attaches rows to completions. This module co
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,12 +46,25 @@ class _Step:
     num_computed_tokens_np: NDArray[np.int32]  # [requests] before this step
 
 
+@contextmanager
+def _as_first_rank(worker: Any) -> Iterator[None]:
+    group = worker.get_tp_group
+    worker.get_tp_group = lambda: SimpleNamespace(is_first_rank=True)
+    try:
+        yield
+    finally:
+        worker.get_tp_group = group
+
+
 class _Capture:
     """The captured experts of one runner, between the two halves of a step."""
 
     def __init__(self, runner: Any, kv_cache_config: Any) -> None:
         worker = import_module("vllm.distributed.aux_output_connector.worker")
-        self.connector = worker.get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
+        # Ranks of a torchrun each have a scheduler, which waits for rows; vLLM assumes one behind the first rank.
+        each_schedules = runner.vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+        with _as_first_rank(worker) if each_schedules else nullcontext():
+            self.connector = worker.get_aux_output_connector(runner.model, runner.vllm_config, kv_cache_config)
         self.pending: Any = None  # rows of the step whose tokens are sampled next
 
     def run(self, runner: Any) -> None:

@@ -194,6 +194,8 @@ def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> N
         "templates/qwen3_5_lora.sh",
         "templates/vl_lora.sh",
         "templates/vl_server.sh",
+        "templates/moe_server.sh",
+        "templates/moe_full.sh",
         "templates/qwen3_5_moe_server.sh",
     ],
 )
