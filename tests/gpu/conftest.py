@@ -27,6 +27,7 @@ VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
     ("dense-given", "dense", [], ["given"]),
     ("moe-given", "moe", [], ["given"]),
     ("plain-kernels", "dense", ["--fast_kernels", "false"], BATCHES["dense"]),
+    ("torch-attention", "dense", ["--attention_backend", "flash"], BATCHES["dense"]),
 ]
 
 

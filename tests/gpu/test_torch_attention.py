@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
 from swift_megatron_grpo.training.attention_check import poison_free_memory, relative_error
 from swift_megatron_grpo.training.torch_attention import attend
+from tests.gpu.conftest import Gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 QUERIES = [333, 64, 1, 450]
@@ -62,3 +65,13 @@ def test_output_and_gradients_are_those_of_exact_arithmetic(case: str, heads: in
     pairs = zip((output, *gradients), (exact, *exact_gradients), strict=True)
     errors = {name: relative_error(found, right) for name, (found, right) in zip("oqkv", pairs, strict=True)}
     assert all(error < 0.01 for error in errors.values()), errors  # rounding to bf16 costs about 0.003
+
+
+@pytest.mark.skipif(has_flash_attention(), reason="Transformer Engine then has flash attention")
+def test_two_steps_match_those_with_cudnns_attention(gpus: Gpus) -> None:
+    flash, fused = (
+        json.loads((gpus.folder / folder / "one.json").read_text()) for folder in ("torch-attention", "dense-full")
+    )
+    for step, expected in zip(flash["metrics"], fused["metrics"], strict=True):
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.01)
+        assert step["loss"] == pytest.approx(expected["loss"], abs=0.005)

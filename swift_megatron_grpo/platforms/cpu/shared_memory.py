@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 FOLDER = Path("/dev/shm")
@@ -21,10 +22,10 @@ def name_after_the_first_rank(cpu_communicator: Any) -> None:
     make_group_name = owner.make_group_name
 
     def make_own_name(communicator: Any) -> str:
-        first = [os.getpid()]
-        dist.broadcast_object_list(first, src=communicator.ranks[0], group=communicator.device_group)
+        first = torch.tensor(os.getpid())
+        dist.broadcast(first, src=communicator.ranks[0], group=communicator.device_group)
         remove_memory_of_ended_processes(FOLDER)
-        return f"{first[0]}{make_group_name(communicator).lstrip('/')}"  # it begins with slashes: env://
+        return f"{first.item()}{make_group_name(communicator).lstrip('/')}"  # it begins with slashes: env://
 
     owner.make_group_name = staticmethod(make_own_name)
 
