@@ -189,6 +189,8 @@ def test_a_folder_without_a_run_fails_with_the_missing_file(tmp_path: Path) -> N
         "scripts/test.sh",
         "templates/cpu_quickstart.sh",
         ".ci/run",
+        "benchmarks/bench_h200.sh",
+        "benchmarks/bench_lanes.sh",
         "templates/dense_server.sh",
         "templates/async_server.sh",
         "templates/qwen3_5_lora.sh",

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Run groups of bench_h200.sh so that the GPU waits for no start: one measures while others start.
+#   benchmarks/bench_lanes.sh "GROUP..." "GROUP..."
+# The groups of an argument run one after the other, those of different arguments side by side: a lock lets one process
+# at a time use the GPU. A process that waits takes a core and 4 GB of host memory.
+#   DEADLINE=1500       seconds for all; a group that has less than a minute left is not started
+#   LOGS=folder         folder for the logs of the groups (default: runs/bench/logs)
+# OUT, WORK, ROUNDS and DRY are those of bench_h200.sh.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+logs=${LOGS:-$here/../runs/bench/logs}
+end=$((SECONDS + ${DEADLINE:-1500}))
+mkdir -p "$logs"
+
+run_in_turn() {
+    local group left
+    for group in "$@"; do
+        left=$((end - SECONDS))
+        if [ $left -lt 60 ]; then
+            echo "== $group: no time left"
+            continue
+        fi
+        echo "== $group: $left s left"
+        DEADLINE=$left "$here/bench_h200.sh" "$group" >"$logs/$group.log" 2>&1 || echo "== $group failed"
+        grep -E '^(ours|stock|trl|verl|each|equal|==) ' "$logs/$group.log" || true
+    done
+}
+
+for lane in "$@"; do
+    read -ra groups <<<"$lane"
+    run_in_turn "${groups[@]}" &
+    sleep 5 # the first argument's first group goes first
+done
+wait
