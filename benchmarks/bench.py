@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.job import Job
 from benchmarks.harness.page import write_page
 from benchmarks.harness.paths import REPOSITORY
@@ -201,13 +202,8 @@ def workload_of(args: argparse.Namespace) -> Workload:
 
 def make_model(args: argparse.Namespace) -> tuple[Path, int]:
     """Make the checkpoint unless it exists; return it and the tokens its chat template adds to a prompt."""
-    folder: Path = args.work / "models" / (args.shape + args.random_weights * "-random")
-    template_tokens = folder / TEMPLATE_TOKENS_FILE
-    if not template_tokens.exists():
-        command = [sys.executable, "-m", "benchmarks.harness.models", args.shape, str(folder)]
-        command += ["--no-weights"] * args.random_weights
-        subprocess.run(command, check=True, cwd=REPOSITORY)
-    return folder, int(template_tokens.read_text())
+    folder = made_checkpoint(args.work, args.shape, with_weights=not args.random_weights)
+    return folder, int((folder / TEMPLATE_TOKENS_FILE).read_text())
 
 
 def media_tokens(model: Path) -> list[int]:

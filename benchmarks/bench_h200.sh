@@ -56,7 +56,7 @@ qwen3_5() {
     local kind=$1 name=$2 flags=$3
     shift 3
     bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 --timeout 420 \
-        --flags "$flags --attention_backend flash" "$@"
+        --flags "$flags --attention_backend flash --vit_attn_impl sdpa" "$@"
 }
 
 # with_servers COMMAND...      runs the command with --servers, while a rollout server of each trainer is on the last GPU

@@ -19,8 +19,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.bench import PACKAGES, machine, revision
+from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE
+from benchmarks.harness.workload import SHAPES
 
 NONE = "none"  # weights as they are
 MARK = "SECONDS "
@@ -63,14 +64,6 @@ def generate(args: argparse.Namespace, model: Path) -> list[float]:
     return seconds[1:]
 
 
-def make_model(args: argparse.Namespace) -> Path:
-    model: Path = args.work / "models" / f"{args.shape}-random"
-    if not (model / TEMPLATE_TOKENS_FILE).exists():
-        command = [sys.executable, "-m", "benchmarks.harness.models", args.shape, str(model), "--no-weights"]
-        subprocess.run(command, check=True, cwd=REPOSITORY)
-    return model
-
-
 def measure(kind: str, timeout: float) -> list[float]:
     """Return the seconds of a kind, measured by a process of its own; none if it failed."""
     command = [sys.executable, "-m", "benchmarks.bench_quantization", *sys.argv[1:], "--only", kind]
@@ -85,7 +78,7 @@ def measure(kind: str, timeout: float) -> list[float]:
 def main() -> int:
     args = parse()
     args.work, args.json = args.work.resolve(), args.json.resolve()
-    model = make_model(args)
+    model = made_checkpoint(args.work, args.shape, with_weights=False)
     if args.only is not None:
         print(MARK + json.dumps(generate(args, model)), flush=True)
         return 0

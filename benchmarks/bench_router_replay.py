@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.bench import PACKAGES, machine, revision
+from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import make_entry_point, program
 from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, write_dataset
@@ -55,11 +56,7 @@ def parse() -> argparse.Namespace:
 
 def make_inputs(work: Path, name: str, rows: int) -> tuple[Path, Path, Path]:
     """Return the model, the dataset and the reward's plugin."""
-    model, dataset, reward = work / "models" / name, work / "prompts.jsonl", work / "hash_reward.py"
-    if not (model / TEMPLATE_TOKENS_FILE).exists():
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.harness.models", name, str(model)], check=True, cwd=REPOSITORY
-        )
+    model, dataset, reward = made_checkpoint(work, name), work / "prompts.jsonl", work / "hash_reward.py"
     write_dataset(dataset, [PROMPT_TOKENS] * rows, int((model / TEMPLATE_TOKENS_FILE).read_text()))
     reward.write_text(REWARD)
     return model, dataset, reward

@@ -31,9 +31,10 @@ import psutil
 import torch
 
 from benchmarks.bench import PACKAGES, machine, revision
+from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE
+from benchmarks.harness.workload import SHAPES
 
 ARMS = "benchmarks.harness.generation_arms"
 START_SECONDS = 600.0
@@ -64,15 +65,6 @@ def job_of(args: argparse.Namespace) -> GenerationJob:
         max_model_len=args.prompt_tokens + args.tokens + 64, max_num_seqs=256, memory_share=args.memory,
         dtype="bfloat16" if gpu else "float32", eager=args.eager or not gpu,
     )  # fmt: skip
-
-
-def make_model(work: Path, shape: str) -> Path:
-    model = work / "models" / shape
-    if not (model / TEMPLATE_TOKENS_FILE).exists():
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.harness.models", shape, str(model)], check=True, cwd=REPOSITORY
-        )
-    return model
 
 
 def free_port() -> int:
@@ -248,7 +240,7 @@ def main() -> int:
         args.shape, args.prompts, args.group_size, args.tokens, args.rounds = "toy", 2, 4, 32, 1
     args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
-    job, model = job_of(args), make_model(args.work, args.shape)
+    job, model = job_of(args), made_checkpoint(args.work, args.shape)
     with ExitStack() as stack:
         arms = [
             stack.enter_context(arm.started(model, job, args.work / f"{arm.name}.log"))

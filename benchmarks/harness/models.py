@@ -84,9 +84,8 @@ def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
         **text_sizes(tokenizer, shape),
         "rope_theta": 1e6,
     }
-    with random_weights():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(qwen3_config(shape, values))
-        return tokenizer, model
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(qwen3_config(shape, values))
+    return tokenizer, model
 
 
 def qwen3_config(shape: Shape, values: dict[str, Any]) -> PretrainedConfig:

@@ -8,7 +8,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,18 @@ _QWEN2_5_VL = {
     "window_size": 112,
 }
 _QWEN3_VL = {"in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 16}
+_QWEN3_30B_A3B = Shape(
+    layers=48,
+    hidden=2048,
+    ffn=768,
+    heads=32,
+    kv_heads=4,
+    head_dim=128,
+    vocabulary=151936,
+    tied=False,
+    experts=128,
+    experts_per_token=8,
+)
 SHAPES = {
     "toy-qwen3-vl": Shape(
         layers=4,
@@ -208,30 +220,8 @@ SHAPES = {
         experts_per_token=2,
     ),
     # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
-    "4.5b-qwen3-moe": Shape(
-        layers=12,
-        hidden=2048,
-        ffn=768,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        vocabulary=151936,
-        tied=False,
-        experts=64,
-        experts_per_token=8,
-    ),
-    "30b-qwen3-moe": Shape(
-        layers=48,
-        hidden=2048,
-        ffn=768,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        vocabulary=151936,
-        tied=False,
-        experts=128,
-        experts_per_token=8,
-    ),
+    "30b-qwen3-moe": _QWEN3_30B_A3B,
+    "4.5b-qwen3-moe": replace(_QWEN3_30B_A3B, layers=12, experts=64),
     "8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }

@@ -26,6 +26,7 @@ from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_checks import check_images
+from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 
 
@@ -54,6 +55,8 @@ class GRPOArguments(DerivedArguments):
         for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
+        if vars(self)["vit_attn_impl"] is None and not towers_have_flash_attention():
+            self.vit_attn_impl = "sdpa"
         existing = _existing_folders(Path(self.output_dir or "megatron_output").expanduser())
         try:
             super().__post_init__()

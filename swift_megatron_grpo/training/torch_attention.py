@@ -20,6 +20,8 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
 
 MOST_CHANNELS = 256
+_OTHER_KERNELS = "install flash-attn, or use --attention_backend fused"
+_PLAIN_KERNEL = "use --attention_backend unfused"
 
 
 def attend_with_torch(models: Iterable[torch.nn.Module]) -> None:
@@ -44,33 +46,34 @@ def would_find_no_kernel(layer: Attention) -> bool:
 def replace_kernel(layer: Any) -> None:
     """Make a layer attend with torch's kernel, or raise ValueError."""
     channels, config = layer.key_hidden_size, layer.config
-    causal = layer.attention_type == "self" and layer.attn_mask_type is AttnMaskType.causal
-    reason = what_is_missing(config, channels, layer.val_hidden_size) if causal else "masks other than the causal one"
-    if reason is not None:
+    if layer.attention_type != "self" or layer.attn_mask_type is not AttnMaskType.causal:
+        missing: str | None = f"masks other than the causal one; {_OTHER_KERNELS}"
+    else:
+        missing = what_is_missing(config, channels)
+    if missing is not None:
         raise ValueError(
-            f"--attention_backend flash: flash-attn is not installed, and torch's own flash kernel has no {reason}; "
-            "install flash-attn, or use --attention_backend fused"
+            f"--attention_backend flash: flash-attn is not installed, and torch's own flash kernel has no {missing}"
         )
     scale = channels**-0.5 if config.softmax_scale is None else config.softmax_scale
     layer.core_attention.forward = partial(attend, scale)
 
 
-def what_is_missing(config: ModelConfig, key_channels: int, value_channels: int) -> str | None:
-    """Return what torch's kernel lacks for such layers; None: it computes them."""
-    if config.context_parallel_size > 1:
-        return f"ring attention for --context_parallel_size {config.context_parallel_size}"
-    if key_channels != value_channels:
-        return f"heads with {key_channels} channels of keys and {value_channels} of values"
-    if key_channels > MOST_CHANNELS:
-        return f"heads with {key_channels} channels; {MOST_CHANNELS} are the most"
+def what_is_missing(config: ModelConfig, channels: int) -> str | None:
+    """Return what torch's kernel lacks for such layers, and what to use instead; None: it computes them."""
     if config.params_dtype not in (torch.bfloat16, torch.float16):
-        return f"{config.params_dtype} arithmetic"
+        return f"{config.params_dtype} arithmetic; {_PLAIN_KERNEL}"
+    if channels > MOST_CHANNELS:
+        return f"heads with {channels} channels, {MOST_CHANNELS} are the most; {_PLAIN_KERNEL}"
+    if config.context_parallel_size > 1:
+        return f"ring attention for --context_parallel_size {config.context_parallel_size}; {_OTHER_KERNELS}"
+    if config.multi_latent_attention:
+        return f"multi-latent attention; {_OTHER_KERNELS}"
     if config.attention_dropout:
-        return f"dropout (--attention_dropout {config.attention_dropout})"
+        return f"dropout (--attention_dropout {config.attention_dropout}); {_OTHER_KERNELS}"
     if config.window_size is not None:
-        return f"windows ({config.window_size} tokens)"
+        return f"windows ({config.window_size} tokens); {_OTHER_KERNELS}"
     if config.softmax_type != "vanilla":
-        return f"attention sinks (softmax_type {config.softmax_type})"
+        return f"attention sinks (softmax_type {config.softmax_type}); {_OTHER_KERNELS}"
     return None
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
@@ -40,6 +41,11 @@ def test_the_engine_runs_the_language_model_alone_and_exactly(learned: Finished,
     assert "failed its check" not in learned.output
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in learned.log)
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in learned.log)
+
+
+@pytest.mark.skipif(towers_have_flash_attention(), reason="then mcore-bridge's default is kept")
+def test_without_flash_attn_the_image_part_attends_with_torch(learned: Finished) -> None:
+    assert json.loads((learned.folder / "args.json").read_text())["vit_attn_impl"] == "sdpa"
 
 
 def test_the_model_learns(learned: Finished) -> None:

@@ -1,0 +1,20 @@
+"""Checkpoints of shapes, made when they are first needed, by a process of its own: it frees its GPU memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from .paths import REPOSITORY
+from .workload import TEMPLATE_TOKENS_FILE
+
+
+def made_checkpoint(work: Path, shape: str, with_weights: bool = True) -> Path:
+    """Return the folder of a shape's checkpoint in `work`, with random weights or with none."""
+    folder = work / "models" / (shape if with_weights else f"{shape}-random")
+    if not (folder / TEMPLATE_TOKENS_FILE).exists():
+        command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]
+        command += [] if with_weights else ["--no-weights"]
+        subprocess.run(command, check=True, cwd=REPOSITORY)
+    return folder
