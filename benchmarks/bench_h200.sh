@@ -7,7 +7,8 @@
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
-#       groups on 2 and 4 GPUs: two four qwen3.5-server qwen3.5-server-lora
+#                        dp1-8b-lora
+#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync-4b sync-8b-lora dp2-8b-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -22,7 +23,7 @@ began=$SECONDS
 
 # bench KIND NAME SHAPE ARGUMENT...      later arguments override earlier ones
 bench() {
-    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() small
+    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() light
     shift 3
     [ "$kind" = step ] || set -- --random-weights "$@"
     if [ "$left" -lt 60 ]; then
@@ -30,10 +31,10 @@ bench() {
         return
     fi
     if [ -n "${DRY:-}" ]; then
-        case $shape in *-*) shape=toy-${shape#*-} ;; *) shape=toy ;; esac
+        shape=$(small "$shape")
         dry_flags=(--dtype float32 --rounds 1 --steps 2 --warm-up 1 --lengths constant:16 --prompts constant:48)
-        small="--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3"
-        [ "$kind" = train ] || dry_flags+=(--ours-flags "$small" --stock-flags "$small" --trl-flags "$small" --verl-flags "$small")
+        light="--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3"
+        [ "$kind" = train ] || dry_flags+=(--ours-flags "$light" --stock-flags "$light" --trl-flags "$light" --verl-flags "$light")
     fi
     echo "== $name"
     "$python" -m benchmarks.bench "$kind" --json "$out/$name.json" --shape "$shape" --rounds "${ROUNDS:-2}" --steps 4 \
@@ -59,31 +60,52 @@ qwen3_5() {
         --flags "$flags --attention_backend flash --vit_attn_impl sdpa" "$@"
 }
 
-# with_servers COMMAND...      runs the command with --servers, while a rollout server of each trainer is on the last GPU
+# with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
+# package's, off: ms-swift's) is on the last GPU; the command finds their URLs in $servers
 with_servers() {
-    local work=${WORK:-runs/bench} shape=${DRY:+toy}-qwen3.5 arms=(on off) dtype=bfloat16 arm gpu i port=8100 pids=() urls=()
-    [ -n "${DRY:-}" ] && arms=(on) dtype=float32 || shape=2b-qwen3.5  # ms-swift's server needs a GPU
-    [ -e "$work/models/$shape" ] || "$python" -m benchmarks.harness.models "$shape" "$work/models/$shape"
+    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 model type template arm gpu i port=8100 pids=() urls=()
+    shift 3
+    if [ -n "${DRY:-}" ]; then
+        shape=$(small "$shape") arms=(on) dtype=float32 # ms-swift's server needs a GPU
+        flags+=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
+    fi
+    read -r model type template < <("$python" -c 'import sys; from pathlib import Path
+from benchmarks.harness.checkpoints import made_checkpoint
+from benchmarks.harness.workload import SHAPES
+shape = SHAPES[sys.argv[2]]
+print(made_checkpoint(Path(sys.argv[1]), sys.argv[2]).resolve(), shape.model_type, shape.template)' "$work" "$shape" | tail -1)
     gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
     for arm in "${arms[@]}"; do
         SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu "$python" -P -m swift.cli.rollout --port $port \
-            --model "$work/models/$shape" --model_type qwen3_5 --template qwen3_5 --vllm_max_model_len 1024 \
-            --torch_dtype "$dtype" "${eager[@]}" >"$work/rollout-$arm.log" 2>&1 &
+            --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
+            --torch_dtype "$dtype" "${flags[@]}" >"$work/rollout-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
     for i in "${!urls[@]}"; do
         timeout 300 bash -c "until curl -sfo /dev/null ${urls[i]}/health/; do kill -0 ${pids[i]} || exit; sleep 1; done" ||
             echo "== ${urls[i]} does not answer" >&2
     done
-    "$@" --servers "${urls[0]}" "${urls[-1]}"
+    servers=("${urls[0]}" "${urls[-1]}")
+    "$@"
     kill "${pids[@]}" || true
     wait "${pids[@]}" || true
+}
+
+# small SHAPE      the shape of the same family that a CPU runs
+small() {
+    case $1 in *-*) echo "toy-${1#*-}" ;; *) echo toy ;; esac
 }
 
 # images NAME SHAPE FLAGS      an image of 768 x 768 pixels in each prompt
 images() {
     bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --steps 4 --warm-up 1 --rounds 1 \
         --ours tokens16384 --stock mbs8 mbs16 --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
+}
+
+# sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
+sync() {
+    bench step "$1" "$2" --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 --steps 6 --warm-up 2 \
+        --ours tokens16384 --servers "${servers[@]}" --flags "$3" --goal "weight sync $4"
 }
 
 # memory SHAPE GOAL
@@ -183,11 +205,40 @@ group() {
             qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
-            with_servers qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs16 --rounds 1 \
-                --steps 4 --goal "1.8 for the train phase" ;;
-        qwen3.5-server-lora)
-            with_servers qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs16 --rounds 1 \
-                --steps 4 --goal "1.8 for the train phase" ;;
+            with_servers 2b-qwen3.5 "on off" "${eager[*]}" group qwen3.5-behind-servers ;;
+        qwen3.5-behind-servers)
+            qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
+                --servers "${servers[@]}" --goal "1.8 for the train phase"
+            began=$SECONDS
+            qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
+                --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
+        # The whole step on two GPUs: both train and generate, or one trains while a server on the other one generates.
+        two-colocated)
+            for completions in 128 256; do
+                bench step "two-colocated-1.7b-$completions" 1.7b "${fixed[@]}" --completions $completions --rounds 1 \
+                    --steps 6 --warm-up 2 --ours dp2+tokens16384 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2"
+            done ;;
+        two-server)
+            with_servers 1.7b on "--vllm_gpu_memory_utilization 0.8" group two-behind-server ;;
+        two-behind-server)
+            for completions in 128 256; do
+                bench step "two-server-1.7b-$completions" 1.7b "${fixed[@]}" --completions $completions --rounds 1 \
+                    --steps 8 --warm-up 3 --ours tokens16384 --servers "${servers[@]}" \
+                    --flags "--async_generate true --rollout_importance_sampling_mode token_truncate"
+            done ;;
+        # The weight sync to a server on another GPU: all weights of 4B, and of 8B with the adapter merged into them.
+        sync-4b)
+            with_servers 4b on "${eager[*]}" group sync-behind-server-4b ;;
+        sync-8b-lora)
+            with_servers 8b on "${eager[*]}" group sync-behind-server-8b ;;
+        sync-behind-server-4b)
+            sync sync-4b 4b "" "50 ms" ;;
+        sync-behind-server-8b)
+            sync sync-8b-lora 8b "${lora[*]}" "100 ms" ;;
+        # One and two data-parallel ranks, with as many completions for each.
+        dp1-8b-lora | dp2-8b-lora)
+            bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "${1%%-*}+tokens16384" --rounds 1 \
+                --goal "cost per token within 5 %" --flags "${lora[*]}" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" ;;

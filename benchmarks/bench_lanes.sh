@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Run groups of bench_h200.sh so that the GPU waits for no start: one measures while others start.
-#   benchmarks/bench_lanes.sh "GROUP..." "GROUP..."
+# Run groups of bench_h200.sh so that no GPU waits for a start: one group measures while others start.
+#   benchmarks/bench_lanes.sh GPU:"GROUP..." GPU:"GROUP..."
+#   benchmarks/bench_lanes.sh 0:"moe step-best" 0:"lora-8b" 1:"vl-qwen3"
 # The groups of an argument run one after the other, those of different arguments side by side: a lock lets one process
-# at a time use the GPU. A process that waits takes a core and 4 GB of host memory.
+# at a time use each GPU. A process that waits takes a core and 4 GB of host memory. Groups for several GPUs name them
+# all, as in 0,1:two.
 #   DEADLINE=1500       seconds for all; a group that has less than a minute left is not started
 #   LOGS=folder         folder for the logs of the groups (default: runs/bench/logs)
 # OUT, WORK, ROUNDS and DRY are those of bench_h200.sh.
@@ -12,23 +14,25 @@ logs=${LOGS:-$here/../runs/bench/logs}
 end=$((SECONDS + ${DEADLINE:-1500}))
 mkdir -p "$logs"
 
-run_in_turn() {
+run_in_turn() { # run_in_turn GPU GROUP...
     local group left
-    for group in "$@"; do
+    export CUDA_VISIBLE_DEVICES=$1
+    for group in "${@:2}"; do
         left=$((end - SECONDS))
         if [ $left -lt 60 ]; then
             echo "== $group: no time left"
             continue
         fi
-        echo "== $group: $left s left"
+        echo "== $group: on GPU $CUDA_VISIBLE_DEVICES, $left s left"
         DEADLINE=$left "$here/bench_h200.sh" "$group" >"$logs/$group.log" 2>&1 || echo "== $group failed"
         grep -E '^(ours|stock|trl|verl|each|equal|==) ' "$logs/$group.log" || true
     done
 }
 
 for lane in "$@"; do
-    read -ra groups <<<"$lane"
-    run_in_turn "${groups[@]}" &
+    [[ $lane == *:* ]] || { echo "bench_lanes: $lane: write GPU:\"GROUP...\", as in 0:\"$lane\"" >&2; exit 2; }
+    read -ra groups <<<"${lane#*:}"
+    run_in_turn "${lane%%:*}" "${groups[@]}" &
     sleep 5 # the first argument's first group goes first
 done
 wait

@@ -22,7 +22,7 @@ import torch
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import make_entry_point, program
+from benchmarks.harness.processes import devices_locked, make_entry_point, program
 from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, write_dataset
 
 PROMPT_TOKENS, GROUP = 64, 8
@@ -86,7 +86,7 @@ def train(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
     paths = [str(REPOSITORY), str(args.work), os.environ.get("PYTHONPATH")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "NPROC_PER_NODE": "1"}
     output.mkdir(parents=True, exist_ok=True)
-    with (output / "log.txt").open("wb") as log:
+    with (output / "log.txt").open("wb") as log, devices_locked():
         done = subprocess.run(["timeout", "-k", "60", str(args.timeout), *command], stdout=log, stderr=log,
                               cwd=output, env=environment)  # fmt: skip
     if done.returncode:

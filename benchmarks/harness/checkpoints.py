@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from .workload import TEMPLATE_TOKENS_FILE
 def made_checkpoint(work: Path, shape: str, with_weights: bool = True) -> Path:
     """Return the folder of a shape's checkpoint in `work`, with random weights or with none."""
     folder = work / "models" / (shape if with_weights else f"{shape}-random")
-    if not (folder / TEMPLATE_TOKENS_FILE).exists():
-        command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]
-        command += [] if with_weights else ["--no-weights"]
-        subprocess.run(command, check=True, cwd=REPOSITORY)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:  # groups that run side by side share checkpoints
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / TEMPLATE_TOKENS_FILE).exists():
+            command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]
+            command += [] if with_weights else ["--no-weights"]
+            subprocess.run(command, check=True, cwd=REPOSITORY)
     return folder

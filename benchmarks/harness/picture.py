@@ -11,6 +11,7 @@ COLOURS = {
     "generation": "#4e79a7",
     "switch": "#f28e2b",
     "weight_sync": "#edc948",
+    "sync_check": "#ff9da7",
     "grading": "#9c755f",
     "logprobs": "#e15759",
     "forward_backward": "#59a14f",

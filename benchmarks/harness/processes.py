@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import random
 import re
@@ -14,11 +15,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .job import VARIABLE, Job
 from .paths import REPOSITORY
@@ -29,7 +32,7 @@ OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
 REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up starts with
 MAX_REASON = 400  # characters of a failure's reason
-DEVICE_LOCK = Path(tempfile.gettempdir()) / "swift_megatron_grpo_benchmark.lock"
+LOCKS = Path(tempfile.gettempdir())
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class _Queue:
         folder, process = self._waiting or start(self._plan, setting)
         self._waiting = None
         try:
-            with device_lock():
+            with devices_locked():
                 left = self._plan.deadline - time.monotonic()
                 if left < self._longest:
                     _kill(process)
@@ -114,11 +117,19 @@ class _Queue:
 
 
 @contextmanager
-def device_lock() -> Iterator[None]:
-    """Let one benchmark of this machine at a time use the device; others start their next process meanwhile."""
-    with DEVICE_LOCK.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def devices_locked() -> Iterator[None]:
+    """Let one benchmark at a time use each GPU that this one sees; others start their next process meanwhile."""
+    with ExitStack() as locks:
+        for device in visible_devices():  # in order, so that two that see the same GPUs never wait for each other
+            file = locks.enter_context((LOCKS / f"swift_megatron_grpo_benchmark_{device}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def visible_devices() -> list[str]:
+    """Return the numbers of the GPUs that processes of this one see, or `cpu`."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    return sorted(visible.split(",")) if visible else ["cpu"]
 
 
 def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
@@ -248,13 +259,22 @@ def _check_tokens(plan: Plan, setting: Setting, ranks: Sequence[dict[str, Any]])
     trained = [sum(rank[key] for rank in ranks) // model_parallel for key in ("tokens", "completion_tokens")]
     if setting.arm == "ours":
         trained = [total // plan.ranks for total in trained]
-    # A server's model may end a completion before its length: its random weights sample the end with 1 in 100,000.
-    tolerance = 0.02 if plan.job.served else 0.0
-    if any(abs(count - wanted) > tolerance * wanted for count, wanted in zip(trained, expected, strict=True)):
+    missing = tokens_of_early_ends(plan.job.completion_tokens, plan.job.vocabulary) if plan.job.served else 0.0
+    if any(abs(count - wanted) > missing for count, wanted in zip(trained, expected, strict=True)):
         raise SystemExit(
             f"{setting.arm} {setting.name}: trained {trained[0]} tokens, {trained[1]} of them in completions, instead "
             f"of {expected[0]} and {expected[1]}; the trainers did not do the same work"
         )
+
+
+def tokens_of_early_ends(completions: Sequence[Sequence[int]], vocabulary: int) -> float:
+    """Return how many tokens may be missing because a model behind a server ended completions before their length.
+
+    Random weights sample the end as often as any other token. Each end costs at most a whole completion, and their
+    number is hardly ever more than four standard deviations above its mean.
+    """
+    ends = sum(map(sum, completions)) / vocabulary
+    return (ends + 4 * math.sqrt(ends)) * max(map(max, completions))
 
 
 def _data_parallel(setting: Setting, ranks: int) -> int:

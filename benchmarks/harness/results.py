@@ -14,7 +14,7 @@ ARMS = ("ours", "stock", "trl", "verl")
 PEERS = ARMS[2:]  # trainers of other projects
 NAMES = {"ours": "this package", "stock": "ms-swift", "trl": "TRL", "verl": "verl"}
 TRAIN_PHASES = ("logprobs", "forward_backward", "grad_sync", "optimizer")
-PHASES = ("generation", "switch", "weight_sync", "grading", *TRAIN_PHASES, "other")
+PHASES = ("generation", "switch", "weight_sync", "sync_check", "grading", *TRAIN_PHASES, "other")
 SHARED = "+shared"  # in the name of a setting of this package: completions share their prompt
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bf16 without sparsity, by part of the device's name
 

@@ -52,7 +52,7 @@ PHASE_OF_TIMER = {
 PHASE_OF_TIMER_WITH_SERVER = {
     **PHASE_OF_TIMER,
     "weight_sync": "weight_sync",
-    "sync_check": "weight_sync",
+    "sync_check": "sync_check",
     "generation": "generation",
 }
 

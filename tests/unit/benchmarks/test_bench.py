@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import bench
 from benchmarks.harness import page
@@ -17,7 +18,7 @@ from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.vllm_pool import bytes_at
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary
 from benchmarks.harness.picture import draw
-from benchmarks.harness.processes import Setting, interleave
+from benchmarks.harness.processes import Setting, interleave, tokens_of_early_ends, visible_devices
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
 from benchmarks.harness.workload import (
     SHAPES,
@@ -217,6 +218,18 @@ def test_settings_with_different_numbers_of_ranks_are_rejected() -> None:
     assert settings[1].flags == ("--micro_batch_size", "4", "--sleep_level", "1")
     with pytest.raises(SystemExit, match="same number of ranks"):
         bench.settings_of(bench.parse(["train", "--json", "x.json", "--ours", "tp2", "--stock", "mbs4"]))
+
+
+def test_a_server_may_leave_out_the_tokens_of_a_few_completions_that_end_early() -> None:
+    assert tokens_of_early_ends([[512] * 8] * 16, vocabulary=151936) < 0.03 * 512 * 128
+    assert tokens_of_early_ends([[16] * 8] * 2, vocabulary=512) < 0.25 * 16 * 16
+
+
+def test_benchmarks_wait_only_for_those_that_see_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
+    assert visible_devices() == ["0", "1"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_devices() == ([str(gpu) for gpu in range(torch.cuda.device_count())] or ["cpu"])
 
 
 # ---- the page
