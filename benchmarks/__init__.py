@@ -2,8 +2,9 @@
 
 bench.py                    train phase or whole step of both trainers; `report` writes docs/performance.md
 bench_h200.sh               all runs of bench.py on H200
-bench_lanes.sh              groups of bench_h200.sh side by side, so that the GPU waits for no start
+bench_lanes.sh              groups of bench_h200.sh side by side, so that no GPU waits for a start
 bench_head.py               time and memory of the output layer with its log-probs
+bench_experts.py            the experts of one layer: Transformer Engine's products, and one kernel for all experts
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_quantization.py       generation with bf16 and with quantized weights
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
