@@ -63,7 +63,8 @@ qwen3_5() {
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
 # package's, off: ms-swift's) is on the last GPU; the command finds their URLs in $servers
 with_servers() {
-    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 model type template arm gpu i port=8100 pids=() urls=()
+    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 port=8100 pids=() urls=()
+    local model type template arm program gpu i
     shift 3
     if [ -n "${DRY:-}" ]; then
         shape=$(small "$shape") arms=(on) dtype=float32 # ms-swift's server needs a GPU
@@ -76,7 +77,10 @@ shape = SHAPES[sys.argv[2]]
 print(made_checkpoint(Path(sys.argv[1]), sys.argv[2]).resolve(), shape.model_type, shape.template)' "$work" "$shape" | tail -1)
     gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
     for arm in "${arms[@]}"; do
-        SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu "$python" -P -m swift.cli.rollout --port $port \
+        program=swift.cli.rollout
+        [ "$arm" = on ] || program=benchmarks.harness.stock_server
+        PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu \
+            "$python" -P -m $program --port $port \
             --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
             --torch_dtype "$dtype" "${flags[@]}" >"$work/rollout-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))

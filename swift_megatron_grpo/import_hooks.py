@@ -1,6 +1,6 @@
 """Call functions just before or right after a module executes, regardless of who imports it and when.
 
-One finder on sys.meta_path looks the name up in two dictionaries and returns None for every other module. Register
+One finder on sys.meta_path looks the name up in three dictionaries and returns None for every other module. Register
 before the import begins: registering for a module that is already executing raises, so no callback is silently missed.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 
 _before: dict[str, list[Callable[[], None]]] = {}
 _after: dict[str, list[Callable[[ModuleType], None]]] = {}
-_lock = Lock()  # guards the two dictionaries and sys.meta_path; never held while foreign code runs
+_names: dict[str, dict[str, Any]] = {}
+_lock = Lock()  # guards the dictionaries and sys.meta_path; never held while foreign code runs
 
 
 def before_import(module_name: str, callback: Callable[[], None]) -> None:
@@ -42,6 +43,17 @@ def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> No
     callback(module)
 
 
+def give_name(module_name: str, name: str, value: Any) -> None:
+    """Give the module a global of this name before it executes, such as one that hides a builtin; or now, if it has."""
+    with _lock:
+        module = sys.modules.get(module_name)
+        if module is None:
+            _names.setdefault(module_name, {})[name] = value
+            _install()
+            return
+    vars(module)[name] = value
+
+
 def _install() -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -51,7 +63,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in _before and name not in _after:
+        if not any(name in registered for registered in (_before, _after, _names)):
             return None
         for finder in tuple(sys.meta_path):
             spec = None if finder is self else finder.find_spec(name, path, target)
@@ -81,6 +93,7 @@ class _Loader(Loader):
         spec.loader = module.__loader__ = self._loader
         with _lock:
             before = _before.pop(spec.name, [])
+            vars(module).update(_names.pop(spec.name, {}))
         for callback in before:
             callback()
         self._loader.exec_module(module)

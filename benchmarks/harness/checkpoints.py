@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from .paths import REPOSITORY
+from .processes import devices_locked
 from .workload import TEMPLATE_TOKENS_FILE
 
 
@@ -20,5 +21,6 @@ def made_checkpoint(work: Path, shape: str, with_weights: bool = True) -> Path:
         if not (folder / TEMPLATE_TOKENS_FILE).exists():
             command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]
             command += [] if with_weights else ["--no-weights"]
-            subprocess.run(command, check=True, cwd=REPOSITORY)
+            with devices_locked():  # vLLM does not start on a GPU whose memory another process returns meanwhile
+                subprocess.run(command, check=True, cwd=REPOSITORY)
     return folder

@@ -15,7 +15,7 @@ from typing import Any
 from swift_megatron_grpo.import_hooks import after_import
 from swift_megatron_grpo.plugin.command_line import parse_flag, selects_grpo
 from swift_megatron_grpo.plugin.refusals import reported_by_torchrun, set_up_reported_by_torchrun
-from swift_megatron_grpo.vllm_shared.cuda_runtime import find_libraries_by_whole_name
+from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
 
@@ -23,7 +23,7 @@ TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer lo
 @cache  # idempotent
 def register() -> None:
     """Install hooks on the two ms-swift modules that provide its GRPO trainer and arguments, and on vLLM."""
-    find_libraries_by_whole_name()
+    find_runtime_beside_tilelang()
     after_import("swift.megatron.trainers", _replace_trainer)
     after_import("swift.megatron.pipelines.train.rlhf", _replace_arguments)
 

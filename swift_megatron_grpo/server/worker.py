@@ -28,6 +28,7 @@ from swift_megatron_grpo.server.ignore_interrupts import ignore_interrupts
 from swift_megatron_grpo.server.media import MediaStore
 from swift_megatron_grpo.server.prober import Prober
 from swift_megatron_grpo.types import ScoredText
+from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.vllm_shared.towers import has_towers, images_per_prompt
 
@@ -46,6 +47,7 @@ def run_worker(
 ) -> None:
     """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` that of pipe.py."""
     ignore_interrupts()
+    find_runtime_beside_tilelang()
     asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
 
 

@@ -6,7 +6,7 @@
     load_tracer.py    traces a load of weights, to read back what the model holds
     engine_kwargs.py  the support of every setting of vLLM in --vllm_engine_kwargs
     json_flags.py     reads flags whose value is a JSON object
-    cuda_runtime.py   lets vLLM find the CUDA runtime beside tilelang
+    cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime beside tilelang
 
 Tests: tests/unit/vllm_shared, tests/unit/loop/test_weight_sync.py (load_tracer), tests/e2e/test_generation.py,
 tests/e2e/test_server.py.

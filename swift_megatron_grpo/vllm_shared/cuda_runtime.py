@@ -1,42 +1,31 @@
-"""Make vLLM up to 0.25.1 find the CUDA runtime in a process that has imported tilelang.
+"""Make vLLM up to 0.25.1 and FlashInfer find the CUDA runtime in a process that has imported tilelang.
 
-vLLM takes the first mapped file whose path contains `libcudart`. Tilelang, which flash-linear-attention needs on Hopper
-with Triton 3.4 to 3.7.0, maps `libcudart_stub.so`, and vLLM fails with "undefined symbol: cudaDeviceReset". Newer
-versions compare the whole name, as this module does; tests/contract tells which.
+Both take the first file in /proc/self/maps whose path contains `libcudart`. Tilelang, which flash-linear-attention
+needs on Hopper with Triton 3.4 to 3.7.0, maps `libcudart_stub.so`, and they fail with "undefined symbol:
+cudaDeviceReset", FlashInfer while it is imported. Both read the file by the builtin `open`, in whose place they get one
+that leaves out the lines of the stub. Newer versions of vLLM compare the whole name, as tests/unit/vllm_shared shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from types import ModuleType
+from io import StringIO
+from typing import Any
 
-from swift_megatron_grpo.import_hooks import after_import
+from swift_megatron_grpo.import_hooks import give_name
 
-_MAPS = Path("/proc/self/maps")
-
-
-def find_libraries_by_whole_name() -> None:
-    """Wrap vLLM's search before another of its modules imports it by name."""
-    after_import("vllm.utils.system_utils", _wrap)
+MAPS = "/proc/self/maps"
+STUB = "libcudart_stub.so"
+SEARCHING = ("vllm.utils.system_utils", "flashinfer.comm.cuda_ipc")  # modules with a find_loaded_library
 
 
-def _wrap(system_utils: ModuleType) -> None:
-    search: Callable[[str], str | None] = system_utils.find_loaded_library
-
-    def find_loaded_library(lib_name: str) -> str | None:
-        return library_among(mapped_files(), lib_name) or search(lib_name)
-
-    vars(system_utils)["find_loaded_library"] = find_loaded_library
+def find_runtime_beside_tilelang() -> None:
+    for module in SEARCHING:
+        give_name(module, "open", open_without_stub)
 
 
-def library_among(paths: Iterable[str], name: str) -> str | None:
-    """Return the first path to a library of this name, such as libcudart.so.13 or libcudart-d0da41ae.so.11.0."""
-    return next((path for path in paths if Path(path).name.startswith((f"{name}.", f"{name}-"))), None)
-
-
-def mapped_files() -> Iterator[str]:
-    for line in _MAPS.read_text().splitlines():
-        start = line.find("/")
-        if start >= 0:
-            yield line[start:]
+def open_without_stub(path: Any, *args: Any, **kwargs: Any) -> Any:
+    """Open a file like the builtin, and /proc/self/maps without the lines of tilelang's stub."""
+    if path != MAPS:
+        return open(path, *args, **kwargs)  # the caller closes it
+    with open(path, *args, **kwargs) as file:
+        return StringIO("".join(line for line in file if not line.rstrip().endswith(STUB)))

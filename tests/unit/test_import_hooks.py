@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo import import_hooks
-from swift_megatron_grpo.import_hooks import after_import, before_import
+from swift_megatron_grpo.import_hooks import after_import, before_import, give_name
 
 Make = Callable[[str], str]
 
@@ -205,3 +205,18 @@ def test_concurrent_imports_run_each_callback_once(make: Make) -> None:
     for thread in threads:
         thread.join(timeout=10)
     assert calls == ["before", "after"]
+
+
+# ---- names
+
+
+def test_a_module_executes_with_the_names_that_it_was_given(make: Make) -> None:
+    name = make("found = open('x')")
+    give_name(name, "open", lambda path: f"{path} from outside")
+    assert importlib.import_module(name).found == "x from outside"
+
+
+def test_a_name_is_given_at_once_if_the_module_is_imported(make: Make) -> None:
+    module = importlib.import_module(make("def read(): return open('x')"))
+    give_name(module.__name__, "open", lambda path: f"{path} from outside")
+    assert module.read() == "x from outside"

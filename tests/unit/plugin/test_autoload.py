@@ -138,16 +138,18 @@ sys.orig_argv = [sys.executable, *sys.argv]
 from swift_megatron_grpo.plugin.autoload import arm
 arm()
 hooks = sys.modules.get("swift_megatron_grpo.import_hooks")
-print(sorted([*hooks._before, *hooks._after]) if hooks else "nothing")
+print(sorted({{*hooks._before, *hooks._after, *hooks._names}}) if hooks else "nothing")
 """
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]
 HELP_PROCESS = RANK_PROCESS.replace(repr(GRPO), repr(["--help"]))
-TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers", "vllm.utils.system_utils"]
+TRAINER_HOOKS = ["swift.megatron.pipelines.train.rlhf", "swift.megatron.trainers"]
+RUNTIME_HOOKS = ["flashinfer.comm.cuda_ipc", "vllm.utils.system_utils"]
+ALL_HOOKS = sorted(PLATFORM_HOOKS + TRAINER_HOOKS + RUNTIME_HOOKS)
 
 
 @pytest.mark.parametrize(
     ("value", "hooked"),
-    [("on", PLATFORM_HOOKS + TRAINER_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")],
+    [("on", ALL_HOOKS), ("platform", PLATFORM_HOOKS), ("off", "nothing")],
 )
 def test_each_value_of_the_variable_hooks_its_modules(value: str, hooked: list[str] | str) -> None:
     result = run(RANK_PROCESS, **{SWITCH: value})
@@ -165,7 +167,7 @@ def test_a_help_request_hooks_the_platform_only(value: str, hooked: list[str] | 
 
 def test_on_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
-    assert run(RANK_PROCESS).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
+    assert run(RANK_PROCESS).stdout.strip() == str(ALL_HOOKS)
 
 
 def test_an_invalid_value_stops_a_rank_with_the_choices() -> None:
@@ -192,7 +194,7 @@ def test_a_failure_prints_one_line_and_does_not_raise() -> None:
 def test_importing_torch_calls_arm() -> None:
     """The installed entry point, end to end: a process with a rank's command line has hooks after importing torch."""
     code = RANK_PROCESS.replace("from swift_megatron_grpo.plugin.autoload import arm\narm()", "import torch")
-    assert run(code, **{SWITCH: "on"}).stdout.strip() == str(PLATFORM_HOOKS + TRAINER_HOOKS)
+    assert run(code, **{SWITCH: "on"}).stdout.strip() == str(ALL_HOOKS)
     assert run(code, **{SWITCH: "on", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).stdout.strip() == "nothing"
 
 

@@ -1,58 +1,75 @@
-"""vLLM finds the CUDA runtime beside a library whose name only contains its name, as tilelang has one."""
+"""vLLM and FlashInfer find the CUDA runtime beside a library whose name only contains its name, as tilelang has one."""
 
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from swift_megatron_grpo import import_hooks
 from swift_megatron_grpo.vllm_shared import cuda_runtime
+
+# Searches while it is imported, as flashinfer.comm.cuda_ipc does: the first path that contains the name.
+SEARCHING = """
+def find_loaded_library(name):
+    with open("/proc/self/maps") as file:
+        for line in file:
+            if name in line:
+                return line[line.index("/"):].strip()
+
+with open(__file__) as file:
+    SOURCE = file.read()
+FOUND = find_loaded_library("libcudart")
+"""
 
 
 @pytest.fixture
 def runtime(tmp_path: Path) -> Iterator[Path]:
-    """Map a stub and a runtime into this process, as libraries are."""
-    folders = [tmp_path / "a" / "libcudart_stub.so", tmp_path / "b" / "libcudart.so.13"]
+    """Map a stub on each side of a runtime into this process, as libraries are, and return the runtime."""
+    paths = [tmp_path / "a" / cuda_runtime.STUB, tmp_path / "libcudart.so.13", tmp_path / "b" / cuda_runtime.STUB]
     maps = []
-    for path in folders:
-        path.parent.mkdir()
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("rb") as file:
             maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    yield folders[1]
+    yield paths[1]
     for mapped in maps:
         mapped.close()
 
 
-def first_line_with(name: str) -> str | None:
-    """Search as vLLM up to 0.25.1 does, whichever comes first in the maps."""
-    return next((path for path in cuda_runtime.mapped_files() if f"{name}_stub" in path), None)
+@pytest.fixture
+def searching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module that searches, by its name."""
+    (tmp_path / "searching_for_cudart.py").write_text(SEARCHING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "searching_for_cudart"
+    sys.modules.pop("searching_for_cudart", None)
 
 
-def test_the_runtime_is_found_and_not_the_stub(runtime: Path) -> None:
-    utils = ModuleType("system_utils")
-    vars(utils)["find_loaded_library"] = first_line_with
-    assert "stub" in utils.find_loaded_library("libcudart")
-    cuda_runtime._wrap(utils)
-    assert utils.find_loaded_library("libcudart") == str(runtime)
+def test_a_module_that_searches_while_it_is_imported_finds_the_runtime(
+    runtime: Path, searching: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = next(line for line in Path(cuda_runtime.MAPS).read_text().splitlines() if "libcudart" in line)
+    assert first.endswith(cuda_runtime.STUB)  # without the change, it is found
+    monkeypatch.setattr(cuda_runtime, "SEARCHING", (searching,))
+    cuda_runtime.find_runtime_beside_tilelang()
+    module = __import__(searching)
+    assert str(runtime) == module.FOUND == module.find_loaded_library("libcudart")
+    assert module.SOURCE == SEARCHING  # other files are read as they are
 
 
-def test_a_library_that_is_not_loaded_is_left_to_vllm() -> None:
-    utils = ModuleType("system_utils")
-    vars(utils)["find_loaded_library"] = lambda name: f"vllm searched for {name}"
-    cuda_runtime._wrap(utils)
-    assert utils.find_loaded_library("libnothing") == "vllm searched for libnothing"
+def test_a_module_that_is_already_imported_finds_it_in_its_next_search(runtime: Path, searching: str) -> None:
+    module = __import__(searching)
+    assert module.FOUND.endswith(cuda_runtime.STUB)
+    import_hooks.give_name(searching, "open", cuda_runtime.open_without_stub)
+    assert module.find_loaded_library("libcudart") == str(runtime)
 
 
 def test_this_version_of_vllm_finds_it_as_well(runtime: Path) -> None:
     from vllm.utils.system_utils import find_loaded_library
 
     assert find_loaded_library("libcudart") == str(runtime)
-
-
-@pytest.mark.parametrize("name", ["libcudart.so.13", "libcudart-d0da41ae.so.11.0"])
-def test_versions_and_hashes_belong_to_the_name(name: str) -> None:
-    assert cuda_runtime.library_among(["/x/libcudart_stub.so", f"/y/{name}"], "libcudart") == f"/y/{name}"
