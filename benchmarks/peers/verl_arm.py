@@ -22,6 +22,14 @@ from benchmarks.peers import verl_reward
 from benchmarks.peers.verl_results import result_of
 from benchmarks.peers.verl_settings import verl_paths
 
+# Ray hands its processes the environment of the one that starts it.
+ENVIRONMENT = {
+    "VERL_USE_EXTERNAL_MODULES": "benchmarks.peers.verl_shims",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # otherwise Ray writes a token to the home folder
+    "RAY_memory_monitor_refresh_ms": "0",  # it kills processes where the machine's memory grows as it is used
+}
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -55,7 +63,7 @@ def main() -> None:
     wait_for_turn(job)
     paths = verl_paths(args.model, rows, Path(verl_reward.__file__), args.output_dir, args.steps)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *args.overrides, *paths]
-    subprocess.run(command, check=True, env={**os.environ, "VERL_FILE_LOGGER_PATH": str(metrics)})
+    subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT, "VERL_FILE_LOGGER_PATH": str(metrics)})
     logged = [json.loads(line)["data"] for line in metrics.read_text().splitlines()]
     result = result_of(logged, sum(map(len, job.completion_tokens)))
     Path(job.folder, "rank0.json").write_text(json.dumps(result))
