@@ -12,6 +12,7 @@ simulate_scaling.py         balance, messages and gradients of up to 512 ranks, 
 simulate_tail.py            idle slots of a server at the end of rollouts, with later rollouts started ahead
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator
 harness/                    implementation of bench.py
+experts/                    implementation of bench_experts.py
 cpu/, h200/                 results of bench.py, one JSON file for each run
 
 tests/unit/benchmarks covers bench.py, tests/e2e/test_bench.py runs it.
