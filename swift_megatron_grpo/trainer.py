@@ -28,7 +28,7 @@ from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer_identity
 from swift_megatron_grpo.checkpoints.manifest import has_manifest
 from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
-from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets
+from swift_megatron_grpo.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.disk.checksums import threads_of_a_rank
 from swift_megatron_grpo.disk.folder_lock import LockedFolders
@@ -140,15 +140,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
         check_trained(models, frozen_by=args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
-        note = prepare_trained(models, args.fast_kernels, args.recompute_elementwise, args.megatron_extra_kwargs)
+        kernels = (args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce)
+        self._prepared = prepare_trained(models, *kernels, args.megatron_extra_kwargs)
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
         saves_whole_model = args.tuner_type == "full" or args.merge_lora
-        for line in filter(None, (note, self._kept.note if saves_whole_model else None)):
+        for line in filter(None, (self._prepared.note, self._kept.note if saves_whole_model else None)):
             logger.info(line)
         return peft_models
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
+        check_order_of_experts(self.args.optimizer_source, self._prepared.experts_in_order)
         with hybrid_optimizer.loading(self.optimizer, with_states=not (self.args.finetune or self.args.no_load_optim)):
             super()._load_checkpoint()
 
@@ -226,7 +228,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if warning is not None:
                 logger.warning(warning)
         model, tokenizer = read_model_identity(args.model_dir), tokenizer_identity(self.template.tokenizer)
-        identity, ranks = Identity(model, tokenizer, dataset), _ranks_of_this_machine()
+        identity, ranks = Identity(model, tokenizer, dataset, self._prepared.experts_in_order), _ranks_of_this_machine()
         writer = CheckpointWriter(Path(args.output_dir), self.coordinator, ranks, identity, logger.info)
         if not self.settings.recording.only:
             period = args.save_steps or args.train_iters

@@ -65,6 +65,14 @@ class DerivedArguments(GRPOFlags):
         )
 
     @property
+    def optimizer_source(self) -> Source | None:
+        """The folder whose optimizer state this run loads."""
+        if self.finetune or self.no_load_optim:
+            return None
+        flags = ("resume", "mcore_adapter", "mcore_model")
+        return next((source for source in self.checkpoint_sources if source.flag in flags), None)
+
+    @property
     def has_adapter(self) -> bool:
         return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter or self.ref_adapters)
 

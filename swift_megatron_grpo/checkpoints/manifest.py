@@ -43,6 +43,9 @@ class Manifest:
     dataset: DatasetIdentity
     files: Mapping[str, FileEntry]  # by path below the checkpoint's folder
     saved_at: float | None = None  # seconds since 1970; None: saved by an earlier version
+    # The optimizer's state has trained weights of experts in the order of the experts; otherwise in the reverse order,
+    # which is Megatron's own.
+    experts_in_order: bool = False
 
     @property
     def size(self) -> int:
@@ -100,6 +103,7 @@ def read_manifest(folder: Path) -> Manifest:
         dataset=DatasetIdentity(**content["dataset"]),
         files={name: FileEntry(**entry) for name, entry in content["files"].items()},
         saved_at=content.get("saved_at"),
+        experts_in_order=content.get("experts_in_order", False),  # earlier versions did not write it
     )
 
 

@@ -37,11 +37,12 @@ _FAILURES = (Exception, CheckpointException)  # the latter is no Exception
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The model, tokenizer and dataset of a run."""
+    """The model, tokenizer and dataset of a run, and the order of its optimizer's state."""
 
     model: Mapping[str, Any]
     tokenizer: TokenizerIdentity
     dataset: DatasetIdentity
+    experts_in_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ class CheckpointWriter:
             dataset=identity.dataset,
             files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
             saved_at=time.time(),
+            experts_in_order=identity.experts_in_order,
         )
         self._ranks.all_gather_or_raise(
             lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"

@@ -102,6 +102,20 @@ def _differences(sources: Iterable[Source], model: Mapping[str, Any], tokenizer:
     return found
 
 
+def check_order_of_experts(source: Source | None, in_order: bool) -> None:
+    """Refuse the optimizer's state of a run whose buffers had the weights of experts in the other order.
+
+    It would be loaded without an error, into other experts. `source`: None if no state is loaded.
+    """
+    for _, manifest in _with_manifests([] if source is None else [source]):
+        if manifest.experts_in_order != in_order:
+            wanted = str(manifest.experts_in_order).lower()
+            raise BadCheckpoint(
+                f"{source} has the optimizer's state of experts in the order of --fast_kernels {wanted}; set "
+                f"--fast_kernels {wanted}, or --no_load_optim true to continue without the optimizer's state"
+            )
+
+
 def compare_datasets(sources: Iterable[Source], dataset: DatasetIdentity) -> str | None:
     """Return a warning if the run that resumes has other data; raise BadCheckpoint if it cannot continue in it.
 

@@ -18,6 +18,7 @@
     trained_weights.py   refuses a model of which nothing is trained, and finds weights that are not finite
     checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
     fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)
+    grouped_experts.py   one kernel per product for all experts of a layer
     head/                hidden states to log-probs and entropies
     loss/                the losses
     memory/              offloading, recomputation, advice for out-of-memory errors

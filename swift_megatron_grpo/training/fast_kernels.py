@@ -9,9 +9,10 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
 * adding the residual, if there is no dropout: a plain addition
+* experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
 * --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
 
-A module that a kernel does not support keeps its own implementation. On a CPU nothing is replaced.
+A module that a kernel does not support keeps its own implementation. On a CPU nothing else is replaced.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def upstream() -> dict[str, Any]:
         import importlib, importlib.metadata
         import megatron.core
         from megatron.core import jit, parallel_state, utils
-        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+        from megatron.core.distributed import DistributedDataParallel, finalize_model_grads, param_and_grad_buffer
         from megatron.core.extensions import transformer_engine as extensions
         from megatron.core.fusions import fused_bias_swiglu
         from megatron.core.optimizer import clip_grads
@@ -48,6 +48,8 @@ def upstream() -> dict[str, Any]:
             "has_tracker": hasattr(moe_utils, "get_moe_metrics_tracker"),
             "duplicate": source(param_is_not_tensor_parallel_duplicate),
             "grouped": source(extensions.TEGroupedLinear.__init__),
+            "grouped_forward": source(extensions.TEGroupedLinear.forward),
+            "buffer": source(param_and_grad_buffer),
             "swiglu": fused_bias_swiglu.SwiGLUFunction.__name__,
             "p2p_ops": parameters(p2p_communication._p2p_ops),
             "move": parameters(token_dispatcher.maybe_move_tensor_to_cpu),
@@ -108,6 +110,13 @@ def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core:
     sets_marks = "_set_expert_parameter_attributes" in upstream()["grouped"]
     assert sets_marks is (core >= Version("0.19"))
     assert sets_marks or '"allreduce", not (is_expert and self.expert_parallel)' in upstream()["grouped"]
+
+
+def test_experts_are_multiplied_and_stored_as_one_tensor_needs_them() -> None:
+    """training/grouped_experts.py: the forward that it replaces, and Megatron's buffers in reverse order."""
+    assert "def forward(self, x, m_splits):" in upstream()["grouped_forward"]
+    assert "return out, None" in upstream()["grouped_forward"]
+    assert "for param in params[::-1]:" in upstream()["buffer"]
 
 
 def test_functions_that_the_cpu_platform_wraps_have_these_parameters() -> None:

@@ -12,7 +12,9 @@ from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
 
 T = TypeVar("T")
 ROWS = [{"messages": [{"role": "user", "content": f"prompt {row}"}], "solution": row} for row in range(100)]
-IDENTITY = Identity({"hidden_size": 64, "vocab_size": 300}, TokenizerIdentity(300, "aa"), dataset_identity(ROWS))
+IDENTITY = Identity(
+    {"hidden_size": 64, "vocab_size": 300}, TokenizerIdentity(300, "aa"), dataset_identity(ROWS), experts_in_order=False
+)
 FILES = {
     "args.json": 400,
     "latest_checkpointed_iteration.txt": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -22,8 +23,14 @@ from swift_megatron_grpo.checkpoints.sources import (
     check_optimizer_state,
     check_quickly,
 )
-from swift_megatron_grpo.checkpoints.verifying import check_sources, compare_datasets, deal, verify_files
-from swift_megatron_grpo.disk.checksums import file_checksum
+from swift_megatron_grpo.checkpoints.verifying import (
+    check_order_of_experts,
+    check_sources,
+    compare_datasets,
+    deal,
+    verify_files,
+)
+from swift_megatron_grpo.disk.checksums import checksum, file_checksum
 from tests.unit.checkpoints.saved import FILES, IDENTITY, ROWS, OneRank, save
 
 READ = [name for name in FILES if not name.endswith(".safetensors")]  # by --mcore_model
@@ -238,6 +245,27 @@ def test_another_tokenizer_is_refused_if_the_run_resumes(run: Path) -> None:
         with pytest.raises(BadCheckpoint, match=f"another tokenizer, {how}"):
             check_sources([source(run / "checkpoint-3")], IDENTITY.model, other, True, OneRank(), 1)
     assert check_sources([source(run / "checkpoint-3")], IDENTITY.model, None, True, OneRank(), 1) == []
+
+
+def test_an_optimizers_state_of_experts_in_the_other_order_is_refused(run: Path) -> None:
+    folder = run / "checkpoint-3"
+    check_order_of_experts(source(folder), in_order=False)
+    check_order_of_experts(None, in_order=True)
+    with pytest.raises(BadCheckpoint, match=r"--mcore_model .*checkpoint-3 .*; set --fast_kernels false, or"):
+        check_order_of_experts(source(folder), in_order=True)
+    write_manifest(folder, replace(read_manifest(folder), experts_in_order=True))
+    check_order_of_experts(source(folder), in_order=True)
+    with pytest.raises(BadCheckpoint, match="set --fast_kernels true"):
+        check_order_of_experts(source(folder), in_order=False)
+
+
+def test_a_manifest_of_an_earlier_version_has_megatrons_order(run: Path) -> None:
+    folder = run / "checkpoint-3"
+    content = json.loads((folder / MANIFEST).read_text())
+    del content["experts_in_order"], content["crc32"]
+    content["crc32"] = checksum(json.dumps(content, sort_keys=True).encode())
+    (folder / MANIFEST).write_text(json.dumps(content))
+    assert read_manifest(folder).experts_in_order is False
 
 
 def test_other_data_are_reported_or_refused(tmp_path: Path) -> None:
