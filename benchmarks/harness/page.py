@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from .picture import draw
 from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
+from .workload import SHAPES
 
 Row = TypeVar("Row")
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
@@ -46,6 +47,7 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
 * *MFU as verl counts*: by the formula of verl's FLOPs counter, to compare with published figures: all attention
   scores, and embedding and output layer on all tokens. Earlier runs have no figure.
 * *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
+* *Images/s*: completions of a step, each of which shows its prompt's image, divided by the seconds of the train phase.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
   shows that both trainers did the same work. With more than one tensor-parallel rank, ms-swift's gradient norm omits
@@ -177,20 +179,23 @@ def _gpus(measured: Measured) -> str:
 
 
 def _ratios(rows: Sequence[Comparison]) -> str:
-    return _table(
-        {
-            "run": lambda row: row.ours.run.name,
-            "this package": lambda row: row.ours.setting,
-            "seconds": lambda row: _seconds(row.ours),
-            NAMES[rows[0].other.arm]: lambda row: row.other.setting,
-            "seconds ": lambda row: _seconds(row.other),
-            "ratio": lambda row: f"**{row.ratio:.2f}**",
-            "goal": lambda row: row.ours.run.goal,
-            "losses": lambda row: _both(row, lambda side: f"{side.steps[0].loss:.2e}"),
-            "gradient norms": lambda row: _both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
-        },
-        rows,
-    )
+    columns: dict[str, Callable[[Comparison], str]] = {
+        "run": lambda row: row.ours.run.name,
+        "this package": lambda row: row.ours.setting,
+        "seconds": lambda row: _seconds(row.ours),
+        NAMES[rows[0].other.arm]: lambda row: row.other.setting,
+        "seconds ": lambda row: _seconds(row.other),
+        "ratio": lambda row: f"**{row.ratio:.2f}**",
+    }
+    if rows[0].ours.run.kind == "step":
+        columns["train phase"] = lambda row: _both(row, lambda side: f"{side.train_median:.2f}")
+        columns["its ratio"] = lambda row: "-" if row.train_ratio is None else f"{row.train_ratio:.2f}"
+    columns |= {
+        "goal": lambda row: row.ours.run.goal,
+        "losses": lambda row: _both(row, lambda side: f"{side.steps[0].loss:.2e}"),
+        "gradient norms": lambda row: _both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
+    }
+    return _table(columns, rows)
 
 
 def _costs(rows: Sequence[Comparison]) -> str:
@@ -205,7 +210,19 @@ def _costs(rows: Sequence[Comparison]) -> str:
         "peak ratio": lambda row: f"{row.ours.peak_gb / row.other.peak_gb:.2f}" if row.other.peak_gb else "-",
         "slowest rank / mean": lambda row: _both(row, lambda side: f"{side.imbalance:.3f}"),
     }
+    if any(_has_images(row.ours.run) for row in rows):
+        columns["images/s"] = lambda row: _both(row, _images_per_second)
     return _table(columns, rows)
+
+
+def _has_images(run: Run) -> bool:
+    return SHAPES[run.workload["shape"]].vision is not None
+
+
+def _images_per_second(measured: Measured) -> str:
+    """Return the completions that the train phase trains in a second, each of which shows an image; "-": none does."""
+    run = measured.run
+    return f"{run.workload['completions'] / measured.train_median:.1f}" if _has_images(run) else "-"
 
 
 def _phases(runs: Sequence[Run]) -> str:

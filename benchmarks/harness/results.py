@@ -157,6 +157,11 @@ class Measured:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    @property
+    def train_median(self) -> float:
+        """Seconds of the train phase, also of a whole step."""
+        return statistics.median(step.train_seconds for step in self.steps)
+
     def phase(self, *phases: str) -> float:
         return statistics.median(math.fsum(step.phases.get(phase, 0.0) for phase in phases) for step in self.steps)
 
@@ -203,6 +208,11 @@ class Comparison:
     @property
     def ratio(self) -> float:
         return self.other.median / self.ours.median
+
+    @property
+    def train_ratio(self) -> float | None:
+        """The same of the train phase; None: the other trainer does not report it."""
+        return self.other.train_median / self.ours.train_median if self.other.train_median else None
 
 
 def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:
