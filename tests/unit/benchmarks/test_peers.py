@@ -179,8 +179,8 @@ def test_the_page_has_a_section_for_a_peer_with_its_ratio_and_search() -> None:
     assert "some: mbs8, mbs16+awake, mbs32." in section
     assert "| run | this package | seconds | TRL | seconds  | ratio | train phase | its ratio | goal |" in section
     assert (
-        "| some | tokens1 | 4.000 (4.000-4.000) | mbs16+awake | 6.000 (6.000-6.000) | **1.50** | 3.00 / 5.00 | 1.67 | 2.3, over TRL"
-        in section
+        "| some | tokens1 | 4.000 (4.000-4.000) | mbs16+awake | 6.000 (6.000-6.000) | **1.50** | 3.00 / 5.00 | 1.67 | "
+        "2.3, over TRL" in section
     )
     assert "| some | TRL | mbs32 | out of memory | 0 | - |" in text
     assert "with TRL: 1.50 times as fast" in draw([run_with_trl()])
