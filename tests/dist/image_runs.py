@@ -52,7 +52,7 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     reader, rng = PictureReader(template), random.Random(seed)
     placeholders = [template.processor.image_token_id, template.processor.video_token_id]
     samples = []
-    for number, row in enumerate(image_rows(seed, 2 * reader.format.patch)):
+    for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2)):
         pictures = reader.pictures(row)
         prompt = reader.expand(reader.encode_prompt(row), pictures)
         for _ in range(2):
