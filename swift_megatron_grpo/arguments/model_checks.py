@@ -25,6 +25,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl_moe": _PICTURES,
     "qwen3_5": _PICTURES,
     "qwen3_5_moe": _PICTURES,
+    "glm4v": _PICTURES,
+    "glm4v_moe": _PICTURES,
 }
 
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
@@ -36,8 +38,6 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     "deepseek_v41": _HYBRID,
     "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
-    "glm4v": _UNTESTED,
-    "glm4v_moe": _UNTESTED,
     "glm5_next": _HYBRID,
     "internvl": _UNTESTED,
     "internvl_chat": _CODE_IN_CHECKPOINT,

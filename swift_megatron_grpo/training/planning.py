@@ -161,9 +161,16 @@ def _tower_flops(vision: Any) -> TowerFlops:
         layers=vision.depth,
         full_layers=len(vision.fullatt_block_indexes) if windows else vision.depth,
         hidden_size=hidden,
-        ffn_hidden_size=int(hidden * vision.mlp_ratio) if hasattr(vision, "mlp_ratio") else vision.intermediate_size,
+        ffn_hidden_size=_width_of_feed_forward(vision, hidden),
         window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
     )
+
+
+def _width_of_feed_forward(vision: Any, hidden: int) -> int:
+    if hasattr(vision, "mlp_ratio"):  # Qwen2-VL
+        return int(hidden * vision.mlp_ratio)
+    width: int = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
+    return width
 
 
 def _delta_nets(config: ModelConfig) -> DeltaNets | None:

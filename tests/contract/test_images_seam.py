@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from mcore_bridge import GPTBridge
 from mcore_bridge.model import MultimodalGPTModel
 from mcore_bridge.model.mm_gpts import qwen3_vl
@@ -20,6 +21,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from qwen_vl_utils.vision_process import smart_resize
 from swift.megatron.utils.utils import prepare_adapter
 from swift.template.vision_utils import load_file
+from transformers.models.glm4v.configuration_glm4v import Glm4vVisionConfig
+from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
+from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
+from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 
 from swift_megatron_grpo.arguments.model_checks import COMPOSITE
 from swift_megatron_grpo.training.reference import REFERENCE_ADAPTER
@@ -29,7 +34,8 @@ TOWERS = {kind: meta.visual_cls for meta in MODEL_MAPPING.values() for kind in m
 TRANSFORMERS = {"qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
                 "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel", "qwen3_vl": "Qwen3VLVisionModel",
                 "qwen3_vl_moe": "Qwen3VLMoeVisionModel", "qwen3_5": "Qwen3_5VisionModel",
-                "qwen3_5_moe": "Qwen3_5MoeVisionModel"}  # fmt: skip
+                "qwen3_5_moe": "Qwen3_5MoeVisionModel", "glm4v": "Glm4vVisionModel",
+                "glm4v_moe": "Glm4vMoeVisionModel"}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", COMPOSITE)
@@ -46,6 +52,18 @@ def test_a_tower_is_asked_once_with_patches_and_grids(kind: str) -> None:
     assert list(inspect.signature(getattr(module, TRANSFORMERS[kind]).forward).parameters)[:3] == [
         "self", "hidden_states", "grid_thw"
     ]  # fmt: skip
+
+
+def test_mcore_bridge_builds_the_tower_of_the_mixture_for_both_types_of_glm_and_it_computes_the_same() -> None:
+    sizes = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+             "image_size": 112, "attn_implementation": "eager"}  # fmt: skip
+    dense = Glm4vVisionModel(Glm4vVisionConfig(**sizes)).eval()
+    mixture = Glm4vMoeVisionModel(Glm4vMoeVisionConfig(**sizes)).eval()
+    mixture.load_state_dict(dense.state_dict())
+    assert "Glm4vMoeVisionModel._from_config" in inspect.getsource(TOWERS["glm4v"].prepare_model)
+    patches, grids = torch.randn(24 + 16, 3 * 2 * 14 * 14), torch.tensor([[1, 4, 6], [1, 4, 4]])
+    expected, found = (tower(patches, grid_thw=grids).pooler_output for tower in (dense, mixture))
+    assert torch.equal(expected, found)
 
 
 def test_feed_forwards_are_read_as_stored_and_exported_in_two_parts() -> None:

@@ -45,7 +45,8 @@ def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, A
         clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
         gap = torch.tensor(sample["ref_logprobs"], dtype=dtype) - now
         surrogate = torch.min(ratio * sample["advantage"], clipped * sample["advantage"])
-        total = total - (surrogate - BETA * (gap.exp() - gap - 1)).mean() / len(data)
+        kl = (gap.exp() - gap - 1).clamp(-10, 10)  # as in ms-swift
+        total = total - (surrogate - BETA * kl).mean() / len(data)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": total.item(), "logprobs": logprobs, "grads": grads}

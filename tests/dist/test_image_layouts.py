@@ -26,6 +26,9 @@ LAYOUTS = {
     ("qwen3_vl", "full"): ["tokens200", "tp2+sp+recompute", "tp2+sp+mbs4+shared", "pp2", "cp2", "dp2+overlap"],
     ("qwen3_vl", "lora"): ["mbs4", "tp2+sp"],
     ("qwen3_vl_moe", "full"): ["dp2+ep2"],
+    ("glm4v", "full"): ["tp2+sp+mbs4+shared", "pp2", "cp2", "dp2"],
+    ("glm4v", "lora"): ["tp2+sp"],
+    ("glm4v_moe", "full"): ["tp2+sp", "dp2+ep2"],
     ("qwen3_5", "full"): ["tp2+sp", "cp2"],
     ("qwen3_5_moe", "full"): ["tp2+sp"],
 }

@@ -114,7 +114,7 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
     assert set(load_file(run.last_checkpoint / "model.safetensors")) == set(tensors)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v"])
 def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
     folder: Path, dataset: Path, kind: str
 ) -> None:

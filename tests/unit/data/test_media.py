@@ -15,7 +15,8 @@ from swift.model import get_processor
 from swift.template import get_template
 
 from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
-from swift_megatron_grpo.data.media import MismatchedImages, PictureReader, placeholder_runs
+from swift_megatron_grpo.data.image_formats import MismatchedImages
+from swift_megatron_grpo.data.media import PictureReader, placeholder_runs
 from swift_megatron_grpo.images.files import UnreadableImage, image_bytes, image_size
 from swift_megatron_grpo.tools.tiny_composites import Shape, save_composite
 from swift_megatron_grpo.tools.tiny_models import TINY
@@ -26,7 +27,7 @@ PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], Any]:
     made = {}
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind in ("qwen2_5_vl", "qwen3_vl", "glm4v"):
         folder = tmp_path_factory.mktemp(kind)
         save_composite(folder, Shape(kind, TINY))
         for max_pixels in (None, 5000):
@@ -69,15 +70,15 @@ def test_what_is_no_image_is_refused(source: Any) -> None:
         image_size(image_bytes(source))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize("max_pixels", [None, 5000])
 def test_pixels_are_those_of_the_template_and_the_processor(
     templates: dict[tuple[str, int | None], Any], kind: str, max_pixels: int | None
 ) -> None:
-    """Any size: the grid from the header of the file is the one into which the template cuts."""
+    """Any size: the grid from the header of the file is the one into which template and processor cut."""
     template = templates[kind, max_pixels]
     reader, rng = PictureReader(template), random.Random(0)
-    for _ in range(8):
+    for _ in range(12):
         content = png(rng.randint(20, 300), rng.randint(20, 300), seed=1)
         options = rng.choice([{}, {"max_pixels": 6000}, {"resized_height": 90, "resized_width": 60}])
         given = row("<image>", {"bytes": content, "path": None}) | {"chat_template_kwargs": options}
@@ -85,8 +86,9 @@ def test_pixels_are_those_of_the_template_and_the_processor(
         patches = picture.encode()
         assert patches.dtype == torch.uint8
         template.set_mode("vllm")
+        sent = template.encode(given)
         cut = template.processor.image_processor(
-            images=template.encode(given)["images"], do_resize=False, return_tensors="pt"
+            images=sent["images"], **sent.get("mm_processor_kwargs", {}), return_tensors="pt"
         )
         assert tuple(cut["image_grid_thw"][0].tolist()) == picture.grid
         factor, offset = torch.tensor(picture.channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)

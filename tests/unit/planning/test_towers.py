@@ -26,6 +26,7 @@ VISIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**SIZES, "fullatt_block_indexes": [1, 3]},
     "qwen3_vl": {**SIZES, "deepstack_visual_indexes": [0, 2]},
     "qwen3_5": {**SIZES, "deepstack_visual_indexes": []},
+    "glm4v": {**SIZES, "image_size": 336},
 }
 
 
