@@ -104,7 +104,7 @@ class Picture:
     channels: tuple[tuple[float, float], ...]  # per colour a, b: the model takes a * byte + b
     encode: Callable[
         [], torch.Tensor
-    ]  # reads and cuts the image: bytes [patches, values of a patch], colours outermost
+    ]  # reads and cuts the image: bytes [patches or tiles, values of one], colours outermost
     has_axes: bool = True  # its tokens have positions in time, height and width; False: like text
 
     @property

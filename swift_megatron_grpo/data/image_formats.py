@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isqrt, sqrt
 from typing import Any, ClassVar
 
 import torch
@@ -65,6 +65,10 @@ class ImageFormat:
     def tokens_of(self, picture: Picture) -> list[int]:
         """Return the tokens with which engines replace the placeholder of an image."""
         return [*self.before, *[self.placeholder] * picture.num_tokens, *self.after]
+
+    def length_of(self, picture: Picture) -> int:
+        """Return the number of these tokens."""
+        return len(self.before) + picture.num_tokens + len(self.after)
 
     def limited(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """Return the size to which ms-swift shrinks an image for --max_pixels, or for the row's own limit."""
@@ -138,10 +142,37 @@ class ResizedPatches(Patches):
         return self._cut(image, resize)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles(ImageFormat):
+    """Tiles of one size, each seen by itself, and with several also the whole image as one of them (InternVL)."""
+
+    has_axes: ClassVar[bool] = False
+    of_tile: tuple[int, int] = (0, 0)  # patches in height and in width
+
+    @property
+    def small_size(self) -> tuple[int, int]:
+        return int(self.processor.size["width"]), int(self.processor.size["height"])
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
+        return self.uncut_grid(*self.limited(width, height, options))
+
+    def uncut_grid(self, width: int, height: int) -> Grid:
+        tiles = self.processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        return int(tiles), *self.of_tile
+
+    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        found = self.processor(images=[image], crop_to_patches=True, **_AS_BYTES)["pixel_values"]
+        return found.flatten(1), (len(found), *self.of_tile)
+
+
 def image_format(template: Template) -> ImageFormat:
     """Return the way in which the processor of this template cuts images."""
     processor = template.processor
     images = processor.image_processor
     name, placeholder = type(images).__name__, int(processor.image_token_id)
+    if name.startswith("GotOcr2"):
+        side = isqrt(processor.image_seq_length) * MERGE
+        ends = (processor.start_image_token_id,), (processor.end_image_token_id,)
+        return Tiles(images, placeholder, template.max_pixels, *ends, of_tile=(side, side))
     kind = ResizedPatches if name.startswith(("Glm4v", "Glm46V")) else Patches
     return kind(images, placeholder, template.max_pixels)

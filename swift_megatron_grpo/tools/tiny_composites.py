@@ -29,6 +29,12 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>
 GLM_ROLES = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
 GLM_VISION = [f"<|{name}_{kind}|>" for kind in ("image", "video") for name in ("begin_of", "end_of")]
 GLM_PLACEHOLDERS = ["<|image|>", "<|video|>"]
+INTERNVL_VISION = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
 CHAT_TEMPLATE = (
@@ -52,11 +58,15 @@ GLM_CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+INTERNVL_CHAT_TEMPLATE = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>").replace(
+    "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
+)
+TILE = 56  # pixels per side of a tile of InternVL
 GLM = ("glm4v", "glm4v_moe")
 WITH_DELTA_NETS = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe")
 WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "glm4v")  # a head has hidden / heads channels
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM)
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, "internvl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,7 @@ PROCESSORS = {
     "qwen2_5_vl": Processors("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     "glm4v": GLM_PROCESSORS,
     "glm4v_moe": GLM_PROCESSORS,
+    "internvl": Processors("InternVLProcessor", "GotOcr2ImageProcessor", "InternVLVideoProcessor"),
 }
 
 
@@ -90,6 +101,12 @@ class Shape:
 
 def tokenizer_for_images(kind: str) -> PreTrainedTokenizerFast:
     """Return the byte-level tokenizer with the tokens of the processors and templates of this type."""
+    if kind == "internvl":
+        tokenizer = make_tokenizer(INTERNVL_VISION)
+        tokenizer.add_tokens(PLAIN)
+        tokenizer.chat_template = INTERNVL_CHAT_TEMPLATE
+        tokenizer.model_max_length = 2048
+        return tokenizer
     tokenizer = make_tokenizer()
     special = [*GLM_ROLES, *GLM_VISION, *GLM_PLACEHOLDERS] if kind in GLM else VISION
     tokenizer.add_special_tokens({"additional_special_tokens": special})
@@ -115,6 +132,8 @@ def text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, A
     }
     if shape.kind not in WITHOUT_HEAD_DIM:
         config["head_dim"] = shape.sizes.head_dim
+    if shape.kind == "internvl":
+        return config | {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     if shape.kind in GLM:
         config["attention_bias"] = True
     if shape.kind == "glm4v_moe":
@@ -183,6 +202,16 @@ def rope_config(shape: Shape) -> dict[str, Any]:
 
 
 def vision_config(shape: Shape) -> dict[str, Any]:
+    if shape.kind == "internvl":
+        return {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "attention_bias": True,
+            "image_size": [TILE, TILE],
+            "patch_size": [14, 14],
+        }
     common = {"depth": 2, "num_heads": 2, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2}
     if shape.kind == "qwen2_vl":
         return {**common, "embed_dim": 32, "hidden_size": shape.sizes.hidden, "mlp_ratio": 2, "patch_size": 14}
@@ -210,6 +239,8 @@ def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:
 
 def vision_tokens(kind: str) -> dict[str, str]:
     """Return the tokens that a config.json has by number."""
+    if kind == "internvl":
+        return {"image_token_id": "<IMG_CONTEXT>"}
     if kind in GLM:
         ends = [f"{kind}_{end}_token_id" for kind in ("image", "video") for end in ("start", "end")]
         return dict(zip([*ends, "image_token_id", "video_token_id"], [*GLM_VISION, *GLM_PLACEHOLDERS], strict=True))
@@ -231,6 +262,8 @@ def draw_weights(model: torch.nn.Module, shape: Shape, seed: int) -> None:
             value = (4 + value).clamp(0.5, 8).log()
         elif name.endswith(("dt_bias", "conv1d.weight")):
             value = 0.4 * value
+        elif name.rpartition(".")[2].startswith("lambda_"):
+            value = 1 + 0.1 * value
         elif "norm" in name.rsplit(".", 2)[-2] and name.endswith("weight"):
             about_zero = shape.kind in WITH_DELTA_NETS and ".visual." not in name and "linear_attn" not in name
             value = 0.1 * value + (0 if about_zero else 1)  # these norms multiply by 1 + weight
@@ -269,6 +302,9 @@ def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
 def write_processor(folder: Path, kind: str) -> None:
     """Write the files of the image and video processors, for images of up to 128 x 128 pixels."""
     classes = PROCESSORS.get(kind, QWEN3_PROCESSORS)
+    if kind == "internvl":
+        write_processor_of_tiles(folder, classes)
+        return
     common = {
         "patch_size": 16 if classes is QWEN3_PROCESSORS else 14,
         "temporal_patch_size": 2,
@@ -284,6 +320,25 @@ def write_processor(folder: Path, kind: str) -> None:
         "preprocessor_config.json": {**common, "size": size, "image_processor_type": classes.images},
         "video_preprocessor_config.json": {**common, "size": size, "video_processor_type": classes.videos},
         "chat_template.json": {"chat_template": GLM_CHAT_TEMPLATE if kind in GLM else CHAT_TEMPLATE},
+    }
+    for file, content in files.items():
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_processor_of_tiles(folder: Path, classes: Processors) -> None:
+    """Write the files of processors that cut an image into up to four tiles."""
+    common = {
+        "size": {"height": TILE, "width": TILE},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "processor_class": classes.processor,
+    }
+    tiles = {"min_patches": 1, "max_patches": 4, "image_processor_type": classes.images}
+    files = {
+        "preprocessor_config.json": {**common, **tiles},
+        "video_preprocessor_config.json": {**common, "video_processor_type": classes.videos},
+        "processor_config.json": {"processor_class": classes.processor, "image_seq_length": (TILE // 28) ** 2},
+        "chat_template.json": {"chat_template": INTERNVL_CHAT_TEMPLATE},
     }
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")

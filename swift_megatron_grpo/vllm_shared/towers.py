@@ -30,7 +30,8 @@ def placeholder_tokens(template: Template) -> frozenset[int]:
     """Return the tokens that stand for parts of images and videos; none for a text model."""
     if not template.model_meta.is_multimodal:
         return frozenset()
-    return frozenset((template.processor.image_token_id, template.processor.video_token_id))
+    processor = template.processor
+    return frozenset((processor.image_token_id, processor.tokenizer.convert_tokens_to_ids(processor.video_token)))
 
 
 def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> int:
@@ -39,6 +40,9 @@ def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> i
     `processor`: of transformers, for images and text.
     """
     images = processor.image_processor
+    if hasattr(processor, "image_seq_length"):  # InternVL: each tile has as many tokens, and two mark start and end
+        tiles: int = images.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        return 2 + tiles * int(processor.image_seq_length)
     side = images.patch_size * images.merge_size  # of the square that becomes one token
     if not resizes:
         return int(width * height // side**2)

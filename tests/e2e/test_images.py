@@ -20,7 +20,7 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.e2e
 COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py"), "--reward_funcs", "colours"]
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--max_completion_length", "16"]
-TOWERS = ("model.visual.",)
+TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false"]
 SMALL = ["--micro_batch_size", "2", "--global_batch_size", "8", *COLOURS, *FP32]
 
@@ -173,17 +173,25 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags"),
-    [("glm4v", EVERYTHING), ("glm4v_moe", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"])],
+    ("kind", "ranks", "flags"),
+    [
+        ("glm4v", 2, [*EVERYTHING, "--vllm_tensor_parallel_size", "2"]),
+        ("glm4v_moe", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
+        ("internvl", 1, EVERYTHING),
+        ("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
+    ],
+    ids=["glm4v", "glm4v_moe", "internvl", "internvl-frozen"],
 )
 def test_other_types_are_generated_verified_trained_and_saved(
-    folder: Path, colours: Path, kind: str, flags: list[str]
+    folder: Path, colours: Path, kind: str, ranks: int, flags: list[str]
 ) -> None:
     """With all weights trained, and with a frozen tower. GLM-4V has gate and up projections in one tensor."""
-    model = make_model(folder / kind, kind)
-    frozen, ranks = flags is not EVERYTHING, 2 if "--sequence_parallel" in flags else 1
+    frozen = "--freeze_vit" not in flags
+    model = make_model(folder / f"{kind}-{frozen}", kind)
     probed = [*COLOURS, COLOURS[0], COLOURS[1], str(PROBE), "--callbacks", "probe", "--sync_check", "full"]
-    run = megatron_rlhf(model, colours, folder / f"{kind}-run", ranks, [*SMALL, *probed, *flags], rewards=False)
+    run = megatron_rlhf(
+        model, colours, folder / f"{kind}-{frozen}-run", ranks, [*SMALL, *probed, *flags], rewards=False
+    )
     assert run.code == 0, run.output[-4000:]
     before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
     assert f"vLLM holds all {len(before)} tensors bit for bit" in run.output and set(before) == set(after)
