@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from swift_megatron_grpo.tools.tiny_composites import KINDS, Shape, save_composite
+from swift_megatron_grpo.tools.tiny_composites import KINDS, WITHOUT_HEAD_DIM, Shape, save_composite
 from swift_megatron_grpo.tools.tiny_models import Sizes
 
 
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=KINDS, default="qwen3_5", help="model_type of config.json")
     parser.add_argument("--layers", type=int, default=4, help="number of layers")
     parser.add_argument("--interval", type=int, default=2, help="every so many layers one has full attention")
-    parser.add_argument("--hidden", type=int, help="hidden size; default: 64, of Qwen2-VL and Qwen2.5-VL 128")
+    parser.add_argument("--hidden", type=int, help="hidden size; default: 64, of some types 128")
     parser.add_argument("--heads", type=int, default=4, help="attention heads")
     parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads, also of linear attention")
     parser.add_argument(
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--tie", action="store_true", help="share the weights of embedding and output layer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
     args = parser.parse_args()
-    hidden = args.hidden or (args.heads * args.head_dim if args.kind.startswith("qwen2") else 64)
+    hidden = args.hidden or (args.heads * args.head_dim if args.kind in WITHOUT_HEAD_DIM else 64)
 
     logging.disable_progress_bar()
     sizes = Sizes(

@@ -71,6 +71,7 @@ from swift_megatron_grpo.training.reference import FrozenCopy, Reference, load_r
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.joined_projections import keep_joined
 from swift_megatron_grpo.weights.kept_tensors import keep_untrained_tensors
 from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
 
@@ -134,6 +135,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         args = self.args
+        keep_joined(self.bridge, args.model_dir)
         mark_sharded_parameters(models)  # mcore-bridge chooses the layers of adapters by the marks
         with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)

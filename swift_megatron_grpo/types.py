@@ -99,12 +99,13 @@ class Picture:
     """One image as a model takes it. Samples that show the same image share one object."""
 
     digest: str  # of its file
-    grid: tuple[int, int, int]  # patches in time, height and width
+    grid: tuple[int, int, int]  # patches in time, height and width; of an image in tiles: tiles, and the patches of one
     merge: int  # a token stands for merge * merge patches
     channels: tuple[tuple[float, float], ...]  # per colour a, b: the model takes a * byte + b
     encode: Callable[
         [], torch.Tensor
-    ]  # reads and cuts the image: bytes [patches, values of a patch], colours outermost
+    ]  # reads and cuts the image: bytes [patches or tiles, values of one], colours outermost
+    has_axes: bool = True  # its tokens have positions in time, height and width; False: like text
 
     @property
     def token_grid(self) -> tuple[int, int, int]:

@@ -105,7 +105,7 @@ def qwen3_config(shape: Shape, values: dict[str, Any]) -> PretrainedConfig:
 
 def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Return a model with its image part, as released checkpoints have it."""
-    tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
+    tokenizer = fill_vocabulary(tokenizer_for_images(shape.model_type), shape.vocabulary)
     interval = shape.layers // (shape.layers - nets.layers)
     rotary = shape.head_dim // 8  # pairs of channels, of a quarter of the head
     side = rotary * 3 // 8  # for height and for width; the rest is for time
@@ -144,7 +144,7 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
 
 def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Return a Qwen2.5-VL or Qwen3-VL."""
-    tokenizer = fill_vocabulary(tokenizer_for_images(), shape.vocabulary)
+    tokenizer = fill_vocabulary(tokenizer_for_images(shape.model_type), shape.vocabulary)
     tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()}
     config = qwen_vl_config(shape, vision, text_sizes(tokenizer, shape), tokens)
     model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)

@@ -25,8 +25,12 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen3_vl_moe": _PICTURES,
     "qwen3_5": _PICTURES,
     "qwen3_5_moe": _PICTURES,
+    "glm4v": _PICTURES,
+    "glm4v_moe": _PICTURES,
+    "internvl": _PICTURES,
 }
 
+INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
 _CODE_IN_CHECKPOINT = "its code is part of the checkpoint (trust_remote_code), so no test can make a small one"
 _HYBRID = "its language model is not a GPTModel of mcore-bridge, whose output layer this trainer replaces"
 _UNTESTED = "no test has compared it with plain transformers yet"
@@ -36,10 +40,7 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     "deepseek_v41": _HYBRID,
     "gemma4": "it passes per-layer inputs between pipeline stages, and its text needs token types",
     "gemma4_unified": "it passes per-layer inputs between pipeline stages, and its text needs token types",
-    "glm4v": _UNTESTED,
-    "glm4v_moe": _UNTESTED,
     "glm5_next": _HYBRID,
-    "internvl": _UNTESTED,
     "internvl_chat": _CODE_IN_CHECKPOINT,
     "kimi_k25": _CODE_IN_CHECKPOINT,
     "kimi_vl": _CODE_IN_CHECKPOINT,
@@ -73,6 +74,16 @@ def check_composite(
         raise ValueError(
             "--freeze_llm true, --freeze_vit true and --freeze_aligner true leave nothing to train; set one of them to "
             "false"
+        )
+
+
+def check_language_model(model: str, config: Mapping[str, Any], stock_trainer: str) -> None:
+    """Raise ValueError if an InternVL has a language model with which no test has compared it."""
+    kind = language_config(config)["model_type"]
+    if config.get("model_type") == "internvl" and kind not in INTERNVL_LANGUAGES:
+        raise ValueError(
+            f"--model {model}: it is an internvl with a language model of type {kind}, which no test has compared with "
+            f"plain transformers yet; use one with {', '.join(INTERNVL_LANGUAGES)}, or {stock_trainer}"
         )
 
 

@@ -301,6 +301,7 @@ def _check_model(args: DerivedArguments) -> None:
         models.check_composite(
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )
+        models.check_language_model(args.model, config, STOCK_TRAINER)
 
 
 def _check_routing(args: DerivedArguments) -> None:

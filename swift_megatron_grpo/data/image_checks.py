@@ -40,7 +40,7 @@ def check_row(row: dict[str, Any], reader: PictureReader, placeholder_texts: Seq
         return ImagesOfRow(images, problem=f"has an image that {error}")
     except ValueError as error:  # of the processor: sides too different
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
-    return ImagesOfRow(images, sum(picture.num_tokens for picture in pictures))
+    return ImagesOfRow(images, sum(map(reader.format.length_of, pictures)))
 
 
 def check_images(checked: Sequence[ImagesOfRow], max_model_len: int | None, max_completion_length: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from swift_megatron_grpo.planning.towers import Tower
 from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
 
 # Tensors that the feed-forward of a tower saves: outputs of its first matrix, of the activation, and of their product.
-_FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2}
+_FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2,
+                 "glm4v": 4, "glm4v_moe": 4, "internvl": 2}  # fmt: skip
+_WITH_CONVOLUTION = ("glm4v", "glm4v_moe")  # whose blocks have a feed-forward as wide as a row
 
 
 @dataclass(frozen=True)
@@ -117,17 +120,33 @@ def tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Tower | N
         return None
     # config.json need not have what is as in the class.
     sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
-    is_oldest = model_type == "qwen2_vl"
+    if model_type == "internvl":
+        return _tower_of_tiles(sizes, rows)
+    is_oldest, convolves = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION
     hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
     return Tower(
         layers=sizes["depth"],
         hidden=hidden,
-        ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else sizes["intermediate_size"],
+        ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else rows if convolves else sizes["intermediate_size"],
         feed_forward=_FEED_FORWARD[model_type],
-        rms_norms=model_type == "qwen2_5_vl",
+        rms_norms=model_type == "qwen2_5_vl" or convolves,
         values=sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
         rows=rows,
         deepstack=len(sizes.get("deepstack_visual_indexes") or ()),
+        aligner_ffn=sizes["intermediate_size"] if convolves else 0,
+    )
+
+
+def _tower_of_tiles(sizes: Mapping[str, Any], rows: int) -> Tower:
+    return Tower(
+        layers=sizes["num_hidden_layers"],
+        hidden=sizes["hidden_size"],
+        ffn=sizes["intermediate_size"],
+        feed_forward=_FEED_FORWARD["internvl"],
+        rms_norms=sizes["norm_type"] == "rms_norm",
+        values=sizes["num_channels"] * prod(sizes["patch_size"]),
+        rows=rows,
+        shuffles=True,
     )
 
 

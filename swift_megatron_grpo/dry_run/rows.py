@@ -19,7 +19,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.grading.rewards import RewardError, call_reward_functions
-from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.types import Picture, Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
@@ -71,8 +71,13 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     reader = PictureReader(template) if args.most_images else None
     images = [[] if reader is None else reader.pictures(prompt.row) for prompt in prompts]
     pictures = [sum(picture.num_tokens for picture in shown) for shown in images]
-    expanded = [length + tokens - len(shown) for length, tokens, shown in zip(lengths, pictures, images, strict=True)]
+    expanded = [length + added_tokens(reader, shown) for length, shown in zip(lengths, images, strict=True)]
     return Rows(len(dataset), prompts, expanded, pictures)
+
+
+def added_tokens(reader: PictureReader | None, shown: Sequence[Picture]) -> int:
+    """Return by how much the engine lengthens a prompt when it replaces the placeholders of these images."""
+    return 0 if reader is None else sum(reader.format.length_of(picture) - 1 for picture in shown)
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:

@@ -53,6 +53,7 @@ from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.tensor_names import tower_prefixes
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
+_LEAST_TEXT = 32  # tokens behind the image of the fixed text, however many the image has
 
 
 @dataclass(frozen=True)
@@ -306,17 +307,21 @@ def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
         encoded: list[int] = run.template.tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    text, reader = tokens(CANARY_TEXT), run.pictures
+    text, reader = tokens(CANARY_TEXT)[:CANARY_TOKENS], run.pictures
     server = config.server
     room = config.vllm.max_model_len if server is None else server.least_length
-    longest = min(CANARY_TOKENS, (room or CANARY_TOKENS) - 1)  # vLLM samples one more token
     passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
     if reader is None:
-        return Canary(ScoredText(text[:longest]), None, None, passes, run.coordinator)
-    image = canary_image(reader.token_side)
-    picture, placeholder = reader.exact(image), tokens("<|vision_start|><|image_pad|><|vision_end|>")
-    text = [*placeholder, *text[: longest - len(placeholder) - picture.num_tokens]]
-    return Canary(ScoredText(text, image), picture, reader.format.placeholder, passes, run.coordinator)
+        text = text[: room - 1] if room else text  # vLLM samples one more token
+        return Canary(ScoredText(text), text, (), passes, run.coordinator)
+    image = canary_image(*reader.format.small_size)
+    shown, picture = reader.placeholder_in_text(image), reader.exact(image)
+    expanded = reader.expand(shown, [picture])
+    rest = max(CANARY_TOKENS - len(expanded), _LEAST_TEXT)
+    left = 0 if room is None else room - 1 - len(expanded)  # below 1: `room` does not count the tokens of images
+    text = text[: min(rest, left) if left > 0 else rest]
+    placed = reader.place("of the check of weights", [picture], expanded)
+    return Canary(ScoredText([*shown, *text], image), [*expanded, *text], placed, passes, run.coordinator)
 
 
 def _start_watchdog(config: GRPOConfig, run: RunInputs) -> Watchdog:

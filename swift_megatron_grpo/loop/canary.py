@@ -10,7 +10,7 @@ from PIL import Image
 
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.types import Picture, Placed, Sample, ScoredText
+from swift_megatron_grpo.types import Placed, Sample, ScoredText
 
 # Prose, numbers and code, as most models have seen them. The cost of an engine's response grows with the length.
 CANARY_TEXT = (
@@ -18,12 +18,11 @@ CANARY_TEXT = (
     "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
     "Water boils at 100 degrees Celsius at sea level, and freezes at 0. Paris is the capital of France. "
 )
-_TOKENS_WIDE, _TOKENS_HIGH = 4, 2  # of the image
 
 
-def canary_image(side: int) -> bytes:
-    """Return a PNG of noise, in which no two patches are alike. `side`: pixels of the square that is one token."""
-    width, height, rng, file = _TOKENS_WIDE * side, _TOKENS_HIGH * side, random.Random(0), BytesIO()
+def canary_image(width: int, height: int) -> bytes:
+    """Return a PNG of noise, in which no two patches are alike."""
+    rng, file = random.Random(0), BytesIO()
     Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(file, format="PNG")
     return file.getvalue()
 
@@ -31,25 +30,22 @@ def canary_image(side: int) -> bytes:
 class Canary:
     """The trainer's log-probs of the fixed text. Every rank calls `logprobs`.
 
-    `picture`: of the text's image; None: it has none. Log-probs of the tokens of the image are not compared.
+    `tokens`: the text as the engine expands it, with `pictures`, none or one. Log-probs of the tokens of an image are
+    not compared.
     """
 
     def __init__(
         self,
         text: ScoredText,
-        picture: Picture | None,
-        placeholder: int | None,
+        tokens: Sequence[int],
+        pictures: tuple[Placed, ...],
         passes: Passes,
         coordinator: Coordinator,
     ) -> None:
         self.text = text
         self.passes = passes  # at temperature 1
         self._coordinator = coordinator
-        self.tokens, self._pictures = list(text.tokens), tuple[Placed, ...]()
-        if picture is not None and placeholder is not None:
-            start = self.tokens.index(placeholder)
-            self.tokens[start : start + 1] = [placeholder] * picture.num_tokens
-            self._pictures = (Placed(picture, start),)
+        self.tokens, self._pictures = list(tokens), pictures
         of_image = {p.start + i for p in self._pictures for i in range(p.picture.num_tokens)}
         self._compared = [i > 0 and i not in of_image for i in range(len(self.tokens))]
 

@@ -63,7 +63,7 @@ class ModelInputs:
     packed_ids: (
         torch.Tensor
     )  # [1, n] of all context-parallel ranks: a composite model embeds them before it takes its own
-    position_ids: torch.Tensor  # [1, l]; in a micro batch with images [3, 1, l]
+    position_ids: torch.Tensor  # [1, l]; in a micro batch with images that have axes [3, 1, l]
     cu_seqlens: torch.Tensor  # [g + 1] int32, of the n packed tokens
     max_seqlen: int
     head_positions: torch.Tensor  # [k] rows of this rank's hidden states that predict a completion token
@@ -181,8 +181,8 @@ def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor
 
 
 def _positions(samples: Sequence[Sample], layout: PackedLayout) -> torch.Tensor:
-    """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images."""
-    if not any(sample.pictures for sample in samples):
+    """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images with axes."""
+    if not any(placed.picture.has_axes for sample in samples for placed in sample.pictures):
         return torch.cat([torch.arange(segment.begin, segment.keys) for segment in layout.segments])
     return torch.cat(
         [

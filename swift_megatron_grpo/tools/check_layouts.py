@@ -30,6 +30,7 @@ from typing import Any
 
 from swift_megatron_grpo.tools.torn_down import megatron_torn_down
 
+_TEMPLATES = {"glm4v_moe": "glm4_5v", "internvl": "internvl_hf"}
 DENSE = [
     "mbs1", "mbs4", "tokens48", "tokens96", "tokens400", "tp2", "tp2+sp", "pp2", "pp2+vpp2", "cp2", "dp2",
     "dp2+overlap", "dp2+tokens64", "tp2+sp+recompute", "tp2+sp+selective", "tp2+pp2", "tp2+cp2", "pp2+cp2",
@@ -297,14 +298,19 @@ def compare(name: str, folder: str) -> Difference:
     )
 
 
+def template_for_images(model_type: str) -> str:
+    """Return ms-swift's template; a mixture of experts has the dense model's, but for GLM-V."""
+    return _TEMPLATES.get(model_type, model_type.removesuffix("_moe"))
+
+
 def base_flags(arguments: argparse.Namespace, folder: str) -> list[str]:
     """Return the flags of `megatron rlhf` that all layouts share."""
     dataset = Path(folder, "data.jsonl")
     dataset.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}) + "\n")
     # ms-swift derives a model's type from its name, which a local folder need not have.
     config = json.loads(Path(arguments.model, "config.json").read_text())
-    # ms-swift refuses the dummy template for a model with an image part; a mixture of experts has the dense model's.
-    template = config["model_type"].removesuffix("_moe") if "vision_config" in config else "dummy"
+    # ms-swift refuses the dummy template for a model with an image part.
+    template = template_for_images(config["model_type"]) if "vision_config" in config else "dummy"
     return ["--rlhf_type", "grpo", "--model", arguments.model, "--model_type", config["model_type"],
             "--template", template,
             "--dataset", str(dataset), "--reward_funcs", "format",

@@ -38,7 +38,7 @@ def save_tiny_model(folder: Path, model_type: str, seed: int = 0) -> Path:
 
 def save_large_config(folder: Path, model_type: str, architecture: str) -> Path:
     """Write only the config.json and the tokenizer of a large model, for checks that load no weights."""
-    tokenizer = tokenizer_for_images() if model_type in KINDS else make_tokenizer()
+    tokenizer = tokenizer_for_images(model_type) if model_type in KINDS else make_tokenizer()
     tokenizer.save_pretrained(folder)
     config: PretrainedConfig
     if model_type in KINDS:

@@ -24,19 +24,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte and a ChatML template."""
+def make_tokenizer(named: Mapping[str, str] | None = None) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token per byte and a ChatML template.
+
+    `named`: special tokens that are attributes of it, by the name of the attribute.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens([*SPECIAL_TOKENS, *(named or {}).values()])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=IM_END,
         pad_token=END_OF_TEXT,
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
 
 

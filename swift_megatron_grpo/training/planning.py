@@ -113,7 +113,9 @@ class Planner:
         if share == 0 or not any(sample.pictures for sample in samples):
             return None
         tower = _tower_flops(self._config.hf_config.vision_config)
-        return [share * sum(tower.of_image(prod(p.picture.grid)) for p in sample.pictures) for sample in samples]
+        shown = [[placed.picture.grid for placed in sample.pictures] for sample in samples]
+        # A tile attends to itself alone, and an image without tiles is one.
+        return [share * sum(tiles * tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown]
 
     def _check_micro_batches(self, number: int) -> None:
         rest = number % self._group_size
@@ -157,13 +159,21 @@ def _tower_flops(vision: Any) -> TowerFlops:
     """Return the FLOPs of a tower, by its config of transformers."""
     windows = hasattr(vision, "fullatt_block_indexes")  # Qwen2.5-VL: in all other layers
     hidden = vision.embed_dim if hasattr(vision, "embed_dim") else vision.hidden_size  # Qwen2-VL
+    layers = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers  # InternVL
     return TowerFlops(
-        layers=vision.depth,
-        full_layers=len(vision.fullatt_block_indexes) if windows else vision.depth,
+        layers=layers,
+        full_layers=len(vision.fullatt_block_indexes) if windows else layers,
         hidden_size=hidden,
-        ffn_hidden_size=int(hidden * vision.mlp_ratio) if hasattr(vision, "mlp_ratio") else vision.intermediate_size,
+        ffn_hidden_size=_width_of_feed_forward(vision, hidden),
         window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
     )
+
+
+def _width_of_feed_forward(vision: Any, hidden: int) -> int:
+    if hasattr(vision, "mlp_ratio"):  # Qwen2-VL
+        return int(hidden * vision.mlp_ratio)
+    width: int = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
+    return width
 
 
 def _delta_nets(config: ModelConfig) -> DeltaNets | None:

@@ -12,7 +12,7 @@ between a micro batch and the tower:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -61,11 +61,52 @@ class _Rows:
         return cls(torch.cat([part.pooler_output for part in parts]), [torch.cat(features) for features in deep])
 
 
+class _PatchTower:
+    """A tower that takes patches of images of any size, and their grids."""
+
+    def __init__(self, towers: Any) -> None:
+        self._tower = towers.visual  # a module of transformers
+
+    def compute(self, pixels: torch.Tensor, grids: torch.Tensor) -> _Rows:
+        """Return the rows of images, in order. `pixels`: [patches, values of a patch] of all."""
+        output = self._tower(pixels.to(self._tower.dtype), grid_thw=grids)
+        deep = output.deepstack_features if "deepstack_features" in output else None
+        return _Rows(output.pooler_output, list(deep or []))
+
+    def answering(self, rows: _Rows) -> AbstractContextManager[None]:
+        """Make calls of the tower return these rows inside the context."""
+        return _replaced(self._tower, "forward", rows)
+
+
+class _TileTower:
+    """A tower with an aligner beside it, which takes tiles of one size (InternVL)."""
+
+    def __init__(self, towers: Any) -> None:
+        self._towers = towers
+        config = towers.hf_config
+        self._shape = (config.vision_config.num_channels, *config.vision_config.image_size)
+        self._options = {
+            "vision_feature_layer": config.vision_feature_layer,
+            "vision_feature_select_strategy": config.vision_feature_select_strategy,
+        }
+
+    def compute(self, pixels: torch.Tensor, grids: torch.Tensor) -> _Rows:
+        """Return the rows of images, in order. `pixels`: [tiles, values of a tile] of all."""
+        tiles = pixels.to(self._towers.vision_tower.dtype).unflatten(1, self._shape)
+        output = self._towers.get_image_features(tiles, **self._options)
+        return _Rows(output.pooler_output.flatten(0, 1), [])
+
+    def answering(self, rows: _Rows) -> AbstractContextManager[None]:
+        """Make calls of the tower and its aligner return these rows inside the context."""
+        return _replaced(self._towers, "get_image_features", rows)
+
+
 class TowerGuard:
     """Replaces `get_inputs_embeds` of one tower."""
 
     def __init__(self, towers: Any, trained: bool) -> None:
         self._towers = towers  # mcore-bridge's wrapper around the tower of transformers
+        self._tower = _PatchTower(towers) if hasattr(towers, "visual") else _TileTower(towers)
         self._upstream = towers.get_inputs_embeds
         self._trained = trained
         config = towers.config
@@ -91,7 +132,7 @@ class TowerGuard:
         # To upstream, only tokens of these images are placeholders; sampled ones are embedded as words already.
         marks = torch.where(pictures.mask, towers.hf_config.image_token_id, 0)
         nothing = inputs_embeds.new_zeros(0)  # in place of pixels and grids: the rows are there
-        with _answering(towers.visual, self._rows_of(pictures.shown)):
+        with self._tower.answering(self._rows_of(pictures.shown)):
             return self._upstream(
                 inputs_embeds, input_ids=marks, pixel_values=nothing, image_grid_thw=nothing, **others
             )
@@ -113,28 +154,25 @@ class TowerGuard:
         return _Rows(rows.pooler_output, [copy_to_tensor_model_parallel_region(row) for row in rows.deepstack_features])
 
     def _compute(self, pictures: Sequence[Picture]) -> _Rows:
-        tower = self._towers.visual
         device = torch.device(torch.cuda.current_device())
-        patches = torch.cat([_normalised(picture, device) for picture in pictures]).to(tower.dtype)
+        pixels = torch.cat([_normalised(picture, device) for picture in pictures])
         grids = torch.tensor([picture.grid for picture in pictures], device=device)
         with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
-            output = tower(patches, grid_thw=grids)
-        deep = output.deepstack_features if "deepstack_features" in output else None
-        return _Rows(output.pooler_output, list(deep or []))
+            return self._tower.compute(pixels, grids)
 
 
 @contextmanager
-def _answering(tower: torch.nn.Module, rows: _Rows) -> Iterator[None]:
-    """Make calls of a tower return these rows inside the context."""
-    vars(tower)["forward"] = lambda *pixels, **grids: rows
+def _replaced(module: torch.nn.Module, method: str, rows: _Rows) -> Iterator[None]:
+    """Make this method of a module return these rows inside the context."""
+    vars(module)[method] = lambda *pixels, **others: rows
     try:
         yield
     finally:
-        del vars(tower)["forward"]
+        del vars(module)[method]
 
 
 def _normalised(picture: Picture, device: torch.device) -> torch.Tensor:
-    """Return the values [patches, values of a patch] that the tower takes."""
+    """Return the values [patches or tiles, values of one] that the tower takes."""
     pixels = picture.encode()
     if device.type == "cuda":
         pixels = pixels.pin_memory()

@@ -30,7 +30,24 @@ def placeholder_tokens(template: Template) -> frozenset[int]:
     """Return the tokens that stand for parts of images and videos; none for a text model."""
     if not template.model_meta.is_multimodal:
         return frozenset()
-    return frozenset((template.processor.image_token_id, template.processor.video_token_id))
+    processor = template.processor
+    return frozenset((processor.image_token_id, processor.tokenizer.convert_tokens_to_ids(processor.video_token)))
+
+
+def tokens_of_image(processor: Any, width: int, height: int, resizes: bool) -> int:
+    """Return the tokens of an image of this size. `resizes`: vLLM resizes it, unlike one that a template has resized.
+
+    `processor`: of transformers, for images and text.
+    """
+    images = processor.image_processor
+    if hasattr(processor, "image_seq_length"):  # InternVL: each tile has as many tokens, and two mark start and end
+        tiles: int = images.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        return 2 + tiles * int(processor.image_seq_length)
+    side = images.patch_size * images.merge_size  # of the square that becomes one token
+    if not resizes:
+        return int(width * height // side**2)
+    patches: int = images.get_number_of_image_patches(height, width, {})
+    return patches // int(images.merge_size**2)
 
 
 class EngineForImages(GRPOVllmEngine):
@@ -41,9 +58,7 @@ class EngineForImages(GRPOVllmEngine):
 
     def _get_num_tokens(self, inputs: dict[str, Any], batch_idx: int | None = None) -> int:
         tokens: int = GRPOVllmEngine._get_num_tokens(inputs, batch_idx)
-        images = inputs.get("images") or []  # which the template has resized
-        if not images:
-            return tokens
-        processor = self.template.processor.image_processor
-        side: int = processor.patch_size * processor.merge_size  # of the square that becomes one token
-        return tokens + sum(int(image.width) * int(image.height) // side**2 - 1 for image in images)
+        images = inputs.get("images") or []
+        resizes = (inputs.get("mm_processor_kwargs") or {}).get("do_resize", True)
+        processor = self.template.processor
+        return tokens + sum(tokens_of_image(processor, image.width, image.height, resizes) - 1 for image in images)

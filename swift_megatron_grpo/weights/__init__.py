@@ -3,6 +3,7 @@
     unread_tensors.py  refuses checkpoints with tensors that nothing loads
     tensor_names.py    which part of a model a tensor belongs to
     kept_tensors.py    tensors that are not trained, and that are saved as they were
+    joined_projections.py  matrices that are one tensor in the checkpoint, exported as one
     export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
     verify.py          compares what was sent with what an engine holds and computes
 

@@ -117,8 +117,13 @@ def test_the_bridge_names_the_towers_of_every_supported_type() -> None:
 
     for meta in MODEL_MAPPING.values():
         if {*meta.model_types} & {*COMPOSITE}:
-            assert meta.visual_cls.module_mapping == {"model.visual": "visual"}
             old_names = meta.bridge_cls.hf_state_dict_mapping
+            if {*meta.model_types} == {"internvl"}:
+                towers = {"vision_tower", "multi_modal_projector"}
+                assert meta.visual_cls.module_mapping == {f"model.{name}": name for name in towers}
+                assert towers <= {*old_names}
+                continue
+            assert meta.visual_cls.module_mapping == {"model.visual": "visual"}
             assert (old_names.get("visual") == "model.visual") == any(
                 name.startswith("qwen2") for name in meta.model_types
             )

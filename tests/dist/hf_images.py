@@ -32,7 +32,7 @@ def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, A
         folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )
     processor = AutoImageProcessor.from_pretrained(folder)
-    rows = image_rows(seed, 2 * processor.patch_size)
+    rows = image_rows(seed, side_of_token(processor))
     total, logprobs = torch.zeros((), dtype=dtype), []
     data = torch.load(samples)
     for number, sample in enumerate(data):
@@ -45,10 +45,16 @@ def run(folder: str, samples: str, seed: int, dtype: torch.dtype) -> dict[str, A
         clipped = ratio.clamp(1 - EPSILON_LOW, 1 + EPSILON_HIGH)
         gap = torch.tensor(sample["ref_logprobs"], dtype=dtype) - now
         surrogate = torch.min(ratio * sample["advantage"], clipped * sample["advantage"])
-        total = total - (surrogate - BETA * (gap.exp() - gap - 1)).mean() / len(data)
+        kl = (gap.exp() - gap - 1).clamp(-10, 10)  # as in ms-swift
+        total = total - (surrogate - BETA * kl).mean() / len(data)
     total.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return {"loss": total.item(), "logprobs": logprobs, "grads": grads}
+
+
+def side_of_token(processor: Any) -> int:
+    """Return the pixels per side of the square that is one token, or half a tile: then some images have several."""
+    return int(processor.size["width"] // 2 if not hasattr(processor, "patch_size") else 2 * processor.patch_size)
 
 
 def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
@@ -57,7 +63,13 @@ def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
     embeds = model.get_input_embeddings()(tokens)
     types = torch.zeros_like(tokens)
     grids, deep = None, {}
-    if files:
+    if files and not hasattr(processor, "patch_size"):
+        tiles = processor(images=files, crop_to_patches=True, return_tensors="pt")["pixel_values"]
+        options = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        seen = model.model.get_image_features(tiles.to(model.dtype), **options).pooler_output
+        shown = [range(a, a + n) for a, n in zip(sample["starts"], sample["lengths"], strict=True)]
+        embeds = embeds.index_copy(1, torch.tensor([i for places in shown for i in places]), seen.flatten(0, 1)[None])
+    elif files:
         inputs = processor(images=files, do_resize=False, return_tensors="pt")
         grids = inputs["image_grid_thw"]
         for start, length in zip(sample["starts"], sample["lengths"], strict=True):
@@ -67,7 +79,9 @@ def logits(model, processor, sample, files):  # type: ignore[no-untyped-def]
         embeds = embeds.masked_scatter(mask, seen.pooler_output)
         if "deepstack_features" in seen and seen.deepstack_features:
             deep = {"visual_pos_masks": types == 1, "deepstack_visual_embeds": seen.deepstack_features}
-    positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grids)
+    positions = torch.arange(tokens.shape[1])[None]
+    if hasattr(model.model, "get_rope_index"):
+        positions, _ = model.model.get_rope_index(tokens, mm_token_type_ids=types, image_grid_thw=grids)
     output = model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False, **deep)
     return model.lm_head(output.last_hidden_state)[0]
 

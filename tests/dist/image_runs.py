@@ -48,11 +48,12 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     """Return two completions for each prompt; every prompt is expanded as engines do it."""
     from swift_megatron_grpo.data.media import PictureReader
     from swift_megatron_grpo.types import Sample
+    from swift_megatron_grpo.vllm_shared.towers import placeholder_tokens
 
     reader, rng = PictureReader(template), random.Random(seed)
-    placeholders = [template.processor.image_token_id, template.processor.video_token_id]
+    placeholders = sorted(placeholder_tokens(template))
     samples = []
-    for number, row in enumerate(image_rows(seed, 2 * reader.format.patch)):
+    for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2)):
         pictures = reader.pictures(row)
         prompt = reader.expand(reader.encode_prompt(row), pictures)
         for _ in range(2):

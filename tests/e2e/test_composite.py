@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
+TOWER = re.compile(r"visual\.|vision_tower\.|multi_modal_projector\.")
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 STEPS = 24
 LEARNING = ["--train_iters", str(STEPS), "--save_steps", str(STEPS), "--lr", "1e-2", "--lr_decay_style",
@@ -114,7 +116,7 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
     assert set(load_file(run.last_checkpoint / "model.safetensors")) == set(tensors)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "internvl"])
 def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
     folder: Path, dataset: Path, kind: str
 ) -> None:
@@ -125,6 +127,7 @@ def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in run.log)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
     before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
-    towers = {name.removeprefix("model."): name for name in after if "visual." in name}
-    for name in [name for name in before if "visual." in name]:
+    towers = {name.removeprefix("model."): name for name in after if TOWER.search(name)}
+    assert towers
+    for name in [name for name in before if TOWER.search(name)]:
         assert torch.equal(before[name].float(), after[towers[name.removeprefix("model.")]].float()), name

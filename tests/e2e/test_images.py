@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from scripts.make_image_dataset import make_rows
 from swift_megatron_grpo.images.files import image_bytes, is_portable
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import Finished, make_model, megatron_rlhf, read_json_lines
+from tests.e2e.runs import PROBE, Finished, hf_difference, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.e2e
 COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py"), "--reward_funcs", "colours"]
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--max_completion_length", "16"]
+TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false"]
 SMALL = ["--micro_batch_size", "2", "--global_batch_size", "8", *COLOURS, *FP32]
 
@@ -169,6 +170,39 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
     assert images and all(is_portable(image) for shown_images in images for image in shown_images)
     assert all(image_bytes(shown_images[-1]) == image_bytes(shown) for shown_images in images)
     assert "eval_reward" in (run.folder / "logging.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "flags"),
+    [
+        ("glm4v", 2, [*EVERYTHING, "--vllm_tensor_parallel_size", "2"]),
+        ("glm4v_moe", 2, ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]),
+        ("internvl", 1, EVERYTHING),
+        ("internvl", 2, ["--pipeline_model_parallel_size", "2", "--vllm_tensor_parallel_size", "2"]),
+    ],
+    ids=["glm4v", "glm4v_moe", "internvl", "internvl-frozen"],
+)
+def test_other_types_are_generated_verified_trained_and_saved(
+    folder: Path, colours: Path, kind: str, ranks: int, flags: list[str]
+) -> None:
+    """With all weights trained, and with a frozen tower. GLM-4V has gate and up projections in one tensor."""
+    frozen = "--freeze_vit" not in flags
+    model = make_model(folder / f"{kind}-{frozen}", kind)
+    probed = [*COLOURS, COLOURS[0], COLOURS[1], str(PROBE), "--callbacks", "probe", "--sync_check", "full"]
+    run = megatron_rlhf(
+        model, colours, folder / f"{kind}-{frozen}-run", ranks, [*SMALL, *probed, *flags], rewards=False
+    )
+    assert run.code == 0, run.output[-4000:]
+    before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
+    assert f"vLLM holds all {len(before)} tensors bit for bit" in run.output and set(before) == set(after)
+    assert "tokens with an image differ from the trainer's by" in run.output
+    assert all(abs(step["rollout/k3_kl"]) < 1e-6 and step["sync_check/max_diff"] < 1e-5 for step in run.log)
+    assert hf_difference(run.last_checkpoint)["max"] < 1e-5
+    unchanged = {name for name in before if torch.equal(before[name].float(), after[name].float())}
+    of_tower = {name for name in before if name.startswith(TOWERS)}
+    assert of_tower and {name for name in unchanged if not name.endswith("e_score_correction_bias")} == (
+        of_tower if frozen else set()
+    )
 
 
 @pytest.mark.slow

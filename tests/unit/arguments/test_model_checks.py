@@ -10,11 +10,13 @@ from mcore_bridge.model.register import MODEL_MAPPING
 
 from swift_megatron_grpo.arguments.model_checks import (
     COMPOSITE,
+    INTERNVL_LANGUAGES,
     REFUSED_COMPOSITE,
     check_attention_layers,
     check_composite,
     check_flash_attention,
     check_kernels,
+    check_language_model,
     fault_of_delta_rule,
     text_only_limits,
 )
@@ -43,6 +45,17 @@ def test_text_of_a_supported_type_is_trained_with_frozen_towers(model_type: str)
 def test_another_type_is_refused_by_name(model_type: str) -> None:
     with pytest.raises(ValueError, match=f"{model_type} is a model with an image.*: .*use a text model.*qwen3_5"):
         check_composite("m", model_type, **FROZEN)
+
+
+def test_an_internvl_needs_a_language_model_with_which_it_was_compared() -> None:
+    def check(model_type: str, language: dict[str, Any]) -> None:
+        check_language_model("m", {"model_type": model_type, "text_config": language}, "ms-swift's own trainer")
+
+    for kind in INTERNVL_LANGUAGES:
+        check("internvl", {"model_type": kind})
+    check("glm4v", {"model_type": "glm4v_text"})
+    with pytest.raises(ValueError, match=r"--model m: .* of type gpt_oss, .* use one with qwen2, qwen3, qwen3_moe, or"):
+        check("internvl", {"model_type": "gpt_oss"})
 
 
 @pytest.mark.parametrize(("flag", "value"), [("freeze_llm", False), ("freeze_vit", False), ("freeze_aligner", False)])

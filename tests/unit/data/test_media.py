@@ -15,8 +15,10 @@ from swift.model import get_processor
 from swift.template import get_template
 
 from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
-from swift_megatron_grpo.data.media import MismatchedImages, PictureReader, placeholder_runs
+from swift_megatron_grpo.data.image_formats import MismatchedImages
+from swift_megatron_grpo.data.media import PictureReader, placeholder_runs
 from swift_megatron_grpo.images.files import UnreadableImage, image_bytes, image_size
+from swift_megatron_grpo.tools.check_layouts import template_for_images
 from swift_megatron_grpo.tools.tiny_composites import Shape, save_composite
 from swift_megatron_grpo.tools.tiny_models import TINY
 
@@ -26,12 +28,15 @@ PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int | None], Any]:
     made = {}
-    for kind in ("qwen2_5_vl", "qwen3_vl"):
+    for kind in ("qwen2_5_vl", "qwen3_vl", "glm4v", "internvl"):
         folder = tmp_path_factory.mktemp(kind)
         save_composite(folder, Shape(kind, TINY))
         for max_pixels in (None, 5000):
             processor = get_processor(str(folder), model_type=kind)
-            made[kind, max_pixels] = get_template(processor, template_type=kind, max_length=64, max_pixels=max_pixels)
+            template = template_for_images(kind)
+            made[kind, max_pixels] = get_template(
+                processor, template_type=template, max_length=64, max_pixels=max_pixels
+            )
     return made
 
 
@@ -69,15 +74,15 @@ def test_what_is_no_image_is_refused(source: Any) -> None:
         image_size(image_bytes(source))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "glm4v"])
 @pytest.mark.parametrize("max_pixels", [None, 5000])
 def test_pixels_are_those_of_the_template_and_the_processor(
     templates: dict[tuple[str, int | None], Any], kind: str, max_pixels: int | None
 ) -> None:
-    """Any size: the grid from the header of the file is the one into which the template cuts."""
+    """Any size: the grid from the header of the file is the one into which template and processor cut."""
     template = templates[kind, max_pixels]
     reader, rng = PictureReader(template), random.Random(0)
-    for _ in range(8):
+    for _ in range(12):
         content = png(rng.randint(20, 300), rng.randint(20, 300), seed=1)
         options = rng.choice([{}, {"max_pixels": 6000}, {"resized_height": 90, "resized_width": 60}])
         given = row("<image>", {"bytes": content, "path": None}) | {"chat_template_kwargs": options}
@@ -85,12 +90,36 @@ def test_pixels_are_those_of_the_template_and_the_processor(
         patches = picture.encode()
         assert patches.dtype == torch.uint8
         template.set_mode("vllm")
+        sent = template.encode(given)
         cut = template.processor.image_processor(
-            images=template.encode(given)["images"], do_resize=False, return_tensors="pt"
+            images=sent["images"], **sent.get("mm_processor_kwargs", {}), return_tensors="pt"
         )
         assert tuple(cut["image_grid_thw"][0].tolist()) == picture.grid
         factor, offset = torch.tensor(picture.channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
         assert (patches * factor + offset - cut["pixel_values"]).abs().max() < 5e-7
+
+
+@pytest.mark.parametrize("max_pixels", [None, 5000])
+def test_tiles_are_those_of_the_processor(templates: dict[tuple[str, int | None], Any], max_pixels: int | None) -> None:
+    """Their number follows from the header of the file; with several, one more shows the whole image."""
+    template = templates["internvl", max_pixels]
+    reader, rng = PictureReader(template), random.Random(0)
+    counts = set()
+    for _ in range(12):
+        given = row("<image>", png(rng.randint(20, 300), rng.randint(20, 300), seed=1))
+        given["chat_template_kwargs"] = rng.choice([{}, {"max_pixels": 6000}])
+        [picture] = reader.pictures(given)
+        tiles = picture.encode()
+        template.set_mode("vllm")
+        cut = template.processor(images=template.encode(given)["images"], text="<IMG_CONTEXT>", return_tensors="pt")
+        counts.add(len(tiles))
+        assert picture.grid == (len(tiles), 4, 4) and not picture.has_axes
+        assert reader.expand([7, reader.format.placeholder], [picture]) == [7, *cut["input_ids"][0].tolist()]
+        factor, offset = torch.tensor(picture.channels).repeat_interleave(tiles.shape[1] // 3, dim=0).unbind(1)
+        assert (tiles * factor + offset - cut["pixel_values"].flatten(1)).abs().max() < 5e-7
+    assert {1, 3, 5} <= counts
+    [small] = reader.pictures(row("<image>", png(*reader.format.small_size)))
+    assert small.grid == (1, 4, 4)
 
 
 def test_images_are_placed_where_the_engine_has_expanded_them(reader: PictureReader) -> None:

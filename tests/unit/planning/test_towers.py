@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, InternVLModel
 
 from swift_megatron_grpo.dry_run.model import tower_of
 from swift_megatron_grpo.layout import Layout
@@ -26,6 +26,14 @@ VISIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {**SIZES, "fullatt_block_indexes": [1, 3]},
     "qwen3_vl": {**SIZES, "deepstack_visual_indexes": [0, 2]},
     "qwen3_5": {**SIZES, "deepstack_visual_indexes": []},
+    "glm4v": {**SIZES, "image_size": 336},
+    "internvl": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 4,
+        "image_size": [14 * SIDE] * 2,
+    },
 }
 
 
@@ -37,16 +45,20 @@ def sizes_of(kind: str) -> Tower:
 
 def saved_bytes(kind: str, checkpointing: bool, aligner_only: bool) -> int:
     """Return the bytes of all tensors that autograd keeps of a forward pass, weights aside."""
-    config = AutoConfig.for_model(kind, vision_config=VISIONS[kind], text_config={"num_hidden_layers": 1})
+    text = {"num_hidden_layers": 1, **({"hidden_size": ROWS} if kind == "internvl" else {})}
+    config = AutoConfig.for_model(kind, vision_config=VISIONS[kind], text_config=text)
     config.vision_config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        part = AutoModelForImageTextToText.from_config(config).model.visual
     torch.manual_seed(0)
-    visual = type(part)(config.vision_config).to(torch.bfloat16).train()
+    if kind == "internvl":
+        visual = InternVLModel(config).to(torch.bfloat16).train()
+    else:
+        with torch.device("meta"):
+            part = AutoModelForImageTextToText.from_config(config).model.visual
+        visual = type(part)(config.vision_config).to(torch.bfloat16).train()
     if checkpointing:
         visual.gradient_checkpointing_enable()
     for name, parameter in visual.named_parameters():
-        parameter.requires_grad_(not aligner_only or "merger" in name)
+        parameter.requires_grad_(not aligner_only or "merger" in name or "projector" in name)
     weights = {parameter.untyped_storage().data_ptr() for parameter in visual.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -58,7 +70,11 @@ def saved_bytes(kind: str, checkpointing: bool, aligner_only: bool) -> int:
 
     patches = torch.randn(SIDE * SIDE, sizes_of(kind).values, dtype=torch.bfloat16)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = visual(patches, grid_thw=torch.tensor([[1, SIDE, SIDE]]))
+        if kind == "internvl":
+            tile = patches.view(1, 3, 14 * SIDE, 14 * SIDE)
+            output = visual.get_image_features(tile, vision_feature_layer=-1, vision_feature_select_strategy="default")
+        else:
+            output = visual(patches, grid_thw=torch.tensor([[1, SIDE, SIDE]]))
     assert output.pooler_output.requires_grad
     return sum(storage.nbytes() for storage in kept.values())
 

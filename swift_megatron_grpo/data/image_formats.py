@@ -1,0 +1,178 @@
+"""The ways in which the processors of models cut images, and the tokens that stand for them.
+
+What engines do with an image follows from its size alone, so prompts are laid out before any image is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isqrt, sqrt
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from swift.template import Template
+
+from swift_megatron_grpo.types import Picture
+
+MERGE = 2  # a token stands for so many patches in height and in width
+Grid = tuple[int, int, int]  # of patches, in time (or by tile), height and width
+_AS_BYTES = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+
+
+class MismatchedImages(ValueError):
+    """The placeholders of a prompt, or the patches of an image, are not those that follow from its size."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFormat:
+    """The way in which a model's processor cuts images, and the token that stands for a part of one."""
+
+    processor: Any  # transformers' image processor
+    placeholder: int
+    max_pixels: int | None  # --max_pixels, which ms-swift applies before the processor's own limits
+    before: tuple[int, ...] = ()  # tokens that engines put in front of those of an image
+    after: tuple[int, ...] = ()  # and behind them
+    channels: tuple[tuple[float, float], ...] = field(init=False)
+    has_axes: ClassVar[bool] = True  # False: the tokens of an image have positions like text
+
+    def __post_init__(self) -> None:
+        processor = self.processor
+        factor = processor.rescale_factor if processor.do_rescale else 1.0
+        mean, std = (0.0,) * 3, (1.0,) * 3
+        if processor.do_normalize:
+            mean, std = processor.image_mean, processor.image_std
+        object.__setattr__(self, "channels", tuple((factor / s, -m / s) for m, s in zip(mean, std, strict=True)))
+
+    @property
+    def small_size(self) -> tuple[int, int]:
+        """Return width and height of an image of few tokens that no processor resizes."""
+        raise NotImplementedError
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
+        """Return the patches of an image of this size. `options`: of the row."""
+        raise NotImplementedError
+
+    def uncut_grid(self, width: int, height: int) -> Grid:
+        """Return the patches of an image whose size is a multiple of small_size."""
+        raise NotImplementedError
+
+    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        """Return the bytes [patches, values of a patch] of an image as the template leaves it, and its grid."""
+        raise NotImplementedError
+
+    def tokens_of(self, picture: Picture) -> list[int]:
+        """Return the tokens with which engines replace the placeholder of an image."""
+        return [*self.before, *[self.placeholder] * picture.num_tokens, *self.after]
+
+    def length_of(self, picture: Picture) -> int:
+        """Return the number of these tokens."""
+        return len(self.before) + picture.num_tokens + len(self.after)
+
+    def limited(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the size to which ms-swift shrinks an image for --max_pixels, or for the row's own limit."""
+        limit = options.get("max_pixels", self.max_pixels)
+        if not limit or width * height <= limit:
+            return width, height
+        ratio = width / height
+        scaled = sqrt(limit / ratio)
+        return int(scaled * ratio), int(scaled)
+
+
+@dataclass(frozen=True, slots=True)
+class Patches(ImageFormat):
+    """Patches of an image that ms-swift's template has resized (Qwen-VL)."""
+
+    def __post_init__(self) -> None:
+        ImageFormat.__post_init__(self)
+        processor = self.processor
+        if processor.merge_size != MERGE or processor.temporal_patch_size != 2:
+            raise ValueError(
+                f"the image processor merges {processor.merge_size} x {processor.merge_size} patches of "
+                f"{processor.temporal_patch_size} frames; only 2 x 2 patches of 2 frames are supported"
+            )
+
+    @property
+    def side(self) -> int:
+        """Return the pixels per side of the square that is one token."""
+        return int(self.processor.patch_size) * MERGE
+
+    @property
+    def small_size(self) -> tuple[int, int]:
+        return 4 * self.side, 2 * self.side
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
+        width, height = self.limited(width, height, options)
+        if "resized_height" in options and "resized_width" in options:
+            height, width = options["resized_height"], options["resized_width"]
+            options = {}
+        from qwen_vl_utils.vision_process import smart_resize  # needed for images only
+
+        rows, columns = smart_resize(height, width, self.side, options.get("min_pixels"), options.get("max_pixels"))
+        return self.uncut_grid(columns, rows)
+
+    def uncut_grid(self, width: int, height: int) -> Grid:
+        return 1, height // self.processor.patch_size, width // self.processor.patch_size
+
+    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        return self._cut(image, resize=False)
+
+    def _cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        found = self.processor(images=[image], do_resize=resize, **_AS_BYTES)
+        time, height, width = found["image_grid_thw"][0].tolist()
+        return found["pixel_values"], (time, height, width)
+
+
+@dataclass(frozen=True, slots=True)
+class ResizedPatches(Patches):
+    """Patches of an image that the processor itself resizes (GLM-V). Of a row's options, max_pixels alone counts."""
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
+        from transformers.models.glm4v.image_processing_glm4v import smart_resize
+
+        width, height = self.limited(width, height, options)
+        limits, frames = self.processor.size, self.processor.temporal_patch_size
+        rows, columns = smart_resize(
+            frames, height, width, frames, self.side, limits["shortest_edge"], limits["longest_edge"]
+        )
+        return self.uncut_grid(columns, rows)
+
+    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        return self._cut(image, resize)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles(ImageFormat):
+    """Tiles of one size, each seen by itself, and with several also the whole image as one of them (InternVL)."""
+
+    has_axes: ClassVar[bool] = False
+    of_tile: tuple[int, int] = (0, 0)  # patches in height and in width
+
+    @property
+    def small_size(self) -> tuple[int, int]:
+        return int(self.processor.size["width"]), int(self.processor.size["height"])
+
+    def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
+        return self.uncut_grid(*self.limited(width, height, options))
+
+    def uncut_grid(self, width: int, height: int) -> Grid:
+        tiles = self.processor.get_number_of_image_patches(height, width, {"crop_to_patches": True})
+        return int(tiles), *self.of_tile
+
+    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
+        found = self.processor(images=[image], crop_to_patches=True, **_AS_BYTES)["pixel_values"]
+        return found.flatten(1), (len(found), *self.of_tile)
+
+
+def image_format(template: Template) -> ImageFormat:
+    """Return the way in which the processor of this template cuts images."""
+    processor = template.processor
+    images = processor.image_processor
+    name, placeholder = type(images).__name__, int(processor.image_token_id)
+    if name.startswith("GotOcr2"):
+        side = isqrt(processor.image_seq_length) * MERGE
+        ends = (processor.start_image_token_id,), (processor.end_image_token_id,)
+        return Tiles(images, placeholder, template.max_pixels, *ends, of_tile=(side, side))
+    kind = ResizedPatches if name.startswith(("Glm4v", "Glm46V")) else Patches
+    return kind(images, placeholder, template.max_pixels)
