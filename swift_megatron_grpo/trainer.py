@@ -145,8 +145,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         kernels = (args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce)
         self._prepared = prepare_trained(models, *kernels, args.megatron_extra_kwargs)
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
-        saves_whole_model = args.tuner_type == "full" or args.merge_lora
-        for line in filter(None, (self._prepared.note, self._kept.note if saves_whole_model else None)):
+        for line in filter(None, (self._prepared.note, self._kept.note if args.saves_whole_model else None)):
             logger.info(line)
         return peft_models
 

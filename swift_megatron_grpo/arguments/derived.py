@@ -73,6 +73,10 @@ class DerivedArguments(GRPOFlags):
         return next((source for source in self.checkpoint_sources if source.flag in flags), None)
 
     @property
+    def saves_whole_model(self) -> bool:
+        return self.tuner_type == "full" or self.merge_lora
+
+    @property
     def has_adapter(self) -> bool:
         return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter or self.ref_adapters)
 

@@ -48,11 +48,12 @@ def bound(kind: str, between_layouts: bool = False) -> float:
     """Return the relative bound of gradient norms.
 
     Those of delta nets are rounded more. With the weights after the first step, the norm in fp64 is 39.26890; it is
-    39.26984 in plain transformers in fp32, 39.26876 here, and 39.26989 with another size of micro batches.
+    39.26984 in plain transformers in fp32, 39.26876 here, and 39.26989 with another size of micro batches. On a CPU
+    with other kernels, one rank has 39.27248 and TP 2 39.27987, after 7.979767 and 7.979781 in the first step.
     """
     if not has_delta_nets(kind):
         return 1e-6
-    return 1e-4 if between_layouts else 1e-5
+    return 5e-4 if between_layouts else 1e-5
 
 
 @pytest.fixture(scope="module")
