@@ -74,7 +74,7 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def saves_whole_model(self) -> bool:
-        return self.tuner_type == "full" or self.merge_lora
+        return bool(self.tuner_type == "full" or self.merge_lora)
 
     @property
     def has_adapter(self) -> bool:
