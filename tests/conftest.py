@@ -17,7 +17,7 @@ _LONGEST = (
     "e2e/test_replay.py", "e2e/test_resume.py", "e2e/test_adapter_settings.py", "e2e/test_multi_turn.py",
     "e2e/test_parity.py", "e2e/test_generation.py",
     "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py",
-    "dist/test_router_replay.py", "dist/test_engine_runs.py",
+    "dist/test_router_replay.py", "dist/test_engine_runs.py", "dist/test_expert_chunks.py",
     "unit/plugin/test_torchrun.py", "unit/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
     "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/doctor/test_doctor.py",
     "unit/training/loss/test_loss.py", "unit/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",

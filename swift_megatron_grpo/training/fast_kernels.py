@@ -8,6 +8,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * rotary embedding: Transformer Engine's kernel for packed sequences (cosines in fp32; upstream rounds them to bf16)
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
+* experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (expert_chunks.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
 * --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
@@ -26,6 +27,7 @@ from mcore_bridge.model import GPTModel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.mlp import MLP
 
+from swift_megatron_grpo.training.expert_chunks import skip_sorting
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
 # Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
@@ -39,6 +41,7 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elemen
     norms and SwiGLU after forward and recompute them in backward.
     """
     for model in models:
+        skip_sorting(model)
         if not next(model.parameters()).is_cuda:
             continue
         config = model.config
