@@ -20,6 +20,7 @@ _LONGEST = (
     "dist/test_router_replay.py", "dist/test_engine_runs.py", "dist/test_expert_chunks.py",
     "unit/plugin/test_torchrun.py", "unit/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
     "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/doctor/test_doctor.py",
+    "unit/training/test_weighted_swiglu.py",
     "unit/training/loss/test_loss.py", "unit/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",
     "unit/plugin/test_autoload.py", "unit/platforms/cpu/test_torchvision_operators.py",
     "unit/stopping/test_second_signal.py", "unit/grading/test_rewards.py", "unit/test_style.py",

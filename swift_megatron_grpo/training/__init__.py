@@ -20,6 +20,7 @@
     checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
     fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)
     grouped_experts.py   one kernel per product for all experts of a layer
+    weighted_swiglu.py   SwiGLU of experts, weighted by probabilities, as Triton kernels
     head/                hidden states to log-probs and entropies
     loss/                the losses
     memory/              offloading, recomputation, advice for out-of-memory errors
