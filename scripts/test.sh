@@ -100,7 +100,8 @@ alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
 
 # What depends on the version of megatron-core: a choice of layouts, the command, and ms-swift's own trainer.
 layouts() { printf "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[%s]\n" "$@"; }
-seams=(tests/contract --ignore tests/contract/test_wheel.py tests/unit/training/megatron_fixes)
+seams=(tests/contract --ignore tests/contract/test_wheel.py tests/unit/training/megatron_fixes
+    tests/unit/training/test_expert_chunks.py)
 moe=(moe-full-dp2+ep2 moe-full-tp2+sp moe-full-tp2+sp+etp2 moe-lora-tp2+sp)
 dense=(dense-full-tp2+sp dense-full-pp2+vpp2 dense-full-cp2 dense-full-dp2+overlap dense-lora-tp2+sp)
 replay=(tests/unit/training/test_router_replay.py

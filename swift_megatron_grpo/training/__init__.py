@@ -7,6 +7,7 @@
     shared_prompts.py    attention of completions that share one copy of their prompt
     torch_attention.py   torch's flash kernel, where Transformer Engine has none
     expert_layers.py     the layers of a model that have experts
+    expert_chunks.py     skips sorting tokens by expert where they arrive sorted
     router_replay.py     routers that weigh given experts instead of choosing, and record what they choose
     recorded_routing.py  recorded experts of parallel ranks as rows of whole samples
     attention_check.py   attention kernels against exact arithmetic, before training (--check_attention)
@@ -19,6 +20,7 @@
     checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
     fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)
     grouped_experts.py   one kernel per product for all experts of a layer
+    weighted_swiglu.py   SwiGLU of experts, weighted by probabilities, as Triton kernels
     head/                hidden states to log-probs and entropies
     loss/                the losses
     memory/              offloading, recomputation, advice for out-of-memory errors

@@ -8,6 +8,8 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * rotary embedding: Transformer Engine's kernel for packed sequences (cosines in fp32; upstream rounds them to bf16)
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
+* SwiGLU of experts: kernels of this package (weighted_swiglu.py)
+* experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (expert_chunks.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
 * --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
@@ -22,10 +24,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from mcore_bridge.model import GPTModel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.mlp import MLP
 
+from swift_megatron_grpo.training.expert_chunks import skip_sorting
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 
 # Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
@@ -39,11 +43,16 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elemen
     norms and SwiGLU after forward and recompute them in backward.
     """
     for model in models:
+        skip_sorting(model)
         if not next(model.parameters()).is_cuda:
             continue
         config = model.config
         if not config.activation_func_fp8_input_store and not config.cpu_offloading:
             fused_bias_swiglu.SwiGLUFunction = _swiglu()
+        if _weighs_swiglu(config):
+            from swift_megatron_grpo.training.weighted_swiglu import WeightedSwiGLU
+
+            fused_bias_swiglu.WeightedSwiGLUFunction = WeightedSwiGLU
         if config.hidden_dropout == 0:
             config.bias_dropout_fusion = False
         if _has_plain_rotary_embedding(model):
@@ -71,6 +80,17 @@ def _recompute_elementwise_in(module: Any) -> None:
         module.linear_fc2.forward = partial(_swiglu_recomputed_in_backward, module.linear_fc2.forward)
     elif isinstance(module, te.LayerNormLinear) and module.normalization == "RMSNorm":
         module.forward = partial(_norm_recomputed_in_backward, module, module.forward)
+
+
+def _weighs_swiglu(config: Any) -> bool:
+    """Return True if experts call Megatron's SwiGLU that is weighted by the probabilities of the router."""
+    return (
+        config.num_moe_experts is not None
+        and config.activation_func is F.silu
+        and config.gated_linear_unit
+        and config.bias_activation_fusion
+        and not config.activation_func_fp8_input_store
+    )
 
 
 def _has_plain_rotary_embedding(model: GPTModel) -> bool:

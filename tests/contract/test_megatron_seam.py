@@ -29,7 +29,8 @@ def upstream() -> dict[str, Any]:
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import p2p_communication, schedules
         from megatron.core.tensor_parallel import get_cuda_rng_tracker, param_is_not_tensor_parallel_duplicate
-        from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+        from megatron.core.transformer import mlp
+        from megatron.core.transformer.moe import experts, moe_layer, moe_utils, router, token_dispatcher
         from megatron.core.dist_checkpointing.strategies import filesystem_async
 
         if hasattr(moe_utils, "get_moe_metrics_tracker"):
@@ -51,6 +52,12 @@ def upstream() -> dict[str, Any]:
             "grouped_forward": source(extensions.TEGroupedLinear.forward),
             "buffer": source(param_and_grad_buffer),
             "swiglu": fused_bias_swiglu.SwiGLUFunction.__name__,
+            "weighted_swiglu": parameters(fused_bias_swiglu.WeightedSwiGLUFunction.forward),
+            "weighted_swiglu_gradients": source(fused_bias_swiglu.WeightedSwiGLUFunction.backward),
+            "weighted_swiglu_caller": source(fused_bias_swiglu.weighted_bias_swiglu_impl),
+            "weighted_swiglu_callers": [source(module) for module in (experts, mlp)],
+            "dispatcher": source(token_dispatcher.MoEAlltoAllTokenDispatcher),
+            "moe_layer": source(moe_layer),
             "p2p_ops": parameters(p2p_communication._p2p_ops),
             "move": parameters(token_dispatcher.maybe_move_tensor_to_cpu),
             "disable_jit_fuser": parameters(jit.disable_jit_fuser),
@@ -148,3 +155,34 @@ def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
     assert "router_replay=self.router_replay" in upstream()["router"]
     asked = "router_replay.get_replay_topk( scores, topk, num_groups, group_topk, _compute_topk )"
     assert asked in " ".join(upstream()["topk"].split())
+
+
+def test_a_dispatcher_of_one_rank_reads_its_number_of_experts_only_to_decide_whether_to_sort() -> None:
+    """training/expert_chunks.py changes the number."""
+    body = upstream()["dispatcher"].split("    def preprocess(")[1]
+    code = [line.strip() for line in body.splitlines() if "self.num_local_experts" in line and "# [" not in line]
+    assert code == [
+        "(self.num_local_experts,),",  # with a capacity
+        "self.ep_size, self.num_local_experts",  # with several ranks
+        "if self.num_local_experts > 1:",
+        "-1, self.num_local_experts",
+        "if self.num_local_experts > 1:",
+        "self.num_local_experts,",  # with a capacity, as the next and the last but one
+        "self.num_local_experts,",
+        "if self.num_local_experts > 1:",
+        "self.num_local_experts,",
+        "if self.num_local_experts > 1 and not self.config.moe_permute_fusion:",
+    ]
+    assert "token_dispatcher.num_local_experts" not in upstream()["moe_layer"]
+
+
+def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
+    """training/fast_kernels.py replaces the class; training/weighted_swiglu.py has the same arguments."""
+    assert upstream()["weighted_swiglu"] == ["ctx", "input", "weights", "fp8_input_store"]
+    assert upstream()["weighted_swiglu_gradients"].rstrip().endswith("return tmp, wgrad, None")
+    assert "WeightedSwiGLUFunction.apply(input, weights, fp8_input_store)" in upstream()["weighted_swiglu_caller"]
+    assert "input.view(-1, ori_shape[-1])" in upstream()["weighted_swiglu_caller"]
+    condition = "if self.activation_func == F.silu and self.config.gated_linear_unit:"
+    for caller in upstream()["weighted_swiglu_callers"]:
+        before, _ = " ".join(caller.split()).split("= weighted_bias_swiglu_impl(")  # the only call
+        assert condition in before[-200:] and "elif self.config.bias_activation_fusion" in before

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swift_megatron_grpo.training.attention_check import poison_free_memory
 from tests.gpu.conftest import Gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -125,3 +126,45 @@ def test_swiglu_and_its_gradient_match_fp64() -> None:
     expected.backward(upstream.double())
     torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_swiglu_of_experts_and_its_gradients_match_fp64_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.fusions import fused_bias_swiglu
+
+    from tests.unit.training.weighted_swiglu_cases import (
+        CASES,
+        Case,
+        check,
+        check_against_megatron,
+        check_nan,
+        megatrons,
+    )
+
+    monkeypatch.setattr(fused_bias_swiglu, "WeightedSwiGLUFunction", fused_bias_swiglu.WeightedSwiGLUFunction)
+    own, replaced = megatrons()  # which change the class
+
+    def on_poisoned_memory(gate_and_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        poison_free_memory(gate_and_up.device)
+        out = replaced(gate_and_up, weights)
+        poison_free_memory(gate_and_up.device)
+        return out
+
+    for case in (*CASES, Case("a micro batch", 65_536 + 3, 768), Case("wide", 1_000, 14_336)):
+        check(case, "cuda", on_poisoned_memory)
+    check_nan("cuda", on_poisoned_memory)
+    check_against_megatron("cuda", own, on_poisoned_memory)
+
+
+def test_swiglu_of_experts_has_the_same_bits_every_time() -> None:
+    from swift_megatron_grpo.training.weighted_swiglu import WeightedSwiGLU
+
+    torch.manual_seed(0)
+    gate_and_up = torch.randn(65_536, 1_536, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(65_536, 1, device="cuda", requires_grad=True)
+    upstream = torch.randn(65_536, 768, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for _ in range(3):
+        out = WeightedSwiGLU.apply(gate_and_up, weights, False)
+        results.append((out, *torch.autograd.grad(out, (gate_and_up, weights), upstream)))
+    for other in results[1:]:
+        assert all(torch.equal(value, first) for value, first in zip(other, results[0], strict=True))
