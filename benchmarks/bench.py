@@ -75,15 +75,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--pair", nargs=2, action="append", default=[], metavar=("OURS", "STOCK"),
             help="also compare these two settings; may be repeated")  # fmt: skip
         if kind == "step":
-            kinds.choices[kind].set_defaults(random_weights=False)
             add("--trl", nargs="+", default=[], metavar="SETTING", help="settings to measure TRL with")
             add("--trl-flags", default="", help="further flags of `megatron rlhf`, translated for TRL only")
             add("--verl", nargs="+", default=[], metavar="SETTING", help="settings to measure verl with")
             add("--verl-flags", default="", help="the same for verl only")
         else:
             kinds.choices[kind].set_defaults(trl=[], trl_flags="", verl=[], verl_flags="")
-            add("--random-weights", action="store_true",
-                help="draw weights on the device, alike in both trainers, instead of loading them")  # fmt: skip
+        add("--random-weights", action="store_true",
+            help="draw weights on the device, alike in both trainers, instead of loading them; vLLM receives them")  # fmt: skip
         add("--goal", default="", help="text for the column `goal` of the page")
         add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
@@ -191,6 +190,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
             "--recompute_granularity", "none", "--attention_backend", "fused" if torch.cuda.is_available() else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
+            *(["--vllm_engine_kwargs", '{"load_format": "dummy"}'] if args.random_weights and args.kind == "step" else []),
             "--no_save_optim", "true",  # nothing is saved, but a run checks that a checkpoint would fit on the disk
             *shlex.split(args.flags)]  # fmt: skip
 
@@ -307,6 +307,8 @@ def check_for_peers(args: argparse.Namespace) -> None:
     asked = [flag for flag, names in (("--trl", args.trl), ("--verl", args.verl)) if names]
     if asked and SHAPES[args.shape].model_type not in ("qwen3", "qwen3_moe"):
         raise SystemExit(f"bench: {asked[0]} needs a Qwen3 or a Qwen3-MoE, and --shape {args.shape} is another model")
+    if asked and args.random_weights:
+        raise SystemExit(f"bench: {asked[0]} loads a checkpoint; remove --random-weights")
     if asked and args.servers:
         raise SystemExit(f"bench: {asked[0]} runs vLLM beside the training; remove --servers")
     lengths = (args.lengths, args.lengths if args.prompts == "same" else args.prompts)

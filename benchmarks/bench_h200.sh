@@ -5,10 +5,11 @@
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-30b-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
-#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync-4b sync-8b-lora dp2-8b-lora
+#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync-4b sync-8b-lora sync-30b-lora
+#                        moe-server dp2-8b-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -47,6 +48,8 @@ long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
 
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
+moe=(--moe_grouped_gemm true --moe_permute_fusion true)
+uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM compiles and tunes the kernels of delta nets for minutes, and the same generation runs in both trainers.
 eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
 
@@ -74,7 +77,8 @@ with_servers() {
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.workload import SHAPES
 shape = SHAPES[sys.argv[2]]
-print(made_checkpoint(Path(sys.argv[1]), sys.argv[2]).resolve(), shape.model_type, shape.template)' "$work" "$shape" | tail -1)
+folder = made_checkpoint(Path(sys.argv[1]), sys.argv[2], with_weights=False).resolve()
+print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
     gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
     for arm in "${arms[@]}"; do
         program=swift.cli.rollout
@@ -82,7 +86,8 @@ print(made_checkpoint(Path(sys.argv[1]), sys.argv[2]).resolve(), shape.model_typ
         PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu \
             "$python" -P -m $program --port $port \
             --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
-            --torch_dtype "$dtype" "${flags[@]}" >"$work/rollout-$arm.log" 2>&1 &
+            --torch_dtype "$dtype" --vllm_engine_kwargs '{"load_format": "dummy"}' "${flags[@]}" \
+            >"$work/rollout-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
     for i in "${!urls[@]}"; do
@@ -108,8 +113,8 @@ images() {
 
 # sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
 sync() {
-    bench step "$1" "$2" --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 --steps 6 --warm-up 2 \
-        --ours tokens16384 --servers "${servers[@]}" --flags "$3" --goal "weight sync $4"
+    bench step "$1" "$2" --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
+        --steps 6 --warm-up 2 --ours tokens16384 --servers "${servers[@]}" --flags "$3" --goal "weight sync $4"
 }
 
 # memory SHAPE GOAL
@@ -211,23 +216,24 @@ group() {
         qwen3.5-server)
             with_servers 2b-qwen3.5 "on off" "${eager[*]}" group qwen3.5-behind-servers ;;
         qwen3.5-behind-servers)
-            qwen3_5 step qwen3.5-2b-server "" --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
+            qwen3_5 step qwen3.5-2b-server "" --random-weights --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
                 --servers "${servers[@]}" --goal "1.8 for the train phase"
             began=$SECONDS
-            qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
-                --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
+            qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --random-weights --ours tokens16384 --stock mbs16 \
+                --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
         # The whole step on two GPUs: both train and generate, or one trains while a server on the other one generates.
         two-colocated)
             for completions in 128 256; do
-                bench step "two-colocated-1.7b-$completions" 1.7b "${fixed[@]}" --completions $completions --rounds 1 \
-                    --steps 6 --warm-up 2 --ours dp2+tokens16384 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2"
+                bench step "two-colocated-1.7b-$completions" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
+                    --warm-up 2 --completions $completions --ours dp2+tokens16384 \
+                    --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2"
             done ;;
         two-server)
             with_servers 1.7b on "--vllm_gpu_memory_utilization 0.8" group two-behind-server ;;
         two-behind-server)
             for completions in 128 256; do
-                bench step "two-server-1.7b-$completions" 1.7b "${fixed[@]}" --completions $completions --rounds 1 \
-                    --steps 8 --warm-up 3 --ours tokens16384 --servers "${servers[@]}" \
+                bench step "two-server-1.7b-$completions" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 8 \
+                    --warm-up 3 --completions $completions --ours tokens16384 --servers "${servers[@]}" \
                     --flags "--async_generate true --rollout_importance_sampling_mode token_truncate"
             done ;;
         # The weight sync to a server on another GPU: all weights of 4B, and of 8B with the adapter merged into them.
@@ -263,14 +269,26 @@ group() {
             share 8b-lora 8b "${lora[*]}" $(cut -d- -f4 <<<"$1") ${1##*-} ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
-            bench train moe-4.5b 4.5b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
-                --ours tokens8192 tokens16384 --stock mbs4 mbs2 --goal 3.0 \
-                --flags "--moe_grouped_gemm true --moe_permute_fusion true" ;;
+            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 \
+                --goal "3.0, MFU 35 %" --flags "${moe[*]}" ;;
+        moe-step)
+            bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
+                --stock mbs8 --rounds 1 --flags "${eager[*]} --sleep_level 2 ${moe[*]}" ;;
+        moe-server)
+            with_servers 4.5b-qwen3-moe "on off" "${eager[*]}" group moe-behind-servers ;;
+        moe-behind-servers)
+            bench step moe-4.5b-server 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
+                --stock mbs8 --rounds 1 --servers "${servers[@]}" --flags "${moe[*]}" ;;
         # Adapters of Qwen3-30B-A3B, with as many completions as one GPU trains in a step.
         moe-30b-lora)
-            bench train moe-30b-a3b-lora 30b-qwen3-moe --lengths lognormal:400:0.9:2048 --prompts constant:128 \
-                --completions 64 --ours tokens16384 tokens8192 --stock mbs4 mbs2 --goal 2.5 --rounds 1 --steps 3 \
-                --flags "--moe_grouped_gemm true --moe_permute_fusion true ${lora[*]}" ;;
+            bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens16384 --stock mbs8 mbs4 --goal 2.5 \
+                --rounds 1 --steps 3 --flags "${moe[*]} ${lora[*]}" ;;
+        # All its weights, with the adapter merged into them, to a server on another GPU.
+        sync-30b-lora)
+            with_servers 30b-qwen3-moe on "--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.6" \
+                group sync-behind-server-30b ;;
+        sync-behind-server-30b)
+            sync sync-30b-a3b-lora 30b-qwen3-moe "${moe[*]} ${lora[*]}" "1 s" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;
