@@ -10,6 +10,8 @@ instrument/     external plugin inside those processes: timers, fixed completion
 results.py      the JSON file of a run, and the numbers derived from it
 planned.py      the memory plan of a measured process, for the tests that compare both
 page.py         docs/performance.md and the table in README.md
+gpus.py         its sections about runs on other numbers of GPUs
+markdown.py     tables of pages
 picture.py      docs/performance.svg
 paths.py        paths that several benchmarks use
 

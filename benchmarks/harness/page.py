@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
+from .gpus import sections_of_gpus
+from .markdown import table
 from .picture import draw
 from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
 from .workload import SHAPES
 
-Row = TypeVar("Row")
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
 README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
 SHARED_PAGE, IN_SHARED_PAGE = (
@@ -81,9 +81,9 @@ def write_page(repository: Path) -> None:
     runs = read_runs(repository)
     (repository / PAGE).write_text(page(runs))
     (repository / PICTURE).write_text(draw(runs))
-    for path, marks, table in tables(runs):
+    for path, marks, text in tables(runs):
         file = repository / path
-        file.write_text(with_table(file.read_text(), marks, table))
+        file.write_text(with_table(file.read_text(), marks, text))
 
 
 def read_runs(repository: Path) -> list[Run]:
@@ -105,6 +105,7 @@ def page(runs: Sequence[Run]) -> str:
                 sections += [_ratios(rows), _costs(rows)]
     if any(run.shared_and_repeated() for run in runs):
         sections += [SHARED_PROMPTS, shared_prompts(runs)]
+    sections += sections_of_gpus(runs)
     sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
     sections += ["## Runs\n", *map(_describe, runs)]
     return "\n".join(sections)
@@ -124,7 +125,7 @@ def with_table(text: str, marks: tuple[str, str], table: str) -> str:
 def headlines(runs: Sequence[Run]) -> str:
     by_name = {run.name: run for run in runs}
     rows = [pair for name in HEADLINES for pair in by_name[name].comparisons() if pair.what == "each at its best"]
-    return _table(
+    return table(
         {
             "": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind],
             "model": lambda row: _model(row.ours.run),
@@ -140,7 +141,7 @@ def headlines(runs: Sequence[Run]) -> str:
 
 def shared_prompts(runs: Sequence[Run]) -> str:
     """Return the table of this package with and without shared prompts, beside ms-swift's best setting."""
-    return _table(
+    return table(
         {
             "model": lambda row: _model(row[0].run),
             "prompt / completion / group": lambda row: _lengths(row[0].run),
@@ -195,7 +196,7 @@ def _ratios(rows: Sequence[Comparison]) -> str:
         "losses": lambda row: _both(row, lambda side: f"{side.steps[0].loss:.2e}"),
         "gradient norms": lambda row: _both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
     }
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _costs(rows: Sequence[Comparison]) -> str:
@@ -212,7 +213,7 @@ def _costs(rows: Sequence[Comparison]) -> str:
     }
     if any(_has_images(row.ours.run) for row in rows):
         columns["images/s"] = lambda row: _both(row, _images_per_second)
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _has_images(run: Run) -> bool:
@@ -235,12 +236,12 @@ def _phases(runs: Sequence[Run]) -> str:
     }
     for phase in used:
         columns[phase.replace("_", " ")] = lambda row, phase=phase: f"{row.phase(phase):.3f}"  # type: ignore[misc]
-    return _table(columns, rows)
+    return table(columns, rows)
 
 
 def _all_settings(runs: Sequence[Run]) -> str:
     rows = [run.measured(arm, setting) for run in runs for arm in ARMS for setting in run.settings(arm)]
-    return _table(
+    return table(
         {
             "run": lambda row: row.run.name,
             "": lambda row: NAMES[row.arm],
@@ -282,8 +283,3 @@ def _tried(arm: str, rows: Sequence[Comparison]) -> str:
 
 def _both(row: Comparison, cell: Callable[[Measured], str]) -> str:
     return f"{cell(row.ours)} / {cell(row.other)}"
-
-
-def _table(columns: dict[str, Callable[[Row], str]], rows: Iterable[Row]) -> str:
-    lines = [list(columns), ["---"] * len(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)

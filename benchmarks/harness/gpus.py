@@ -1,0 +1,97 @@
+"""Sections of docs/performance.md about runs that are compared with runs on other numbers of GPUs, by their names.
+
+two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
+two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
+dpN-MODEL                         N data-parallel ranks with as many completions for each
+sync-MODEL                        a trainer and a server on another GPU
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from .markdown import table
+from .results import Measured, Run
+
+TWO = """\
+## Two GPUs: a server ahead of training
+
+One GPU trains while a server on the other one generates the next rollout (`--async_generate true`), against two
+colocated data-parallel ranks, both with the same completions in a step. *Waiting* is what the trainer waits for
+completions.
+"""
+RANKS = """\
+## Data-parallel ranks
+
+Each rank has as many completions. *Cost* is the time of the train phase over that of one rank.
+"""
+SYNC = """\
+## Weight sync to a server on another GPU
+
+Median seconds from the trainer's weights to the server's, and of the check after it. Adapters are merged into the
+weights, and all of them are sent.
+"""
+
+
+def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
+    by_name = {run.name: run for run in runs}
+    pairs = [
+        (_ours(by_name[name.replace("two-server", "two-colocated")]), _ours(run))
+        for name, run in by_name.items()
+        if name.startswith("two-server-")
+    ]
+    ranks = [
+        (_ours(by_name[re.sub(r"^dp\d+", "dp1", name)]), _ours(run))
+        for name, run in by_name.items()
+        if re.match(r"dp\d+-", name) and re.sub(r"^dp\d+", "dp1", name) in by_name
+    ]
+    syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
+    sections: list[str] = []
+    if pairs:
+        sections += [TWO, _ahead(pairs)]
+    if len(ranks) > 1:
+        sections += [RANKS, _costs_of_ranks(ranks)]
+    if syncs:
+        sections += [SYNC, _syncs(syncs)]
+    return sections
+
+
+def _ours(run: Run) -> Measured:
+    best = run.best("ours")
+    assert best is not None, f"{run.name} has no measured step of this package"
+    return best
+
+
+def _ahead(pairs: Sequence[tuple[Measured, Measured]]) -> str:
+    columns: dict[str, Callable[[tuple[Measured, Measured]], str]] = {
+        "run": lambda pair: pair[1].run.name,
+        "completions": lambda pair: str(pair[1].run.workload["completions"]),
+        "colocated": lambda pair: f"{pair[0].median:.2f} s",
+        "generation / train phase": lambda pair: f"{pair[0].phase('generation'):.2f} / {pair[0].train_median:.2f} s",
+        "server ahead": lambda pair: f"{pair[1].median:.2f} s",
+        "waiting / train phase": lambda pair: f"{pair[1].phase('generation'):.2f} / {pair[1].train_median:.2f} s",
+        "ratio": lambda pair: f"**{pair[0].median / pair[1].median:.2f}**",
+    }
+    return table(columns, pairs)
+
+
+def _costs_of_ranks(pairs: Sequence[tuple[Measured, Measured]]) -> str:
+    columns: dict[str, Callable[[tuple[Measured, Measured]], str]] = {
+        "run": lambda pair: pair[1].run.name,
+        "ranks": lambda pair: str(pair[1].run.ranks),
+        "train phase": lambda pair: f"{pair[1].train_median:.3f} s",
+        "tokens/s/device": lambda pair: f"{pair[1].tokens_per_second_per_device:,.0f}",
+        "cost": lambda pair: f"{pair[1].train_median / pair[0].train_median:.3f}",
+    }
+    return table(columns, pairs)
+
+
+def _syncs(rows: Sequence[Measured]) -> str:
+    columns: dict[str, Callable[[Measured], str]] = {
+        "run": lambda row: row.run.name,
+        "sync": lambda row: f"{row.phase('weight_sync'):.3f} s",
+        "check": lambda row: f"{row.phase('sync_check'):.3f} s",
+        "goal": lambda row: row.run.goal,
+    }
+    return table(columns, rows)
