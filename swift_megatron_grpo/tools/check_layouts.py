@@ -205,7 +205,7 @@ def make_adapter(flags: list[str], adapter: str) -> None:
 
     trainer = MegatronRLHF(flags).prepare_trainer()
     torch.manual_seed(0)
-    for name, parameter in trainer.unwrapped_models[0].named_parameters():
+    for name, parameter in sorted(trainer.unwrapped_models[0].named_parameters()):  # in any order of registration
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
     trainer.bridge.save_weights(
