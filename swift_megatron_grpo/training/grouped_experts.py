@@ -82,6 +82,7 @@ class GroupedLinear:
         if weight is None:
             output: tuple[torch.Tensor, None] = self._per_expert(x, m_splits)
             return output
+        x = x.contiguous()  # rows of the kernels' alignment
         ends = torch.tensor(m_splits, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         first = self._weights[0]
         if not (first.requires_grad and torch.is_grad_enabled()):

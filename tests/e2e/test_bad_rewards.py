@@ -22,7 +22,8 @@ CANNED = Path(__file__).with_name("canned_completions.py")
     [
         ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
         ("exits", "reward function Exits raised SystemExit: no solution (prompt"),
-        ("exits_at_once", "ended with exit code 3 during reward function ExitsAtOnce: the function called os._exit"),
+        # "with exit code 3", or "suddenly" if the process that started the ranks has read the code first
+        ("exits_at_once", "during reward function ExitsAtOnce: the function called os._exit"),
     ],
 )
 def test_a_bad_reward_stops_the_run_and_names_the_function(
