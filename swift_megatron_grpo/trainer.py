@@ -104,12 +104,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         super().__init__(args, template)
 
     def _check_checkpoints(self, args: GRPOArguments, template: Template) -> None:
-        """Refuse damaged checkpoints, and those of another model or tokenizer, before the model loads."""
+        """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
         tokenizer = tokenizer_identity(template.tokenizer) if args.resumes else None
         model, threads = read_model_identity(args.model_dir), threads_of_a_rank(_ranks_of_this_machine())
         identity, ranks = (model, tokenizer, args.verify_checkpoint), self.coordinator
         for warning in check_or_fall_back(args, lambda used: check_sources(used, *identity, ranks, threads)):
             logger.warning(warning)
+        check_order_of_experts(args.optimizer_source, args.experts_in_order)
 
     def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
         """Check the rollout servers before the model loads; None: vLLM runs in the training processes."""
@@ -143,15 +144,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         check_trained(models, frozen_by=args.freezing_flags)
         self._seeds_dropout = has_adapter_dropout(models)
         kernels = (args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce)
-        self._prepared = prepare_trained(models, *kernels, args.megatron_extra_kwargs)
+        note = prepare_trained(models, *kernels, args.megatron_extra_kwargs)
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
-        for line in filter(None, (self._prepared.note, self._kept.note if args.saves_whole_model else None)):
+        for line in filter(None, (note, self._kept.note if args.saves_whole_model else None)):
             logger.info(line)
         return peft_models
 
     @torch.no_grad()  # the distributed optimizer's own loading of fp32 weights writes into views that need gradients
     def _load_checkpoint(self) -> None:
-        check_order_of_experts(self.args.optimizer_source, self._prepared.experts_in_order)
         with hybrid_optimizer.loading(self.optimizer, with_states=not (self.args.finetune or self.args.no_load_optim)):
             super()._load_checkpoint()
 
@@ -229,7 +229,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if warning is not None:
                 logger.warning(warning)
         model, tokenizer = read_model_identity(args.model_dir), tokenizer_identity(self.template.tokenizer)
-        identity, ranks = Identity(model, tokenizer, dataset, self._prepared.experts_in_order), _ranks_of_this_machine()
+        identity, ranks = Identity(model, tokenizer, dataset, args.experts_in_order), _ranks_of_this_machine()
         writer = CheckpointWriter(Path(args.output_dir), self.coordinator, ranks, identity, logger.info)
         if not self.settings.recording.only:
             period = args.save_steps or args.train_iters

@@ -16,6 +16,7 @@ from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.advice import typed_value, use_flag
 from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.arguments.layout_checks import read_model_shape
 from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
 from swift_megatron_grpo.checkpoints.sources import Source
 from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig, RoutingConfig
@@ -71,6 +72,14 @@ class DerivedArguments(GRPOFlags):
             return None
         flags = ("resume", "mcore_adapter", "mcore_model")
         return next((source for source in self.checkpoint_sources if source.flag in flags), None)
+
+    @property
+    def experts_in_order(self) -> bool:
+        """True if Megatron's buffers have the weights of experts in their order (training/grouped_experts.py).
+
+        It is the same on all ranks, also on those of a pipeline stage without experts.
+        """
+        return bool(self.fast_kernels and read_model_shape(self.model_dir).experts)
 
     @property
     def saves_whole_model(self) -> bool:

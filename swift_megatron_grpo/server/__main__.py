@@ -13,9 +13,7 @@ def main() -> None:
         prepare_server_environment()  # before vLLM reads the environment, which its processes inherit
 
     from swift_megatron_grpo.server.end_at_signals import end_at_signals
-    from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 
-    find_runtime_beside_tilelang()
     with end_at_signals():
         from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
 

@@ -6,9 +6,9 @@ for 8,192 tokens; torch's grouped product takes the host 1 ms (benchmarks/h200/p
 
 The grouped product reads the weights of all experts as one tensor. The parameters stay as they are, weight0, weight1
 and so on, which checkpoints, adapters and the optimizer see; the tensor is a view of the memory in which they follow
-each other. Megatron's buffers have parameters in the reverse of the order in which a module registers them, so trained
-ones are registered in reverse; a checkpoint remembers it (`experts_in_order` of its manifest), because the optimizer's
-state is saved in the order of the buffers. Frozen ones are moved into memory of their own.
+each other. Megatron's buffers have parameters in the reverse of the order in which a module registers them, so they
+are registered in reverse; a checkpoint remembers it (`experts_in_order` of its manifest), because the optimizer's state
+is saved in the order of the buffers. Frozen ones are moved into memory of their own.
 
 Weight gradients of a micro batch are computed in the precision of the weights and added to Megatron's fp32 buffer.
 """
@@ -29,22 +29,19 @@ HAS_GROUPED_PRODUCT = hasattr(F, "grouped_mm")  # from torch 2.10 on
 logger = logging.getLogger(__name__)
 
 
-def group_products(models: Iterable[torch.nn.Module], gradients_have_hooks: bool) -> bool:
-    """Install the products in all experts, before the models are wrapped. Return whether trained weights are reordered.
+def group_products(models: Iterable[torch.nn.Module], gradients_have_hooks: bool) -> None:
+    """Install the products in all experts, before the models are wrapped, and register their weights in reverse.
 
     `gradients_have_hooks`: something waits for each weight's gradient, as --overlap_grad_reduce does.
     """
-    reordered = False
     for model in models:
         for module in model.modules():
-            if isinstance(module, TEGroupedLinear) and _is_plain(module):
+            if isinstance(module, TEGroupedLinear):
                 weights = [getattr(module, f"weight{expert}") for expert in range(module.num_gemms)]
-                module.forward = GroupedLinear(module.forward, weights, gradients_have_hooks)
-                move_together(weights)  # the distributed optimizer moves trained ones once more, into its buffer
-                if weights[0].requires_grad:
-                    _register_in_reverse(module)
-                    reordered = True
-    return reordered
+                if _is_plain(module) and len({weight.requires_grad for weight in weights}) == 1:
+                    module.forward = GroupedLinear(module.forward, weights, gradients_have_hooks)
+                    move_together(weights)  # the distributed optimizer moves trained ones once more, into its buffer
+                _register_in_reverse(module)
 
 
 def _is_plain(module: Any) -> bool:
@@ -87,12 +84,11 @@ class GroupedLinear:
         first = self._weights[0]
         if not (first.requires_grad and torch.is_grad_enabled()):
             return GroupedProduct.apply(x, weight, ends, None), None
-        if self._gradients_have_hooks or not hasattr(first, "main_grad"):
-            return GroupedProduct.apply(x, weight, ends, None, *self._weights), None
-        main_grad = stacked([weight.main_grad for weight in self._weights])  # type: ignore[attr-defined]
-        if main_grad is None:
-            return GroupedProduct.apply(x, weight, ends, None, *self._weights), None
-        return GroupedProduct.apply(x, weight, ends, main_grad, first), None
+        main_grad = None
+        if not self._gradients_have_hooks:
+            main_grad = stacked([weight.main_grad for weight in self._weights])  # type: ignore[attr-defined]
+        parameters = self._weights if main_grad is None else [first]
+        return GroupedProduct.apply(x, weight, ends, main_grad, *parameters), None
 
     def _stacked(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the weights as one tensor [experts, out, in]; None: the kernels cannot multiply x by them."""

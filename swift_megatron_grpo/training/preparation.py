@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,32 +17,23 @@ from swift_megatron_grpo.training.torch_attention import attend_with_torch
 from swift_megatron_grpo.training.towers import guard_towers
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The result of preparing the policy, beyond kernels and marks."""
-
-    experts_in_order: bool  # Megatron's buffers have trained weights of experts in the order of the experts
-    note: str | None  # for the log; None: there is nothing to note
-
-
 def prepare_trained(
     models: Sequence[torch.nn.Module],
     fast_kernels: bool,
     recompute_elementwise: bool,
     overlap_grad_reduce: bool,
     extra_kwargs: Mapping[str, Any] | None,  # --megatron_extra_kwargs
-) -> Prepared:
-    """Correct marks and install kernels in the policy."""
+) -> str | None:
+    """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
     mark_experts(models)
     unmark_gathered_projections(models)
     guard_towers(models, frozen=False)
     drop_stock_replay(models)
     attend_with_torch(models)
-    experts_in_order = False
     if fast_kernels:
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
-        experts_in_order = group_products(models, gradients_have_hooks=overlap_grad_reduce)
-    return Prepared(experts_in_order, freeze_router_bias(models, extra_kwargs))
+        group_products(models, gradients_have_hooks=overlap_grad_reduce)
+    return freeze_router_bias(models, extra_kwargs)
 
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:

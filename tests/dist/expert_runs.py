@@ -1,4 +1,4 @@
-"""Steps of a mixture of experts, with the number of products that its layers ran, for tests/dist/test_experts.py."""
+"""Steps of a mixture of experts, with the products that its layers ran and the order of its gradients."""
 
 from __future__ import annotations
 
@@ -34,5 +34,9 @@ def two_steps(out: str, flags: list[str]) -> None:
     finally:
         grouped_experts.GroupedProduct.apply = apply  # type: ignore[method-assign]
     weights = {name: weight for model in trainer.unwrapped_models for name, weight in model.named_parameters()}
+    places = {name: weight.main_grad.data_ptr() for name, weight in weights.items() if weight.requires_grad}
+    firsts = [name for name in places if name.endswith("weight0")]
+    ascending = {places[name] < places[name[:-1] + "1"] for name in firsts}  # in Megatron's buffer of gradients
     sums = {name: weight.double().square().sum().item() for name, weight in sorted(weights.items())}
-    write_report(out, {"metrics": metrics, "ways": dict(ways), "squares": sums})
+    order = {"ascending": sorted(ascending), "experts_in_order": trainer.args.experts_in_order}
+    write_report(out, {"metrics": metrics, "ways": dict(ways), "squares": sums, **order})

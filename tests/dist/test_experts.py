@@ -42,3 +42,6 @@ def test_the_product_of_all_experts_trains_like_a_product_for_each(ranks: Ranks,
             assert step["loss"] == pytest.approx(expected_step["loss"], abs=1e-6)
             assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-6)
         assert found["squares"] == pytest.approx(expected["squares"], rel=1e-6)
+        # What a checkpoint's manifest says of the order of the optimizer's state
+        assert found["ascending"] == [found["experts_in_order"]] == [True]
+        assert expected["ascending"] == [expected["experts_in_order"]] == [False]
