@@ -269,7 +269,7 @@ group() {
             share 8b-lora 8b "${lora[*]}" $(cut -d- -f4 <<<"$1") ${1##*-} ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
-            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 \
+            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 mbs4 \
                 --goal "3.0, MFU 35 %" --flags "${moe[*]}" ;;
         moe-step)
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \

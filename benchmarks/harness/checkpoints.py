@@ -16,7 +16,7 @@ def made_checkpoint(work: Path, shape: str, with_weights: bool = True) -> Path:
     """Return the folder of a shape's checkpoint in `work`, with random weights or with none."""
     folder = work / "models" / (shape if with_weights else f"{shape}-random")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_suffix(".lock").open("w") as lock:  # groups that run side by side share checkpoints
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:  # groups that run side by side share checkpoints
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / TEMPLATE_TOKENS_FILE).exists():
             command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]

@@ -37,14 +37,14 @@ weights, and all of them are sent.
 def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
     by_name = {run.name: run for run in runs}
     pairs = [
-        (_ours(by_name[name.replace("two-server", "two-colocated")]), _ours(run))
+        (_ours(by_name[colocated]), _ours(run))
         for name, run in by_name.items()
-        if name.startswith("two-server-")
+        if name.startswith("two-server-") and (colocated := name.replace("two-server", "two-colocated")) in by_name
     ]
     ranks = [
-        (_ours(by_name[re.sub(r"^dp\d+", "dp1", name)]), _ours(run))
+        (_ours(by_name[one]), _ours(run))
         for name, run in by_name.items()
-        if re.match(r"dp\d+-", name) and re.sub(r"^dp\d+", "dp1", name) in by_name
+        if re.match(r"dp\d+-", name) and (one := re.sub(r"^dp\d+", "dp1", name)) in by_name
     ]
     syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     sections: list[str] = []
