@@ -8,8 +8,8 @@ from a seed and unevenly loaded. Each way runs in its own process and starts fro
 
     te           Transformer Engine's GroupedLinear, a weight per expert; cuBLAS adds to fp32 gradients
     te cutlass   the same with NVTE_USE_CUTLASS_GROUPED_GEMM=1
-    stacked      torch's grouped_mm on stacked weights, whose bf16 weight gradients are added to fp32 ones
-    parameters   the same with a parameter per expert for autograd and for the hooks of Megatron's DDP
+    stacked      one product for all experts, as --fast_kernels has it: bf16 weight gradients are added to fp32 ones
+    parameters   the same with a gradient per expert for the hooks of Megatron's DDP, as with --overlap_grad_reduce
     loop         a product per expert, by autograd; only with --dry
     tokens       what Megatron runs around the experts: permutation of tokens, SwiGLU weighted by probabilities
 

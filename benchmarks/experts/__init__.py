@@ -2,7 +2,6 @@
 
 inputs.py   settings of a run, and weights, tokens and uneven routing drawn from a seed
 ways.py     the ways to compute a block: fc1, SwiGLU and fc2
-grouped.py  one kernel for the products of all experts, for autograd
 swiglu.py   the activation, by Transformer Engine's kernel on a GPU
 hooks.py    a parameter per expert with the hooks of Megatron's DDP
 errors.py   relative errors of a way to fp64

@@ -16,7 +16,7 @@ def errors_of(
     way: str, sizes: Sizes, unevenness: float, empty: Sequence[int], device: torch.device
 ) -> dict[str, float]:
     """Return the errors of the worst expert in one forward and backward."""
-    loads = loads_of(draw_routing(sizes, unevenness, empty), device)
+    loads = loads_of(draw_routing(sizes, unevenness, empty))
     weights = draw_weights(sizes, device)
     x, upstream = (draw_rows(sizes.rows, sizes.hidden, device, seed) for seed in (1, 2))
     expected = in_fp64(x, upstream, weights, loads)

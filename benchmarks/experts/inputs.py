@@ -57,10 +57,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loads:
-    """Rows of each expert, on the host and, as the ends of the experts' rows, on the device."""
+    """Rows of each expert."""
 
     counts: list[int]
-    ends: torch.Tensor
 
 
 def draw_routing(sizes: Sizes, unevenness: float, empty: Sequence[int] = ()) -> torch.Tensor:
@@ -73,9 +72,8 @@ def draw_routing(sizes: Sizes, unevenness: float, empty: Sequence[int] = ()) -> 
     return routing.scatter_(1, scores.topk(sizes.topk, dim=1).indices, True)
 
 
-def loads_of(routing: torch.Tensor, device: torch.device) -> Loads:
-    counts = routing.sum(0)
-    return Loads(counts.tolist(), counts.cumsum(0).to(torch.int32).to(device))
+def loads_of(routing: torch.Tensor) -> Loads:
+    return Loads(routing.sum(0).tolist())
 
 
 def draw_weights(sizes: Sizes, device: torch.device) -> Weights:

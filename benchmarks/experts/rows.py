@@ -82,7 +82,7 @@ def kernels_row(sizes: Sizes, block: Block, settings: Settings) -> dict[str, Any
 def pass_of(sizes: Sizes, block: Block, settings: Settings) -> tuple[Pass, Loads]:
     """Return a forward and backward of the block, and the loads of its experts."""
     device = settings.device
-    loads = loads_of(draw_routing(sizes, settings.unevenness), device)
+    loads = loads_of(draw_routing(sizes, settings.unevenness))
     x, upstream = (draw_rows(sizes.rows, sizes.hidden, device, seed) for seed in (1, 2))
     x.requires_grad_()
     return Pass(lambda: [block(x, loads)], [upstream], [x]), loads

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.experts.grouped import GroupedProduct
 from benchmarks.experts.hooks import hook_as_in_megatron, parameters_of
 from benchmarks.experts.inputs import Loads, Weights
 from benchmarks.experts.swiglu import swiglu_on
@@ -70,25 +70,16 @@ def te_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
     return Layer(product, nodes)
 
 
-def stacked_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
-    """Build a layer whose weights are seen neither by autograd nor by hooks."""
-    return Layer(grouped_product(stacked, main_grad), [])
+def grouped_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None, gradients_have_hooks: bool) -> Layer:
+    """Build the layer of this package (training/grouped_experts.py)."""
+    from swift_megatron_grpo.training.grouped_experts import GroupedLinear
 
+    def per_expert(*_: Any) -> Any:
+        raise RuntimeError("a product per expert was asked for")
 
-def parameters_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
-    """Build a layer with the parameters of TEGroupedMLP."""
     parameters, nodes = parameters_of(stacked, main_grad)
-    return Layer(grouped_product(stacked, main_grad, parameters), nodes)
-
-
-def grouped_product(
-    stacked: torch.Tensor, main_grad: torch.Tensor | None, parameters: Sequence[torch.nn.Parameter] = ()
-) -> Callable[[torch.Tensor, Loads], torch.Tensor]:
-    def product(x: torch.Tensor, loads: Loads) -> torch.Tensor:
-        y: torch.Tensor = GroupedProduct.apply(x, stacked, loads.ends, main_grad, *parameters)
-        return y
-
-    return product
+    linear = GroupedLinear(per_expert, parameters, gradients_have_hooks)
+    return Layer(lambda x, loads: linear(x, loads.counts)[0], nodes)
 
 
 def loop_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
@@ -104,7 +95,7 @@ def loop_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor | None], Layer]] = {
     "te": te_layer,
     "te cutlass": te_layer,  # in a process with the variable CUTLASS
-    "stacked": stacked_layer,
-    "parameters": parameters_layer,
+    "stacked": partial(grouped_layer, gradients_have_hooks=False),
+    "parameters": partial(grouped_layer, gradients_have_hooks=True),
     "loop": loop_layer,
 }
