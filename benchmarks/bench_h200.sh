@@ -105,10 +105,10 @@ small() {
     case $1 in *-*) echo "toy-${1#*-}" ;; *) echo toy ;; esac
 }
 
-# images NAME SHAPE FLAGS      an image of 768 x 768 pixels in each prompt
+# images NAME SHAPE FLAGS SETTING...      an image of 768 x 768 pixels in each prompt; settings of ms-swift's trainer
 images() {
-    bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --steps 4 --warm-up 1 --rounds 1 \
-        --ours tokens16384 --stock mbs8 mbs16 --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
+    bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 --ours tokens16384 \
+        --stock "${@:4}" --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
 }
 
 # sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
@@ -216,11 +216,11 @@ group() {
         qwen3.5-server)
             with_servers 2b-qwen3.5 "on off" "${eager[*]}" group qwen3.5-behind-servers ;;
         qwen3.5-behind-servers)
-            qwen3_5 step qwen3.5-2b-server "" --random-weights --ours tokens16384 --stock mbs16 --rounds 1 --steps 4 \
-                --servers "${servers[@]}" --goal "1.8 for the train phase"
+            qwen3_5 step qwen3.5-2b-server "" --random-weights --lengths constant:256 --ours tokens16384 --stock mbs16 \
+                --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase"
             began=$SECONDS
-            qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --random-weights --ours tokens16384 --stock mbs16 \
-                --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
+            qwen3_5 step qwen3.5-2b-server-lora "${lora[*]}" --random-weights --lengths constant:256 --ours tokens16384 \
+                --stock mbs16 --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
         # The whole step on two GPUs: both train and generate, or one trains while a server on the other one generates.
         two-colocated)
             for completions in 128 256; do
@@ -251,13 +251,13 @@ group() {
                 --goal "cost per token within 5 %" --flags "${lora[*]}" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
-            images qwen2.5-vl-3b 3b-qwen2.5-vl "" ;;
+            images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs16 ;;
         vl-qwen2.5-lora)
-            images qwen2.5-vl-3b-lora 3b-qwen2.5-vl "${lora[*]}" ;;
+            images qwen2.5-vl-3b-lora 3b-qwen2.5-vl "${lora[*]}" mbs8 ;;
         vl-qwen3)
-            images qwen3-vl-2b 2b-qwen3-vl "" ;;
+            images qwen3-vl-2b 2b-qwen3-vl "" mbs8 mbs16 ;;
         vl-qwen3-lora)
-            images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" ;;
+            images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" mbs8 mbs16 ;;
         # Prompts that a group shares, against repeated ones and ms-swift's trainer.
         share-1.7b | share-8b-lora)
             for cell in 2048-8 8192-8 512-8 2048-16 8192-16 512-16; do
@@ -269,8 +269,8 @@ group() {
             share 8b-lora 8b "${lora[*]}" $(cut -d- -f4 <<<"$1") ${1##*-} ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
-            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 mbs4 \
-                --goal "3.0, MFU 35 %" --flags "${moe[*]}" ;;
+            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 \
+                --goal "3.0, MFU 35 %" --rounds 1 --flags "${moe[*]}" ;;
         moe-step)
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
                 --stock mbs8 --rounds 1 --flags "${eager[*]} --sleep_level 2 ${moe[*]}" ;;
