@@ -107,8 +107,8 @@ small() {
 
 # images NAME SHAPE FLAGS SETTING...      an image of 768 x 768 pixels in each prompt; settings of ms-swift's trainer
 images() {
-    bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 --ours tokens16384 \
-        --stock "${@:4}" --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
+    bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 --steps 3 \
+        --ours tokens16384 --stock "${@:4}" --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
 }
 
 # sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
@@ -251,13 +251,13 @@ group() {
                 --goal "cost per token within 5 %" --flags "${lora[*]}" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
-            images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs16 ;;
+            images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs4 ;;
         vl-qwen2.5-lora)
             images qwen2.5-vl-3b-lora 3b-qwen2.5-vl "${lora[*]}" mbs8 ;;
         vl-qwen3)
-            images qwen3-vl-2b 2b-qwen3-vl "" mbs8 mbs16 ;;
+            images qwen3-vl-2b 2b-qwen3-vl "" mbs8 mbs4 ;;
         vl-qwen3-lora)
-            images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" mbs8 mbs16 ;;
+            images qwen3-vl-2b-lora 2b-qwen3-vl "${lora[*]}" mbs8 ;;
         # Prompts that a group shares, against repeated ones and ms-swift's trainer.
         share-1.7b | share-8b-lora)
             for cell in 2048-8 8192-8 512-8 2048-16 8192-16 512-16; do
@@ -269,7 +269,7 @@ group() {
             share 8b-lora 8b "${lora[*]}" $(cut -d- -f4 <<<"$1") ${1##*-} ;;
         # All weights of a mixture of experts: a quarter of the layers and half of the experts of Qwen3-30B-A3B.
         moe)
-            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs16 \
+            bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs4 \
                 --goal "3.0, MFU 35 %" --rounds 1 --flags "${moe[*]}" ;;
         moe-step)
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
