@@ -50,8 +50,11 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
-# vLLM compiles and tunes the kernels of delta nets for minutes, and the same generation runs in both trainers.
+# The same generation runs in both trainers, and CUDA graphs would take a minute of each start.
 eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
+
+# FlashInfer, which vLLM prefers on Hopper, compiles its kernel of delta nets for five minutes on 32 cores.
+triton_prefill='"gdn_prefill_backend":"triton"'
 
 # qwen3_5 KIND NAME FLAGS ARGUMENT...      delta nets tune their kernels in the first steps
 # Gradients of cuDNN's attention are wrong with 256 channels per head. These machines lack flash-attn: both trainers
@@ -60,7 +63,7 @@ qwen3_5() {
     local kind=$1 name=$2 flags=$3
     shift 3
     bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 --timeout 420 \
-        --flags "$flags --attention_backend flash --vit_attn_impl sdpa" "$@"
+        --flags "$flags --attention_backend flash --vit_attn_impl sdpa --vllm_engine_kwargs '{$triton_prefill}'" "$@"
 }
 
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
@@ -214,7 +217,8 @@ group() {
             qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
-            with_servers 2b-qwen3.5 "on off" "${eager[*]}" group qwen3.5-behind-servers ;;
+            with_servers 2b-qwen3.5 "on off" \
+                "${eager[*]} --vllm_engine_kwargs {\"load_format\":\"dummy\",$triton_prefill}" group qwen3.5-behind-servers ;;
         qwen3.5-behind-servers)
             qwen3_5 step qwen3.5-2b-server "" --random-weights --lengths constant:256 --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase"
