@@ -1,23 +1,18 @@
-"""Write docs/performance.md and the tables of README.md and docs/shared_prompts.md from benchmarks/*/*.json."""
+"""Write docs/performance.md and the tables of other pages from benchmarks/*/*.json."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .cells import both, has_images, images_per_second, model, peak, percent, seconds
 from .gpus import sections_of_gpus
 from .markdown import table
+from .other_pages import shared_prompts, tables, with_table
 from .picture import draw
 from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
-from .workload import SHAPES
 
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
-README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
-SHARED_PAGE, IN_SHARED_PAGE = (
-    Path("docs/shared_prompts.md"),
-    ("<!-- measured, by benchmarks/bench.py report -->\n", "<!-- end of measured -->\n"),
-)
-HEADLINES = ("step-best-1.7b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b", "pp2-1.7b", "tp2-1.7b")
 TITLES = {
     "equal flags": "equal flags",
     "each at its best": "each at its best setting, of those tried under the same memory cap",
@@ -111,90 +106,22 @@ def page(runs: Sequence[Run]) -> str:
     return "\n".join(sections)
 
 
-def tables(runs: Sequence[Run]) -> list[tuple[Path, tuple[str, str], str]]:
-    """Return the tables in other files: path, the lines around the table, and the table."""
-    return [(README, IN_README, headlines(runs)), (SHARED_PAGE, IN_SHARED_PAGE, shared_prompts(runs))]
-
-
-def with_table(text: str, marks: tuple[str, str], table: str) -> str:
-    begin, end = marks
-    before, rest = text.split(begin)
-    return before + begin + table + end + rest.split(end)[1]
-
-
-def headlines(runs: Sequence[Run]) -> str:
-    by_name = {run.name: run for run in runs}
-    rows = [pair for name in HEADLINES for pair in by_name[name].comparisons() if pair.what == "each at its best"]
-    return table(
-        {
-            "": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind],
-            "model": lambda row: _model(row.ours.run),
-            "tokens per completion": lambda row: _in_words(row.ours.run.workload["lengths"]),
-            "GPUs": lambda row: _gpus(row.ours),
-            "ms-swift": lambda row: f"{row.other.median:.2f} s",
-            "this package": lambda row: f"{row.ours.median:.2f} s",
-            "speedup": lambda row: f"**{row.ratio:.2f}**",
-        },
-        rows,
-    )
-
-
-def shared_prompts(runs: Sequence[Run]) -> str:
-    """Return the table of this package with and without shared prompts, beside ms-swift's best setting."""
-    return table(
-        {
-            "model": lambda row: _model(row[0].run),
-            "prompt / completion / group": lambda row: _lengths(row[0].run),
-            "repeated": lambda row: f"{row[1].median:.2f} s",
-            "shared": lambda row: f"{row[0].median:.2f} s",
-            "over repeated": lambda row: f"**{row[1].median / row[0].median:.2f}**",
-            "ms-swift": lambda row: f"{row[2].median:.2f} s ({row[2].setting})",
-            "over ms-swift": lambda row: f"**{row[2].median / row[0].median:.2f}**",
-            "peak GB: repeated / shared / ms-swift": lambda row: " / ".join(
-                f"{side.peak_gb:.1f}" for side in (row[1], row[0], row[2])
-            ),
-        },
-        [(*pair, best) for run in runs for pair in run.shared_and_repeated() if (best := run.best("stock"))],
-    )
-
-
-def _lengths(run: Run) -> str:
-    prompt, completion = (_in_words(run.workload[name]) for name in ("prompt_lengths", "lengths"))
-    return f"{prompt} / {completion} / {run.workload['generations']}"
-
-
-def _model(run: Run) -> str:
-    size, _, family = run.workload["shape"].partition("-")
-    return f"{(family or 'qwen3').capitalize()} {size.upper()}{' LoRA' if 'lora' in run.flags else ''}"
-
-
-def _in_words(lengths: str) -> str:
-    kind, *numbers = lengths.split(":")
-    return numbers[0] if kind == "constant" else f"long-tailed, median {numbers[0]}, at most {int(numbers[2]):,}"
-
-
-def _gpus(measured: Measured) -> str:
-    """Return the number of GPUs and the layout, without the part of the setting that sizes micro batches."""
-    layout = [part.upper() for part in measured.setting.split("+") if not part.startswith(("mbs", "tokens"))]
-    return " ".join([str(measured.run.ranks), *(["as", "+".join(layout)] if layout else [])])
-
-
 def _ratios(rows: Sequence[Comparison]) -> str:
     columns: dict[str, Callable[[Comparison], str]] = {
         "run": lambda row: row.ours.run.name,
         "this package": lambda row: row.ours.setting,
-        "seconds": lambda row: _seconds(row.ours),
+        "seconds": lambda row: seconds(row.ours),
         NAMES[rows[0].other.arm]: lambda row: row.other.setting,
-        "seconds ": lambda row: _seconds(row.other),
+        "seconds ": lambda row: seconds(row.other),
         "ratio": lambda row: f"**{row.ratio:.2f}**",
     }
     if rows[0].ours.run.kind == "step":
-        columns["train phase"] = lambda row: _both(row, lambda side: f"{side.train_median:.2f}")
+        columns["train phase"] = lambda row: both(row, lambda side: f"{side.train_median:.2f}")
         columns["its ratio"] = lambda row: "-" if row.train_ratio is None else f"{row.train_ratio:.2f}"
     columns |= {
         "goal": lambda row: row.ours.run.goal,
-        "losses": lambda row: _both(row, lambda side: f"{side.steps[0].loss:.2e}"),
-        "gradient norms": lambda row: _both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
+        "losses": lambda row: both(row, lambda side: f"{side.steps[0].loss:.2e}"),
+        "gradient norms": lambda row: both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
     }
     return table(columns, rows)
 
@@ -204,26 +131,16 @@ def _costs(rows: Sequence[Comparison]) -> str:
     columns: dict[str, Callable[[Comparison], str]] = {
         "run": lambda row: row.ours.run.name,
         "settings": lambda row: f"{row.ours.setting} / {row.other.setting}",
-        "tokens/s/device": lambda row: _both(row, lambda side: f"{side.tokens_per_second_per_device:,.0f}"),
-        "MFU": lambda row: _both(row, lambda side: _percent(side.mfu)),
-        "MFU as verl counts": lambda row: _both(row, lambda side: _percent(side.mfu_as_verl_counts)),
-        "peak GB": lambda row: _both(row, lambda side: f"{side.peak_gb:.1f}" if side.peak_gb else "-"),
+        "tokens/s/device": lambda row: both(row, lambda side: f"{side.tokens_per_second_per_device:,.0f}"),
+        "MFU": lambda row: both(row, lambda side: percent(side.mfu)),
+        "MFU as verl counts": lambda row: both(row, lambda side: percent(side.mfu_as_verl_counts)),
+        "peak GB": lambda row: both(row, peak),
         "peak ratio": lambda row: f"{row.ours.peak_gb / row.other.peak_gb:.2f}" if row.other.peak_gb else "-",
-        "slowest rank / mean": lambda row: _both(row, lambda side: f"{side.imbalance:.3f}"),
+        "slowest rank / mean": lambda row: both(row, lambda side: f"{side.imbalance:.3f}"),
     }
-    if any(_has_images(row.ours.run) for row in rows):
-        columns["images/s"] = lambda row: _both(row, _images_per_second)
+    if any(has_images(row.ours.run) for row in rows):
+        columns["images/s"] = lambda row: both(row, images_per_second)
     return table(columns, rows)
-
-
-def _has_images(run: Run) -> bool:
-    return SHAPES[run.workload["shape"]].vision is not None
-
-
-def _images_per_second(measured: Measured) -> str:
-    """Return the completions that the train phase trains in a second, each of which shows an image; "-": none does."""
-    run = measured.run
-    return f"{run.workload['completions'] / measured.train_median:.1f}" if _has_images(run) else "-"
 
 
 def _phases(runs: Sequence[Run]) -> str:
@@ -246,9 +163,9 @@ def _all_settings(runs: Sequence[Run]) -> str:
             "run": lambda row: row.run.name,
             "": lambda row: NAMES[row.arm],
             "setting": lambda row: row.setting,
-            "seconds": lambda row: _seconds(row) if row.steps else row.run.status(row.arm, row.setting),
+            "seconds": lambda row: seconds(row) if row.steps else row.run.status(row.arm, row.setting),
             "steps": lambda row: str(len(row.steps)),
-            "peak GB": lambda row: f"{row.peak_gb:.1f}" if row.steps and row.peak_gb else "-",
+            "peak GB": lambda row: peak(row) if row.steps else "-",
         },
         rows,
     )
@@ -260,26 +177,14 @@ def _describe(run: Run) -> str:
     cap = "no memory cap" if run.memory_cap_gb is None else f"at most {run.memory_cap_gb:g} GB of each GPU"
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return f"""\
-**{run.name}**: {run.ranks} x {run.device}; {_model(run)}; {work["completions"]} completions in groups of
+**{run.name}**: {run.ranks} x {run.device}; {model(run)}; {work["completions"]} completions in groups of
 {work["generations"]}, lengths {work["lengths"]}, prompts {work["prompt_lengths"]}, seed {work["seed"]}:
 {tokens} per step, {run.flops:.3g} FLOPs; {cap}; `{" ".join(run.flags)}`.
 {versions}.
 """
 
 
-def _seconds(measured: Measured) -> str:
-    return f"{measured.median:.3f} ({min(measured.seconds):.3f}-{max(measured.seconds):.3f})"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.1%}"
-
-
 def _tried(arm: str, rows: Sequence[Comparison]) -> str:
     """Return the settings of which the best one is in the tables."""
     searches = [f"{row.other.run.name}: {', '.join(row.other.run.settings(arm))}" for row in rows]
     return f"Settings tried, the fastest of which is below: {'; '.join(searches)}.\n"
-
-
-def _both(row: Comparison, cell: Callable[[Measured], str]) -> str:
-    return f"{cell(row.ours)} / {cell(row.other)}"

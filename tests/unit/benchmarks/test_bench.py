@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import bench
-from benchmarks.harness import page
+from benchmarks.harness import other_pages, page
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.vllm_pool import bytes_at
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary
@@ -248,12 +248,12 @@ def test_the_committed_page_matches_the_committed_results() -> None:
     advice = "run python -m benchmarks.bench report"
     assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), advice
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), advice
-    for path, marks, table in page.tables(runs):
+    for path, marks, table in other_pages.tables(runs):
         text = (REPOSITORY / path).read_text()
-        assert text == page.with_table(text, marks, table), advice
-    for run in (run for run in runs if run.name in page.HEADLINES):  # README states these facts above the table
+        assert text == other_pages.with_table(text, marks, table), advice
+    for run in (run for run in runs if run.name in other_pages.HEADLINES):  # README states these facts above the table
         assert run.device == "NVIDIA H200" and run.versions["ms-swift"] == "4.6.0"
-        assert (run.workload["completions"], run.workload["generations"]) == (128, 8)
+        assert run.workload["generations"] == 8
 
 
 def test_shared_prompts_are_compared_with_repeated_ones_and_count_once_in_the_mfu() -> None:
@@ -261,9 +261,21 @@ def test_shared_prompts_are_compared_with_repeated_ones_and_count_once_in_the_mf
     steps = run.measured("ours", "mbs4").steps
     processes = [*run.processes, Process("ours", "mbs4+shared", "ok", steps, [])]
     run = replace(run, device="NVIDIA H200", processes=processes, flops=8e12, flops_with_shared_prompts=2e12)
-    assert " / 4 | 3.10 s | 3.10 s | **1.00** | 5.05 s (mbs8) | **1.63** |" in page.shared_prompts([run])
+    assert " / 4 | 3.10 s | 3.10 s | **1.00** | 5.05 s (mbs8) | **1.63** |" in other_pages.shared_prompts([run])
     shared, repeated = (run.measured("ours", setting).mfu for setting in ("mbs4+shared", "mbs4"))
     assert shared is not None and repeated == pytest.approx(4 * shared)
+
+
+def test_families_are_compared_by_train_phase_and_whole_step() -> None:
+    flags = ["--vllm_mode", "server"]
+    served = some_run("step")
+    served = replace(served, processes=[replace(process, flags=flags) for process in served.processes])
+    text = other_pages.with_ms_swift([some_run(), some_run("step"), served])
+    assert "| does not run | 2.00 / 5.05 s | **2.52** | - | - |" in text
+    assert (
+        "| in the trainer | 2.00 / 5.05 s | **2.52** | 3.00 / 6.05 s | **2.02** |" in text
+        and "| on another GPU | 2.00 /" in text
+    )
 
 
 def test_verl_counts_all_scores_and_embeddings() -> None:
@@ -290,12 +302,14 @@ def test_runs_on_other_numbers_of_gpus_are_compared_by_name() -> None:
 
 
 def test_the_report_replaces_only_the_table_in_the_readme() -> None:
-    begin, end = page.IN_README
-    runs = [replace(some_run(), name=name) for name in page.HEADLINES]
-    readme = page.with_table(f"before\n{begin}| old |\n{end}after\n", page.IN_README, page.headlines(runs))
+    begin, end = other_pages.IN_README
+    runs = [replace(some_run(), name=name) for name in other_pages.HEADLINES]
+    readme = other_pages.with_table(
+        f"before\n{begin}| old |\n{end}after\n", other_pages.IN_README, other_pages.headlines(runs)
+    )
     assert readme.startswith(f"before\n{begin}|  | model |") and readme.endswith(f"|\n{end}after\n")
-    row = "| train phase | Qwen3 TINY | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
-    assert "| old |" not in readme and readme.count(row) == len(page.HEADLINES)
+    row = "| train phase | Qwen3 TINY | 8 | 8 | 2 | 5.05 s | 2.00 s | **2.52** |\n"
+    assert "| old |" not in readme and readme.count(row) == len(other_pages.HEADLINES)
 
 
 def test_the_recorded_train_phase_on_one_cpu_rank_is_1_5_times_as_fast_as_ms_swift() -> None:
