@@ -14,6 +14,7 @@
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
 #   WORK=folder         folder for models, logs and outputs (default: runs/bench)
+#   EAGER=1             decode without CUDA graphs
 #   DRY=1               run the same commands on a CPU, with a tiny model and few tokens
 # Afterwards run: python -m benchmarks.bench report
 set -euo pipefail
@@ -50,11 +51,14 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
-# The same generation runs in both trainers, and CUDA graphs would take a minute of each start.
 eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
-
-# FlashInfer, which vLLM prefers on Hopper, compiles its kernel of delta nets for five minutes on 32 cores.
-triton_prefill='"gdn_prefill_backend":"triton"'
+# CUDA graphs of decoding alone, without torch.compile, which would take a minute of each start of both trainers.
+# FlashInfer, whose prefill of delta nets vLLM prefers on Hopper, compiles it for five minutes on 32 cores.
+decoding='"compilation_config":{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8,16,64,128]}'
+decoding+=',"gdn_prefill_backend":"triton"'
+graphs="--vllm_gpu_memory_utilization 0.3 --vllm_engine_kwargs"
+if [ -n "${EAGER:-}" ]; then decoding='"gdn_prefill_backend":"triton"' graphs="--vllm_enforce_eager true $graphs"; fi
+dummy='"load_format":"dummy"' # the first weight sync brings the weights
 
 # qwen3_5 KIND NAME FLAGS ARGUMENT...      delta nets tune their kernels in the first steps
 # Gradients of cuDNN's attention are wrong with 256 channels per head. These machines lack flash-attn: both trainers
@@ -63,7 +67,7 @@ qwen3_5() {
     local kind=$1 name=$2 flags=$3
     shift 3
     bench "$kind" "$name" 2b-qwen3.5 "${fixed[@]}" --steps 5 --warm-up 2 --timeout 420 \
-        --flags "$flags --attention_backend flash --vit_attn_impl sdpa --vllm_engine_kwargs '{$triton_prefill}'" "$@"
+        --flags "$flags --attention_backend flash --vit_attn_impl sdpa" "$@"
 }
 
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
@@ -111,7 +115,8 @@ small() {
 # images NAME SHAPE FLAGS SETTING...      an image of 768 x 768 pixels in each prompt; settings of ms-swift's trainer
 images() {
     bench step "$1" "$2" --lengths constant:256 --prompts constant:48 --completions 64 --rounds 1 --steps 3 \
-        --ours tokens16384 --stock "${@:4}" --flags "${eager[*]} --sleep_level 1 $3" --goal "1.8 for the train phase"
+        --ours tokens16384 --stock "${@:4}" --flags "$graphs '{$decoding}' --sleep_level 1 $3" \
+        --goal "1.8 for the train phase"
 }
 
 # sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
@@ -211,14 +216,13 @@ group() {
         qwen3.5-lora)
             qwen3_5 train qwen3.5-2b-lora "${lora[*]}" --ours tokens16384 --stock mbs16 mbs8 --goal 1.8 ;;
         qwen3.5-step)
-            qwen3_5 step qwen3.5-2b-step "${eager[*]} --sleep_level 1" --ours tokens16384 --stock mbs16 --rounds 1 \
-                --steps 4 --goal "1.8 for the train phase" ;;
-        qwen3.5-step-lora)
-            qwen3_5 step qwen3.5-2b-step-lora "${eager[*]} --sleep_level 1 ${lora[*]}" --ours tokens16384 --stock mbs16 \
+            qwen3_5 step qwen3.5-2b-step "$graphs '{$decoding}' --sleep_level 1" --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
+        qwen3.5-step-lora)
+            qwen3_5 step qwen3.5-2b-step-lora "$graphs '{$decoding}' --sleep_level 1 ${lora[*]}" --ours tokens16384 \
+                --stock mbs16 --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
-            with_servers 2b-qwen3.5 "on off" \
-                "${eager[*]} --vllm_engine_kwargs {\"load_format\":\"dummy\",$triton_prefill}" group qwen3.5-behind-servers ;;
+            with_servers 2b-qwen3.5 "on off" "$graphs {$dummy,$decoding}" group qwen3.5-behind-servers ;;
         qwen3.5-behind-servers)
             qwen3_5 step qwen3.5-2b-server "" --random-weights --lengths constant:256 --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase"
@@ -277,9 +281,9 @@ group() {
                 --goal "3.0, MFU 35 %" --rounds 1 --flags "${moe[*]}" ;;
         moe-step)
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
-                --stock mbs8 --rounds 1 --flags "${eager[*]} --sleep_level 2 ${moe[*]}" ;;
+                --stock mbs8 --rounds 1 --flags "$graphs '{$dummy,$decoding}' --sleep_level 2 ${moe[*]}" ;;
         moe-server)
-            with_servers 4.5b-qwen3-moe "on off" "${eager[*]}" group moe-behind-servers ;;
+            with_servers 4.5b-qwen3-moe "on off" "$graphs {$dummy,$decoding}" group moe-behind-servers ;;
         moe-behind-servers)
             bench step moe-4.5b-server 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
                 --stock mbs8 --rounds 1 --servers "${servers[@]}" --flags "${moe[*]}" ;;
