@@ -21,6 +21,7 @@ from typing import Any
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.processes import devices_locked
 from benchmarks.harness.workload import SHAPES
 
 NONE = "none"  # weights as they are
@@ -68,7 +69,8 @@ def measure(kind: str, timeout: float) -> list[float]:
     """Return the seconds of a kind, measured by a process of its own; none if it failed."""
     command = [sys.executable, "-m", "benchmarks.bench_quantization", *sys.argv[1:], "--only", kind]
     try:
-        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY, timeout=timeout)
+        with devices_locked():
+            done = subprocess.run(command, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY, timeout=timeout)
     except subprocess.TimeoutExpired:
         return []
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]

@@ -34,6 +34,7 @@ from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
 from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.processes import devices_locked
 from benchmarks.harness.workload import SHAPES
 
 ARMS = "benchmarks.harness.generation_arms"
@@ -241,7 +242,7 @@ def main() -> int:
     args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     job, model = job_of(args), made_checkpoint(args.work, args.shape)
-    with ExitStack() as stack:
+    with devices_locked(), ExitStack() as stack:
         arms = [
             stack.enter_context(arm.started(model, job, args.work / f"{arm.name}.log"))
             for arm in (InProcess, BehindServer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 from .paths import REPOSITORY
@@ -21,6 +22,7 @@ def made_checkpoint(work: Path, shape: str, with_weights: bool = True) -> Path:
         if not (folder / TEMPLATE_TOKENS_FILE).exists():
             command = [sys.executable, "-m", "benchmarks.harness.models", shape, str(folder)]
             command += [] if with_weights else ["--no-weights"]
-            with devices_locked():  # vLLM does not start on a GPU whose memory another process returns meanwhile
+            # vLLM does not start on a GPU whose memory another process returns meanwhile.
+            with devices_locked() if with_weights else nullcontext():
                 subprocess.run(command, check=True, cwd=REPOSITORY)
     return folder
