@@ -152,8 +152,9 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
     factor = 2 if decoder.gated else 1
     if layer in decoder.expert_layers:
         taken = decoder.experts_per_token
-        # Rows of experts: inputs, products of gate and up projection, outputs; shared experts as in a dense layer.
-        feed_forward = taken * (2 * hidden + factor * decoder.expert_ffn) + factor * decoder.shared_ffn
+        # Rows of experts: inputs, products of gate and up projection; shared experts as in a dense layer. Outputs are
+        # not kept: the router's probabilities weight the activation.
+        feed_forward = taken * (hidden + factor * decoder.expert_ffn) + factor * decoder.shared_ffn
         activation = taken * decoder.expert_ffn + decoder.shared_ffn
     else:
         feed_forward, activation = factor * decoder.ffn, decoder.ffn
