@@ -59,6 +59,9 @@ decoding+=',"gdn_prefill_backend":"triton"'
 graphs="--vllm_gpu_memory_utilization 0.3 --vllm_engine_kwargs"
 if [ -n "${EAGER:-}" ]; then decoding='"gdn_prefill_backend":"triton"' graphs="--vllm_enforce_eager true $graphs"; fi
 dummy='"load_format":"dummy"' # the first weight sync brings the weights
+# Servers that start side by side on a GPU must not size their caches by the memory that is free.
+cache='"kv_cache_memory_bytes":'${DRY:+67108864}
+[ -n "${DRY:-}" ] || cache+=8000000000
 
 # qwen3_5 KIND NAME FLAGS ARGUMENT...      delta nets tune their kernels in the first steps
 # Gradients of cuDNN's attention are wrong with 256 channels per head. These machines lack flash-attn: both trainers
@@ -73,8 +76,8 @@ qwen3_5() {
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
 # package's, off: ms-swift's) is on the last GPU; the command finds their URLs in $servers
 with_servers() {
-    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 port=8100 pids=() urls=()
-    local model type template arm program gpu i
+    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 pids=() urls=()
+    local model type template arm program gpu i port=$((8100 + RANDOM % 100 * 100)) # other groups may run beside
     shift 3
     if [ -n "${DRY:-}" ]; then
         shape=$(small "$shape") arms=(on) dtype=float32 # ms-swift's server needs a GPU
@@ -94,7 +97,7 @@ print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
             "$python" -P -m $program --port $port \
             --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
             --torch_dtype "$dtype" --vllm_engine_kwargs '{"load_format": "dummy"}' "${flags[@]}" \
-            >"$work/rollout-$arm.log" 2>&1 &
+            >"$work/rollout-$shape-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
     for i in "${!urls[@]}"; do
@@ -222,7 +225,7 @@ group() {
             qwen3_5 step qwen3.5-2b-step-lora "$graphs '{$decoding}' --sleep_level 1 ${lora[*]}" --ours tokens16384 \
                 --stock mbs16 --rounds 1 --steps 4 --goal "1.8 for the train phase" ;;
         qwen3.5-server)
-            with_servers 2b-qwen3.5 "on off" "$graphs {$dummy,$decoding}" group qwen3.5-behind-servers ;;
+            with_servers 2b-qwen3.5 "on off" "$graphs {$dummy,$cache,$decoding}" group qwen3.5-behind-servers ;;
         qwen3.5-behind-servers)
             qwen3_5 step qwen3.5-2b-server "" --random-weights --lengths constant:256 --ours tokens16384 --stock mbs16 \
                 --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase"
@@ -283,17 +286,17 @@ group() {
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
                 --stock mbs8 --rounds 1 --flags "$graphs '{$dummy,$decoding}' --sleep_level 2 ${moe[*]}" ;;
         moe-server)
-            with_servers 4.5b-qwen3-moe "on off" "$graphs {$dummy,$decoding}" group moe-behind-servers ;;
+            with_servers 4.5b-qwen3-moe "on off" "$graphs {$dummy,$cache,$decoding}" group moe-behind-servers ;;
         moe-behind-servers)
             bench step moe-4.5b-server 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
                 --stock mbs8 --rounds 1 --servers "${servers[@]}" --flags "${moe[*]}" ;;
         # Adapters of Qwen3-30B-A3B, with as many completions as one GPU trains in a step.
         moe-30b-lora)
-            bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens16384 --stock mbs8 mbs4 --goal 2.5 \
-                --rounds 1 --steps 3 --flags "${moe[*]} ${lora[*]}" ;;
+            bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens8192 tokens12288 --stock mbs4 mbs8 \
+                --goal 2.5 --rounds 1 --steps 3 --flags "${moe[*]} ${lora[*]}" ;;
         # All its weights, with the adapter merged into them, to a server on another GPU.
         sync-30b-lora)
-            with_servers 30b-qwen3-moe on "--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.6" \
+            with_servers 30b-qwen3-moe on "--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.5" \
                 group sync-behind-server-30b ;;
         sync-behind-server-30b)
             sync sync-30b-a3b-lora 30b-qwen3-moe "${moe[*]} ${lora[*]}" "1 s" ;;
