@@ -28,6 +28,7 @@ from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
 from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
+from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.memory.smaller_budget import (
@@ -89,6 +90,7 @@ class MegatronEngine:
         config.finalize_model_grads_func = _finalize_after(self._memory_agreement)
         config.grad_scale_func = optimizer.scale_loss
         clip_with_transformer_engine()
+        bound_tensor_handles()
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
 

@@ -16,6 +16,7 @@ from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
+from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
 from swift_megatron_grpo.training.torch_attention import replace_kernel, would_find_no_kernel
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 
@@ -34,6 +35,7 @@ def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) 
     base.get_forward_backward_func = lambda: clock.timed("forward_backward", schedule())
     _count_tokens(clock, tokens)
     _attend_with_torch()
+    bound_tensor_handles()  # without this its first step fails with adapters on the experts of a large model
     find_runtime_beside_tilelang()  # without this it does not start where tilelang is installed
     return Trainer
 
