@@ -60,8 +60,9 @@ graphs="--vllm_gpu_memory_utilization 0.3 --vllm_engine_kwargs"
 if [ -n "${EAGER:-}" ]; then decoding='"gdn_prefill_backend":"triton"' graphs="--vllm_enforce_eager true $graphs"; fi
 dummy='"load_format":"dummy"' # the first weight sync brings the weights
 # Servers that start side by side on a GPU must not size their caches by the memory that is free.
-cache='"kv_cache_memory_bytes":'${DRY:+67108864}
-[ -n "${DRY:-}" ] || cache+=8000000000
+cache_bytes=8000000000
+[ -z "${DRY:-}" ] || cache_bytes=67108864
+cache="\"kv_cache_memory_bytes\":$cache_bytes"
 
 # qwen3_5 KIND NAME FLAGS ARGUMENT...      delta nets tune their kernels in the first steps
 # Gradients of cuDNN's attention are wrong with 256 channels per head. These machines lack flash-attn: both trainers
