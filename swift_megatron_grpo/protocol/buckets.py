@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -62,8 +64,7 @@ def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | Non
         entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.empty(end, dtype=torch.uint8, device=device or weights[0][1].device)
-    for entry, (_, tensor) in zip(entries, weights, strict=True):
-        _view(entry, data).copy_(tensor.detach())
+    copy_all([_view(entry, data) for entry in entries], [tensor for _, tensor in weights])
     return Bucket(tuple(entries), data)
 
 
@@ -73,10 +74,21 @@ def unpack(header: dict[str, Any], data: torch.Tensor) -> list[tuple[str, torch.
     return [(entry.name, _view(entry, data)) for entry in entries]
 
 
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, all of a type in one call."""
+    of_type: dict[tuple[torch.dtype, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for target, source in zip(targets, sources, strict=True):
+        of_type[target.dtype, source.dtype].append((target, source))
+    with torch.no_grad():
+        for pairs in of_type.values():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
 def _view(entry: Entry, data: torch.Tensor) -> torch.Tensor:
     return data[entry.offset : entry.offset + entry.nbytes].view(_dtype(entry.dtype)).view(entry.shape)
 
 
+@cache
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):

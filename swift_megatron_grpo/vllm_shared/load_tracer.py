@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from swift_megatron_grpo.protocol.buckets import NamedWeights
 from swift_megatron_grpo.protocol.held_weights import HeldSlice, TensorSlice, WorkerWeights, checksum, to_integers
+from swift_megatron_grpo.vllm_shared.direct_load import Destination, write_directly
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,14 @@ class LoadedWeights:
         return self._trace is None
 
     def load(self, weights: NamedWeights, finish: Callable[[], None], collect_checksums: bool) -> None:
-        """Run model.load_weights and `finish`, vLLM's processing of loaded weights.
+        """Load weights, and run `finish`, vLLM's processing of loaded weights.
 
         With `collect_checksums` the written tensors can be read back afterwards. The first such load is traced, and so
         are the next ones until a trace is complete.
         """
         self._as_written = {}
         if not collect_checksums:
-            self._model.load_weights(weights)
+            self._write(weights)
             finish()
         elif self._trace is None or not self._trace.complete:
             self._trace, self._repacked = _LoadTrace(self._model), set()
@@ -86,9 +87,36 @@ class LoadedWeights:
             self._as_written = {name: held for name, held in written.items() if settled.get(name) != held}
             self._repacked = set(self._as_written)
         else:
-            self._model.load_weights(weights)
+            self._write(weights)
             self._as_written = self._read(self._repacked)
             finish()
+
+    def _write(self, weights: NamedWeights) -> None:
+        """Copy tensors to the places that the trace has shown, and let the model load the others."""
+        if self._trace is None or not self._trace.complete:
+            self._model.load_weights(weights)
+            return
+        destinations = self._destinations()
+        others = write_directly(weights, destinations)
+        if len(destinations) < len(self._trace.accepted):
+            self._model.load_weights(others)
+        elif (unknown := next(others, None)) is not None:
+            raise RuntimeError(f"{unknown[0]} has arrived, which was not among the tensors of the traced load")
+
+    def _destinations(self) -> dict[str, list[Destination]]:
+        """Return where each tensor goes that the model loads by nothing but copies.
+
+        The model loads the others: those that it rearranges, those whose parameters it has replaced, and those whose
+        parameters it also pads, because the padding is lost with the weights when vLLM sleeps at level 2.
+        """
+        assert self._trace is not None
+        parameters = dict(self._model.named_parameters())
+        copied = {name: value for name, value in parameters.items() if name not in self._trace.padded}
+        return {
+            name: [Destination(piece, _view(place, copied)) for piece, place in pieces]
+            for name, pieces in self._trace.pieces.items()
+            if name not in self._repacked and all(_exists(place, copied) for _, place in pieces)
+        }
 
     def worker_weights(self) -> WorkerWeights:
         """Return what the model holds. Valid after a load that collected checksums."""
@@ -135,6 +163,7 @@ class _LoadTrace(TorchDispatchMode):
         self.ignored: list[str] = []
         self.accepted: list[str] = []
         self.unwritten: list[str] = []
+        self.padded: set[str] = set()  # parameters
         self.complete = False
 
     def register(self, weights: NamedWeights) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,6 +192,7 @@ class _LoadTrace(TorchDispatchMode):
             for name, (size, row) in self._sizes.items()
             if name not in unobserved and is_partly_unwritten(size, row, self._copied[name], self._filled[name])
         ]
+        self.padded = {name for name, places in self._filled.items() if places}
         self.complete = bool(self.pieces) and not self.ignored and not self.unwritten
 
     def __torch_dispatch__(
