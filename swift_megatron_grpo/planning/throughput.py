@@ -13,6 +13,7 @@ from swift_megatron_grpo.planning.gpus import Gpu
 
 DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
 EXPERTS_SHARE = 0.37  # the same with mixtures of experts, as measured with 64 experts of 4.5B and --fast_kernels
+ADAPTED_EXPERTS_SHARE = 0.22  # the same with an adapter on each of 128 experts, as measured with 30B-A3B
 BANDWIDTH_SHARE = 0.6  # of peak bandwidth while vLLM generates
 SECONDS_PER_TOKEN = 0.0025  # of vLLM's scheduler and launches, for one step of all sequences
 
@@ -46,7 +47,7 @@ def seconds_of_training(
     Backward takes twice the FLOPs of forward, and once where frozen weights need no gradient.
     """
     factor = 1 + (1 if trains_adapters else 2) + (1 if recomputes else 0) + passes
-    share = EXPERTS_SHARE if has_experts else DENSE_SHARE
+    share = (ADAPTED_EXPERTS_SHARE if trains_adapters else EXPERTS_SHARE) if has_experts else DENSE_SHARE
     return work.training_flops * factor / (ranks * gpu.bf16_tflops * 1e12 * share)
 
 
