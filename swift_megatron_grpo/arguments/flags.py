@@ -144,11 +144,11 @@ class GRPOFlags(MegatronRLHFArguments):
     fast_kernels: bool = field(
         default=True,
         metadata={
-            "help": "Multiply all experts of a layer in one kernel, and without expert parallelism do not sort "
-            "tokens that are sorted by expert already. On GPUs, also use Transformer Engine's kernels for "
-            "rotary embedding, SwiGLU, norms and the accumulation of weight gradients, and this package's "
-            "for SwiGLU of experts, where they compute the same as Megatron's. false: use Megatron's. "
-            "Default: true."
+            "help": "Multiply all experts of a layer in one kernel, without expert parallelism do not sort tokens that "
+            "are sorted by expert already, and add adapters inside the products of their layers. On GPUs, also use "
+            "Transformer Engine's kernels for rotary embedding, SwiGLU, norms and the accumulation of weight "
+            "gradients, and this package's for SwiGLU of experts, where they compute the same as Megatron's. false: "
+            "use Megatron's. Default: true."
         },
     )
     recompute_elementwise: bool = field(

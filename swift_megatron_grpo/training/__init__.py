@@ -20,6 +20,8 @@
     checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
     fast_kernels.py      faster kernels for the same arithmetic (--fast_kernels)
     grouped_experts.py   one kernel per product for all experts of a layer
+    adapter_layers.py    linear layers to which adapters add inside the matrix products
+    rms_norm.py          Transformer Engine's RMSNorm kernels, called directly
     weighted_swiglu.py   SwiGLU of experts, weighted by probabilities, as Triton kernels
     head/                hidden states to log-probs and entropies
     loss/                the losses

@@ -12,6 +12,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (expert_chunks.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
+* adapters: their products add to those of the frozen layer (adapter_layers.py), also on a CPU
 * --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
 
 A module that a kernel does not support keeps its own implementation. On a CPU nothing else is replaced.
@@ -31,6 +32,7 @@ from megatron.core.transformer.mlp import MLP
 
 from swift_megatron_grpo.training.expert_chunks import skip_sorting
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
+from swift_megatron_grpo.training.rms_norm import NormSettings, RMSNorm
 
 # Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
 MIN_TOKENS_TO_RECOMPUTE = 4096
@@ -177,33 +179,7 @@ def _rms_norm(module: Any, original: Any, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != module.weight.dtype or torch.is_autocast_enabled():
         result: torch.Tensor = original(x)
         return result
-    result = _RMSNorm.apply(x, module.weight, module)
+    margins = module._sm_margins
+    settings = NormSettings(module.eps, module.zero_centered_gamma, margins["forward"], margins["backward"])
+    result = RMSNorm.apply(x, module.weight, settings)
     return result
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, module: Any) -> torch.Tensor:
-        import transformer_engine_torch as kernels
-        from transformer_engine.pytorch.constants import TE_DType
-
-        rows = x.contiguous().view(-1, weight.numel())
-        margin = module._sm_margins["forward"]
-        y, _, deviations = kernels.rmsnorm_fwd(
-            rows, weight, module.eps, None, None, TE_DType[x.dtype], margin, module.zero_centered_gamma
-        )
-        ctx.save_for_backward(rows, deviations, weight)
-        ctx.module = module
-        output: torch.Tensor = y.view(x.shape)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        import transformer_engine_torch as kernels
-
-        rows, deviations, weight = ctx.saved_tensors
-        d_rows, d_weight = kernels.rmsnorm_bwd(
-            grad.contiguous().view(rows.shape), rows, deviations, weight, ctx.module._sm_margins["backward"],
-            ctx.module.zero_centered_gamma,
-        )  # fmt: skip
-        return d_rows.view(grad.shape), d_weight, None

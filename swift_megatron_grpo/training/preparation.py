@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from swift_megatron_grpo.training.adapter_layers import add_adapters_in_place
 from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.grouped_experts import group_products
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
@@ -31,6 +32,7 @@ def prepare_trained(
     drop_stock_replay(models)
     attend_with_torch(models)
     if fast_kernels:
+        add_adapters_in_place(models, gradients_have_hooks=overlap_grad_reduce)
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
         group_products(models, gradients_have_hooks=overlap_grad_reduce)
     return freeze_router_bias(models, extra_kwargs)
