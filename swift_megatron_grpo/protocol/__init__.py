@@ -7,6 +7,7 @@
     rendezvous.py      admits processes that have a secret, and shares the keys of their stores
     channel.py         a process group that carries weights to the workers of one server
     buckets.py         packs many tensors into one flat tensor
+    stacked_tensors.py  tensors that are evenly spaced in one memory, as one tensor
     held_weights.py    checksums of the weights that an engine holds
 
 Tests: tests/unit/protocol, tests/unit/loop/test_weight_sync.py.

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from struct import Struct
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from swift_megatron_grpo.protocol.rendezvous import Rendezvous, authenticate, sh
 
 _TRAINER = 0
 _PROOF_BYTES = 32
+_SIZES = Struct("<qq")  # bytes of a message's header and of its payload
+_FRAME_BYTES = 2**15  # sizes and header, which has 90 bytes for each tensor; a longer header has a part of its own
+_TEXT_IN_FRAME = _FRAME_BYTES - _SIZES.size
 # Groups closed during a transfer. A gloo transfer cannot be interrupted, and destroying its group would wait for it.
 _abandoned: list[Any] = []
 
@@ -49,22 +53,27 @@ class Channel:
 
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """Send a message; return when every worker has received it. `payload`: bytes, on this device."""
-        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
-        size = 0 if payload is None else payload.numel()
-        self._broadcast(torch.tensor([text.numel(), size], device=self.device))
-        self._broadcast(text)
-        if payload is not None:
-            self._broadcast(payload)
+        text = json.dumps(header).encode()
+        frame, rest = bytearray(_FRAME_BYTES), text[_TEXT_IN_FRAME:]
+        _SIZES.pack_into(frame, 0, len(text), 0 if payload is None else payload.numel())
+        frame[_SIZES.size : _SIZES.size + len(text) - len(rest)] = text[:_TEXT_IN_FRAME]
+        parts = [self._on_device(frame)]
+        parts += [self._on_device(bytearray(rest))] if rest else []
+        parts += [] if payload is None else [payload]
+        for work in [self._start(part) for part in parts]:  # the workers wait in between, to learn the next size
+            self._finish(work)
 
     def receive(self) -> tuple[dict[str, Any], torch.Tensor]:
         """Receive the next message: header and payload."""
-        sizes = self._broadcast(torch.empty(2, dtype=torch.int64, device=self.device))
-        text_size, payload_size = sizes.tolist()
-        text = self._broadcast(torch.empty(text_size, dtype=torch.uint8, device=self.device))
-        payload = torch.empty(payload_size, dtype=torch.uint8, device=self.device)
+        frame = bytes(self._broadcast(self._empty(_FRAME_BYTES)).cpu().numpy())
+        text_size, payload_size = _SIZES.unpack_from(frame)
+        text = frame[_SIZES.size : _SIZES.size + text_size]
+        if text_size > _TEXT_IN_FRAME:
+            text += bytes(self._broadcast(self._empty(text_size - _TEXT_IN_FRAME)).cpu().numpy())
+        payload = self._empty(payload_size)
         if payload_size:
             self._broadcast(payload)
-        header: dict[str, Any] = json.loads(bytes(text.cpu().numpy()))
+        header: dict[str, Any] = json.loads(text)
         return header, payload
 
     def close(self) -> None:
@@ -89,26 +98,38 @@ class Channel:
         """Return the 32 bytes that each rank contributes."""
         received = []
         for rank in range(self._size):
-            data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-            received.append(bytes(self._broadcast(data, rank).cpu().numpy()))
+            received.append(bytes(self._broadcast(self._on_device(bytearray(own)), rank).cpu().numpy()))
         return received
 
     def _broadcast(self, tensor: torch.Tensor, root: int = _TRAINER) -> torch.Tensor:
+        self._finish(self._start(tensor, root))
+        return tensor
+
+    def _start(self, tensor: torch.Tensor, root: int = _TRAINER) -> Any:
+        """Start to send or receive a tensor, after those before it."""
         group = self._group
         if group is None:
             raise ConnectionError("the channel is closed")
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
-        work = group.broadcast([tensor], options)
+        return group, group.broadcast([tensor], options)
+
+    def _finish(self, started: Any) -> None:
+        group, work = started
         began = time.monotonic()
         while not work.is_completed():
             if self._group is None:
                 _abandoned.append((group, work))
                 raise ConnectionError("the channel was closed")
             waited = time.monotonic() - began
-            time.sleep(min(max(waited / 8, 1e-5), 2e-3))  # a bucket takes 2 ms between GPUs
+            time.sleep(min(max(waited / 16, 1e-5), 2e-3))  # a bucket takes 2 ms between GPUs
         work.wait()  # raises the error of a failed transfer
-        return tensor
+
+    def _on_device(self, data: bytearray) -> torch.Tensor:
+        return torch.frombuffer(data, dtype=torch.uint8).to(self.device)
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
 
 def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta, address: str) -> ProcessGroupGloo:

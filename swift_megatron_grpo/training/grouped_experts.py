@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.extensions.transformer_engine import TEGroupedLinear
 
+from swift_megatron_grpo.protocol.stacked_tensors import stacked
+
 ALIGNMENT = 16  # bytes, of the rows that the kernels read
 HAS_GROUPED_PRODUCT = hasattr(F, "grouped_mm")  # from torch 2.10 on
 
@@ -111,19 +113,6 @@ def kernels_take(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return False
     aligned = all(features * weight.element_size() % ALIGNMENT == 0 for features in weight.shape)
     return not x.is_cuda or (weight.dtype == torch.bfloat16 and aligned)
-
-
-def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a view [len(tensors), ...] of tensors of one shape; None: they are not evenly spaced in one memory."""
-    first = tensors[0].detach()
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    step = addresses[1] - addresses[0] if len(tensors) > 1 else first.numel() * first.element_size()
-    evenly = all(address == addresses[0] + i * step for i, address in enumerate(addresses))
-    memory = first.untyped_storage()
-    inside = addresses[-1] + first.numel() * first.element_size() <= memory.data_ptr() + memory.nbytes()
-    if not evenly or not inside or step < first.numel() * first.element_size() or step % first.element_size():
-        return None
-    return first.as_strided((len(tensors), *first.shape), (step // first.element_size(), *first.stride()))
 
 
 class GroupedProduct(torch.autograd.Function):

@@ -59,6 +59,8 @@ class LoadedWeights:
         self._engine = engine
         self._trace: _LoadTrace | None = None
         self._repacked: set[str] = set()  # tensors that vLLM rearranges for a kernel after loading
+        self._destinations: dict[str, list[Destination]] = {}  # of the parameters in these memories:
+        self._memories: dict[str, tuple[int, int]] = {}  # address and bytes
         self._as_written: dict[str, tuple[HeldSlice, ...]] = {}  # checksums of those, before they were rearranged
 
     @property
@@ -77,7 +79,7 @@ class LoadedWeights:
             self._write(weights)
             finish()
         elif self._trace is None or not self._trace.complete:
-            self._trace, self._repacked = _LoadTrace(self._model), set()
+            self._trace, self._repacked, self._memories = _LoadTrace(self._model), set(), {}
             with self._trace:
                 loaded = self._model.load_weights(self._trace.register(weights))
             self._trace.close(loaded)
@@ -96,27 +98,31 @@ class LoadedWeights:
         if self._trace is None or not self._trace.complete:
             self._model.load_weights(weights)
             return
-        destinations = self._destinations()
-        others = write_directly(weights, destinations)
-        if len(destinations) < len(self._trace.accepted):
+        self._find_destinations()
+        others = write_directly(weights, self._destinations)
+        if len(self._destinations) < len(self._trace.accepted):
             self._model.load_weights(others)
         elif (unknown := next(others, None)) is not None:
             raise RuntimeError(f"{unknown[0]} has arrived, which was not among the tensors of the traced load")
 
-    def _destinations(self) -> dict[str, list[Destination]]:
-        """Return where each tensor goes that the model loads by nothing but copies.
+    def _find_destinations(self) -> None:
+        """Find out where each tensor goes that the model loads by nothing but copies, unless that is known.
 
         The model loads the others: those that it rearranges, those whose parameters it has replaced, and those whose
         parameters it also pads, because the padding is lost with the weights when vLLM sleeps at level 2.
         """
         assert self._trace is not None
         parameters = dict(self._model.named_parameters())
+        memories = {name: (value.data_ptr(), value.untyped_storage().nbytes()) for name, value in parameters.items()}
+        if memories == self._memories:
+            return
         copied = {name: value for name, value in parameters.items() if name not in self._trace.padded}
-        return {
+        self._destinations = {
             name: [Destination(piece, _view(place, copied)) for piece, place in pieces]
             for name, pieces in self._trace.pieces.items()
             if name not in self._repacked and all(_exists(place, copied) for _, place in pieces)
         }
+        self._memories = memories
 
     def worker_weights(self) -> WorkerWeights:
         """Return what the model holds. Valid after a load that collected checksums."""

@@ -5,8 +5,9 @@
     kept_tensors.py    tensors that are not trained, and that are saved as they were
     joined_projections.py  matrices that are one tensor in the checkpoint, exported as one
     export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
+    adapter_merge.py   frozen weights plus the product of an adapter
     verify.py          compares what was sent with what an engine holds and computes
 
-Tests: tests/unit/loop/test_weight_sync.py, tests/e2e/test_sync_check.py, and in tests/dist test_lora_export.py and
-test_unread_tensors.py.
+Tests: tests/unit/weights, tests/unit/loop/test_weight_sync.py, tests/e2e/test_sync_check.py, and in tests/dist
+test_lora_export.py and test_unread_tensors.py.
 """

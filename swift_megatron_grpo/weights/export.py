@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from mcore_bridge import GPTBridge, LoraParallelLinear
+from mcore_bridge import GPTBridge
 from mcore_bridge.model import GPTModel
 from peft.tuners.lora import LoraLayer
+
+from swift_megatron_grpo.weights.adapter_merge import merged_weights
 
 ADAPTER = "default"
 
@@ -125,30 +127,15 @@ def _merged(modules: Iterable[LoraLayer], merged: set[LoraLayer]) -> Iterator[No
     bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     with torch.no_grad():
         for module in modules:
-            for weight, delta in zip(_base_weights(module), _deltas(module), strict=True):
+            for weight, value in merged_weights(module, ADAPTER):
                 bases.append((weight, weight.data))
-                # In fp32, because adding a small delta in bf16 loses most of it.
-                weight.data = (weight.data.float() + delta.float()).to(weight.dtype)
+                weight.data = value
             merged.add(module)
     try:
         yield
     finally:
         for weight, base in bases:
             weight.data = base
-
-
-def _deltas(module: LoraLayer) -> list[torch.Tensor]:
-    if not isinstance(module, LoraParallelLinear):  # in a tower, which is a model of transformers
-        return [module.get_delta_weight(ADAPTER)]
-    deltas: list[torch.Tensor] = module.get_delta_weights(ADAPTER)
-    return deltas
-
-
-def _base_weights(module: LoraLayer) -> list[torch.nn.Parameter]:
-    base = module.get_base_layer()
-    if not isinstance(module, LoraParallelLinear):
-        return [base.weight]
-    return [getattr(base, f"weight{i}") for i in range(base.num_gemms)] if module.is_grouped else [base.weight]
 
 
 @contextmanager

@@ -205,12 +205,12 @@ def adapter_bound_to_nothing(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 
 def adapter_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
-    deltas = LoraParallelLinear.get_delta_weights
+    merge = export.merged_weights
 
-    def zeros(self: Any, adapter: str) -> list[torch.Tensor]:
-        return [torch.zeros_like(delta) for delta in deltas(self, adapter)]
+    def zeros(module: Any, adapter: str) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return [(weight, weight.data.clone()) for weight, _ in merge(module, adapter)]
 
-    return replaced(LoraParallelLinear, "get_delta_weights", zeros)
+    return replaced(export, "merged_weights", zeros)
 
 
 def one_adapter_of_a_layer_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swift_megatron_grpo.training.grouped_experts import GroupedLinear, kernels_take, move_together, stacked
+from swift_megatron_grpo.protocol.stacked_tensors import stacked
+from swift_megatron_grpo.training.grouped_experts import GroupedLinear, kernels_take, move_together
 
 EXPERTS, IN, OUT = 4, 16, 24
 LOADS = [3, 0, 7, 1]  # an expert without tokens is between others
