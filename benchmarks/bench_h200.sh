@@ -3,13 +3,12 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
+#                        held-out step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
-#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync-4b sync-8b-lora sync-30b-lora
-#                        moe-server dp2-8b-lora
+#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync moe-server dp2-8b-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -51,7 +50,8 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
-eager=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
+# vLLM does not start if less memory than its share is free, although $cache decides.
+eager="--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.1 --vllm_engine_kwargs"
 # CUDA graphs of decoding alone, without torch.compile, which would take a minute of each start of both trainers.
 # FlashInfer, whose prefill of delta nets vLLM prefers on Hopper, compiles it for five minutes on 32 cores.
 decoding='"compilation_config":{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8,16,64,128]}'
@@ -77,9 +77,20 @@ qwen3_5() {
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
 # package's, off: ms-swift's) is on the last GPU; the command finds their URLs in $servers
 with_servers() {
-    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16 pids=() urls=()
-    local model type template arm program gpu i port=$((8100 + RANDOM % 100 * 100)) # other groups may run beside
+    local pids=() urls=()
+    start_servers "$1" "$2" "$3"
     shift 3
+    if servers_answer; then
+        servers=("${urls[0]}" "${urls[-1]}")
+        "$@"
+    fi
+    stop_servers
+}
+
+# start_servers SHAPE "TRAINER..." FLAGS      appends to $pids and $urls
+start_servers() {
+    local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16
+    local model type template arm program gpu port=$((8100 + RANDOM % 100 * 100)) # other groups may run beside
     if [ -n "${DRY:-}" ]; then
         shape=$(small "$shape") arms=(on) dtype=float32 # ms-swift's server needs a GPU
         flags+=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
@@ -101,12 +112,19 @@ print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
             >"$work/rollout-$shape-$arm.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
+}
+
+servers_answer() {
+    local i
     for i in "${!urls[@]}"; do
-        timeout 300 bash -c "until curl -sfo /dev/null ${urls[i]}/health/; do kill -0 ${pids[i]} || exit; sleep 1; done" ||
+        if ! timeout 300 bash -c "until curl -sfo /dev/null ${urls[i]}/health/; do kill -0 ${pids[i]} || exit; sleep 1; done"; then
             echo "== ${urls[i]} does not answer" >&2
+            return 1
+        fi
     done
-    servers=("${urls[0]}" "${urls[-1]}")
-    "$@"
+}
+
+stop_servers() {
     kill "${pids[@]}" || true
     wait "${pids[@]}" || true
 }
@@ -123,10 +141,10 @@ images() {
         --goal "1.8 for the train phase"
 }
 
-# sync NAME SHAPE FLAGS GOAL      short completions: only the sync counts
+# sync NAME SHAPE SERVER FLAGS GOAL      short completions: only the sync counts
 sync() {
     bench step "$1" "$2" --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
-        --steps 6 --warm-up 2 --ours tokens16384 --servers "${servers[@]}" --flags "$3" --goal "weight sync $4"
+        --steps 6 --warm-up 2 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
 }
 
 # memory SHAPE GOAL
@@ -195,6 +213,11 @@ group() {
             bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens16384 \
                 --verl mbs8+awake+bypass mbs16+bypass mbs8+awake+bypass+bf16 mbs16 --rounds 1 --steps 5 \
                 --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+        # Long prompts of large groups, and one completion of 20 times the length of the others.
+        held-out)
+            bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
+                --ours tokens16384+shared tokens16384 --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
+                --steps 4 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
         # The largest micro batches of TRL that fit beside vLLM come first, because those without it read the checkpoint
         # in every step: 0.29.1 reloads it when vLLM wakes up.
         step-lora-8b)
@@ -248,15 +271,19 @@ group() {
                     --warm-up 3 --completions $completions --ours tokens16384 --servers "${servers[@]}" \
                     --flags "--async_generate true --rollout_importance_sampling_mode token_truncate"
             done ;;
-        # The weight sync to a server on another GPU: all weights of 4B, and of 8B with the adapter merged into them.
-        sync-4b)
-            with_servers 4b on "${eager[*]}" group sync-behind-server-4b ;;
-        sync-8b-lora)
-            with_servers 8b on "${eager[*]}" group sync-behind-server-8b ;;
-        sync-behind-server-4b)
-            sync sync-4b 4b "" "50 ms" ;;
-        sync-behind-server-8b)
-            sync sync-8b-lora 8b "${lora[*]}" "100 ms" ;;
+        # The weight sync to a server on another GPU: all weights of 4B, and of 8B and 30B with adapters merged into them.
+        # Their servers start together.
+        sync)
+            local pids=() urls=()
+            start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
+            start_servers 8b on "$eager {$dummy,$cache}"
+            start_servers 4b on "$eager {$dummy,$cache}"
+            if servers_answer; then
+                sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
+                sync sync-8b-lora 8b "${urls[1]}" "${lora[*]}" "100 ms"
+                sync sync-4b 4b "${urls[2]}" "" "50 ms"
+            fi
+            stop_servers ;;
         # One and two data-parallel ranks, with as many completions for each.
         dp1-8b-lora | dp2-8b-lora)
             bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "${1%%-*}+tokens16384" --rounds 1 \
@@ -296,12 +323,6 @@ group() {
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
                 --goal 2.5 --rounds 1 --steps 3 --timeout 420 --flags "${moe[*]} ${lora[*]}" ;;
-        # All its weights, with the adapter merged into them, to a server on another GPU.
-        sync-30b-lora)
-            with_servers 30b-qwen3-moe on "--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.5" \
-                group sync-behind-server-30b ;;
-        sync-behind-server-30b)
-            sync sync-30b-a3b-lora 30b-qwen3-moe "${moe[*]} ${lora[*]}" "1 s" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

@@ -54,6 +54,7 @@ def parse() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128, help="tokens of a prompt, without the template's")
     add("--rounds", type=int, default=5, help="measured rounds of each arm, after one to warm up")
     add("--memory", type=float, default=0.35, help="share of the GPU's memory for each of the two engines")
+    add("--profile", action="store_true", help="also record the GPU's kernels of a shorter round in the process")
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--work", type=Path, default=REPOSITORY / "runs" / "server", help="folder for model and logs")
     return parser.parse_args()
@@ -82,7 +83,8 @@ def free_port() -> int:
 @contextmanager
 def running(arguments: Sequence[str], log: Path, pipes: bool = False) -> Iterator[subprocess.Popen[str]]:
     """Run Python with these arguments, and end it with all processes that it has started."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "MASTER_PORT": str(free_port())}
+    paths = os.pathsep.join(filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": paths, "MASTER_PORT": str(free_port())}
     environment |= {"HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -141,6 +143,13 @@ class InProcess:
         self.process.stdin.flush()
         round_: dict[str, Any] = json.loads(self._read("ROUND "))
         return {**round_, "cpu_seconds": {"trainer": round_["cpu_seconds"]}}
+
+    def profile(self) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("profile\n")
+        self.process.stdin.flush()
+        profile: dict[str, Any] = json.loads(self._read("PROFILE "))
+        return profile
 
 
 class BehindServer:
@@ -243,14 +252,13 @@ def main() -> int:
     args.work.mkdir(parents=True, exist_ok=True)
     job, model = job_of(args), made_checkpoint(args.work, args.shape)
     with devices_locked(), ExitStack() as stack:
-        arms = [
-            stack.enter_context(arm.started(model, job, args.work / f"{arm.name}.log"))
-            for arm in (InProcess, BehindServer)
-        ]
-        measured = measure(arms, args.rounds)
+        in_process = stack.enter_context(InProcess.started(model, job, args.work / "in_process.log"))
+        server = stack.enter_context(BehindServer.started(model, job, args.work / "server.log"))
+        measured = measure([in_process, server], args.rounds)
+        profile = {"profile": in_process.profile()} if args.profile else {}
     device, versions = machine(revision(), PACKAGES)
     report = {"device": device, "versions": versions, "shape": args.shape, "job": asdict(job),
-              **compared(measured), "rounds": measured}  # fmt: skip
+              **compared(measured), "rounds": measured, **profile}  # fmt: skip
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({name: report[name] for name in ("seconds", "ratio")}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .results import Comparison, Measured, Run
+from .results import SHARED, Comparison, Measured, Run
 from .workload import SHAPES
 
 
@@ -15,12 +15,18 @@ def model(run: Run) -> str:
 
 def in_words(lengths: str) -> str:
     kind, *numbers = lengths.split(":")
-    return numbers[0] if kind == "constant" else f"long-tailed, median {numbers[0]}, at most {int(numbers[2]):,}"
+    if kind == "lognormal":
+        return f"long-tailed, median {numbers[0]}, at most {int(numbers[2]):,}"
+    return numbers[0] if kind == "constant" else f"{numbers[0]}, and one of {int(numbers[0]) * int(numbers[1]):,}"
 
 
 def gpus(measured: Measured) -> str:
     """Return the number of GPUs and the layout, without the part of the setting that sizes micro batches."""
-    layout = [part.upper() for part in measured.setting.split("+") if not part.startswith(("mbs", "tokens"))]
+    layout = [
+        part.upper()
+        for part in measured.setting.split("+")
+        if not part.startswith(("mbs", "tokens", SHARED.strip("+")))
+    ]
     return " ".join([str(measured.run.ranks), *(["as", "+".join(layout)] if layout else [])])
 
 

@@ -12,9 +12,10 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+PROFILED_TOKENS = 64
 WEIGHTS_VERSION = 0  # of the checkpoint, which the server has without a transfer
 
 
@@ -76,6 +77,9 @@ def serve_in_process(model: str, job: GenerationJob) -> None:
     from swift_megatron_grpo.generation.interface import requests_for
 
     for line in sys.stdin:
+        if line == "profile\n":
+            print("PROFILE " + json.dumps(profiled(engine, job)), flush=True)
+            continue
         requests = requests_for(prompts_of(job, int(line)), job.group_size, seed=None, version=WEIGHTS_VERSION)
         began, cpu = time.perf_counter(), time.process_time()
         finished = engine.generate(requests, job.group_size, sampling).next(WEIGHTS_VERSION).finished
@@ -84,6 +88,29 @@ def serve_in_process(model: str, job: GenerationJob) -> None:
         print("ROUND " + json.dumps({"seconds": seconds, "tokens": tokens, "cpu_seconds": cpu}), flush=True)
     engine.shutdown()
     os._exit(0)
+
+
+def profiled(engine: Any, job: GenerationJob) -> dict[str, Any]:
+    """Generate a short round under torch's profiler. Return the time that kernels keep the GPU busy for a token.
+
+    The profiler slows down the host, so its wall-clock time says nothing.
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from swift_megatron_grpo.generation.interface import requests_for
+
+    short = replace(job, tokens=min(job.tokens, PROFILED_TOKENS))
+    requests = requests_for(prompts_of(short, -1), short.group_size, seed=None, version=WEIGHTS_VERSION)
+    gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as recorded:
+        engine.generate(requests, short.group_size, sampling_of(short)).next(WEIGHTS_VERSION)
+    times = "self_device_time_total" if gpu else "self_cpu_time_total"
+    rows = [(event.key, getattr(event, times) / 1e6, event.count) for event in recorded.key_averages()]
+    rows.sort(key=lambda row: -row[1])
+    busy = sum(seconds for _, seconds, _ in rows)
+    kernels = [{"name": name, "seconds": seconds, "calls": calls} for name, seconds, calls in rows[:25]]
+    return {"tokens": short.tokens, "busy_seconds_per_token": busy / short.tokens, "kernels": kernels}
 
 
 def _colocated_engine(model: str, job: GenerationJob) -> Any:

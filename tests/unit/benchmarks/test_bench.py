@@ -47,9 +47,16 @@ def test_lengths_follow_the_distribution_and_the_seed() -> None:
     assert one.prompt_tokens(at_least=1) == [9] * 4 and one.prompt_tokens(at_least=20) == [20] * 4
 
 
+def test_one_length_is_an_outlier() -> None:
+    drawn = Lengths("outlier:200:20").draw(128, random.Random(1))
+    assert sorted(drawn) == [200] * 127 + [4000]
+
+
 @pytest.mark.parametrize("text", ["512", "constant:many", "lognormal:700:0.9", "uniform:1:2", "constant:"])
 def test_malformed_lengths_are_rejected(text: str) -> None:
-    with pytest.raises(ValueError, match="expected constant:TOKENS or lognormal:MEDIAN:SIGMA:CAP"):
+    with pytest.raises(
+        ValueError, match="expected constant:TOKENS, outlier:TOKENS:FACTOR or lognormal:MEDIAN:SIGMA:CAP"
+    ):
         Lengths(text)
 
 
