@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--completions", type=int, default=128, help="completions per step")
         add("--generations", type=int, default=8, help="completions per prompt")
         add("--lengths", default="lognormal:700:0.9:4096",
-            help="lengths of completions: lognormal:MEDIAN:SIGMA:CAP, constant:TOKENS, outlier:TOKENS:FACTOR")  # fmt: skip
+            help="lengths: lognormal:MEDIAN:SIGMA:CAP, constant:TOKENS or outlier:TOKENS:FACTOR")  # fmt: skip
         add("--prompts", default="same", help="prompt lengths, written the same way; same: those of --lengths")
         add("--servers", nargs=2, metavar=("OURS", "STOCK"),
             help="base URLs of the rollout server of each; needs --lengths constant:TOKENS")  # fmt: skip

@@ -231,7 +231,7 @@ SHAPES = {
 class Lengths:
     """A distribution of token counts.
 
-    `constant:512`, `lognormal:MEDIAN:SIGMA:CAP`, or `outlier:200:20`, where one of all is 20 times as long as the others.
+    `constant:512`, `lognormal:MEDIAN:SIGMA:CAP`, or `outlier:200:20`, where one of all has 20 times 200.
     """
 
     text: str
