@@ -9,6 +9,7 @@ bench_server.py             generation behind a rollout server and in the traini
 bench_quantization.py       generation with bf16 and with quantized weights
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
+simulate_split.py           the share of GPUs for servers, against colocation
 simulate_tail.py            idle slots of a server at the end of rollouts, with later rollouts started ahead
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator
 harness/                    implementation of bench.py
