@@ -3,8 +3,10 @@
     python -m benchmarks.bench_quantization --json benchmarks/h200/parts/fp8.json --shape 8b
 
 vLLM generates with random weights that it draws itself, in a process for each kind of weights, and quantizes them when
-it loads them. `gain` in the file is the median time with the first kind over that with each other. Every completion has
-the same length, so kinds differ in speed alone.
+it loads them, with and without log-probs of the sampled tokens in turns. Every completion has the same length, so kinds
+differ in speed alone. `gain` in the file compares median times with those of the first kind without log-probs: a
+policy that trains on completions of other weights than its own needs the log-probs, for the correction, and one that
+generates with its own weights does not.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from benchmarks.harness.workload import SHAPES
 
 NONE = "none"  # weights as they are
 MARK = "SECONDS "
+PLAIN, WITH_LOGPROBS = "without log-probs", "with log-probs"
+Rounds = dict[str, list[float]]
 
 
 def parse() -> argparse.Namespace:
@@ -46,35 +50,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def generate(args: argparse.Namespace, model: Path) -> list[float]:
-    """Return the seconds of each round."""
+def generate(args: argparse.Namespace, model: Path) -> Rounds:
+    """Return the seconds of each round, of both ways."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(str(model), load_format="dummy", quantization=None if args.only == NONE else args.only,
               max_model_len=args.prompt_tokens + args.tokens, max_num_seqs=args.completions, seed=0,
               gpu_memory_utilization=args.memory, enable_prefix_caching=False, enforce_eager=args.eager,
               disable_log_stats=True)  # fmt: skip
-    sampling = SamplingParams(temperature=1.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": [10 + i % 200] * args.prompt_tokens} for i in range(args.completions)]
-    seconds = []
+    seconds: Rounds = {PLAIN: [], WITH_LOGPROBS: []}
     for _ in range(args.rounds + 1):
-        began = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
-        seconds.append(time.perf_counter() - began)
-        assert all(len(output.outputs[0].token_ids) == args.tokens for output in outputs)
-    return seconds[1:]
+        for way, logprobs in ((PLAIN, None), (WITH_LOGPROBS, 0)):
+            sampling = SamplingParams(temperature=1.0, max_tokens=args.tokens, ignore_eos=True, detokenize=False,
+                                      logprobs=logprobs)  # fmt: skip
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
+            seconds[way].append(time.perf_counter() - began)
+            assert all(len(output.outputs[0].token_ids) == args.tokens for output in outputs)
+    return {way: times[1:] for way, times in seconds.items()}
 
 
-def measure(kind: str, timeout: float) -> list[float]:
-    """Return the seconds of a kind, measured by a process of its own; none if it failed."""
+def measure(kind: str, timeout: float) -> Rounds:
+    """Return the rounds of a kind, measured by a process of its own; none if it failed."""
     command = [sys.executable, "-m", "benchmarks.bench_quantization", *sys.argv[1:], "--only", kind]
     try:
         with devices_locked():
             done = subprocess.run(command, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY, timeout=timeout)
     except subprocess.TimeoutExpired:
-        return []
+        return {}
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
-    return json.loads(lines[-1]) if lines else []
+    return json.loads(lines[-1]) if lines else {}
 
 
 def main() -> int:
@@ -85,12 +91,16 @@ def main() -> int:
         print(MARK + json.dumps(generate(args, model)), flush=True)
         return 0
     device, versions = machine(revision(), PACKAGES)
-    seconds: dict[str, list[float]] = {}
+    seconds: dict[str, Rounds] = {}
     for kind in args.kinds:
         seconds[kind] = measure(kind, args.timeout)
         print(kind, seconds[kind], flush=True)
         first = seconds[args.kinds[0]]
-        gains = {name: median(first) / median(times) for name, times in seconds.items() if times and first}
+        gains = {
+            name: {way: median(first[PLAIN]) / median(times) for way, times in rounds.items()}
+            for name, rounds in seconds.items()
+            if first
+        }
         workload = {name: getattr(args, name) for name in ("shape", "completions", "tokens", "prompt_tokens")}
         report: dict[str, Any] = {"device": device, "versions": versions, **workload, "seconds": seconds, "gain": gains}
         args.json.parent.mkdir(parents=True, exist_ok=True)
