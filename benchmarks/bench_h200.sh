@@ -3,9 +3,10 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-verl (with verl 0.9.1, Ray and what else verl requires)
+#                        held-out step-lora-8b step-adapter-8b
+#                        step-verl step-verl-lora-8b (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b moe moe-step moe-30b-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
 #       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync moe-server dp2-8b-lora
@@ -80,7 +81,7 @@ with_servers() {
     local pids=() urls=()
     start_servers "$1" "$2" "$3"
     shift 3
-    if servers_answer; then
+    if server_answers 0 && { [ ${#urls[@]} = 1 ] || server_answers 1; }; then
         servers=("${urls[0]}" "${urls[-1]}")
         "$@"
     fi
@@ -109,19 +110,15 @@ print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
             "$python" -P -m $program --port $port \
             --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
             --torch_dtype "$dtype" --vllm_engine_kwargs '{"load_format": "dummy"}' "${flags[@]}" \
-            >"$work/rollout-$shape-$arm.log" 2>&1 &
+            >"$work/rollout-$shape-$arm-$port.log" 2>&1 &
         pids+=($!) urls+=("http://127.0.0.1:$port") port=$((port + 50))
     done
 }
 
-servers_answer() {
-    local i
-    for i in "${!urls[@]}"; do
-        if ! timeout 300 bash -c "until curl -sfo /dev/null ${urls[i]}/health/; do kill -0 ${pids[i]} || exit; sleep 1; done"; then
-            echo "== ${urls[i]} does not answer" >&2
-            return 1
-        fi
-    done
+# server_answers PLACE      waits for one of $urls
+server_answers() {
+    local up="until curl -sfo /dev/null ${urls[$1]}/health/; do kill -0 ${pids[$1]} || exit; sleep 1; done"
+    timeout 300 bash -c "$up" || { echo "== ${urls[$1]} does not answer" >&2 && return 1; }
 }
 
 stop_servers() {
@@ -205,30 +202,44 @@ group() {
         step-equal)
             bench step step-equal-1.7b 1.7b "${fixed[@]}" --ours mbs4 --stock mbs4 --rounds 1 --steps 6 --goal "1.8" \
                 --flags "${colocated[*]} --sleep_level 1" ;;
+        # Everything fits beside vLLM, so that it need not sleep.
         step-best)
-            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384 --stock mbs16 \
-                --trl mbs16+awake mbs32 mbs16+awake+liger mbs16+awake+fp32 --rounds 1 --steps 5 \
-                --goal "2.3, over TRL 2.2, over verl 1.5" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384+shared tokens16384 --stock mbs16 \
+                --trl mbs16+awake mbs32+awake mbs16+awake+liger --rounds 1 --steps 5 \
+                --goal "2.3, over TRL 2.2, over verl 1.5" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 0" ;;
+        # verl also with a vLLM that sleeps, which leaves room for larger micro batches.
         step-verl)
-            bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens16384 \
-                --verl mbs8+awake+bypass mbs16+bypass mbs8+awake+bypass+bf16 mbs16 --rounds 1 --steps 5 \
-                --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+            bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens16384+shared \
+                --verl mbs16+bypass mbs8+awake+bypass mbs32+bypass mbs16 --rounds 1 --steps 5 \
+                --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" \
+                --ours-flags "--sleep_level 0" ;;
+        step-verl-lora-8b)
+            bench step step-verl-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
+                --verl mbs8+bypass mbs16+bypass mbs8+awake+bypass --rounds 1 --steps 4 \
+                --goal "1.3 over verl" --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" \
+                --ours-flags "--sleep_level 0" ;;
         # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
             bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
                 --ours tokens16384+shared tokens16384 --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
                 --steps 4 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
-        # The largest micro batches of TRL that fit beside vLLM come first, because those without it read the checkpoint
-        # in every step: 0.29.1 reloads it when vLLM wakes up.
+        # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most.
         step-lora-8b)
-            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384 --stock mbs16 mbs8 \
-                --trl mbs8+awake mbs8+awake+liger mbs16+awake+liger --rounds 1 --steps 4 \
-                --goal "2.0, over TRL 2.0" --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" ;;
+            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared tokens16384 \
+                --stock mbs8 --trl mbs8+awake mbs8+awake+liger mbs4+awake --rounds 1 --steps 4 \
+                --goal "2.0, over TRL 2.0" --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" ;;
+        # vLLM with the adapter itself, which alone is sent.
+        step-adapter-8b)
+            bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
+                --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
         # The train phase of adapters.
         lora-8b)
             bench train lora-8b 8b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
-                --ours tokens16384 --stock mbs8 mbs4 --rounds 1 --steps 4 --goal "2.3, MFU 45 %" --profile \
-                --flags "${lora[*]}" ;;
+                --ours tokens16384+shared tokens16384 --stock mbs8 mbs4 --rounds 1 --steps 4 --goal "2.3, MFU 45 %" \
+                --profile --flags "${lora[*]}" ;;
+        lora-14b)
+            bench train lora-14b 14b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
+                --ours tokens16384 --rounds 1 --steps 4 --goal "MFU 45 %" --profile --flags "${lora[*]}" ;;
         two)
             bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
                 --goal 1.5 --rounds 1
@@ -278,11 +289,9 @@ group() {
             start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
             start_servers 8b on "$eager {$dummy,$cache}"
             start_servers 4b on "$eager {$dummy,$cache}"
-            if servers_answer; then
-                sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
-                sync sync-8b-lora 8b "${urls[1]}" "${lora[*]}" "100 ms"
-                sync sync-4b 4b "${urls[2]}" "" "50 ms"
-            fi
+            ! server_answers 0 || sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
+            ! server_answers 1 || sync sync-8b-lora 8b "${urls[1]}" "${lora[*]}" "100 ms"
+            ! server_answers 2 || sync sync-4b 4b "${urls[2]}" "" "50 ms"
             stop_servers ;;
         # One and two data-parallel ranks, with as many completions for each.
         dp1-8b-lora | dp2-8b-lora)

@@ -222,6 +222,7 @@ SHAPES = {
     # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
     "30b-qwen3-moe": _QWEN3_30B_A3B,
     "4.5b-qwen3-moe": replace(_QWEN3_30B_A3B, layers=12, experts=64),
+    "14b": Shape(layers=40, hidden=5120, ffn=17408, heads=40, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "4b": Shape(layers=36, hidden=2560, ffn=9728, heads=32, kv_heads=8, head_dim=128, vocabulary=151936),
 }
