@@ -139,10 +139,11 @@ class GenerationEngine(Protocol):
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
-        """Return log-probs of every token but the first, for each engine that this rank queries; after wake_cache.
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
+        """Start to compute log-probs of every token but the first, and return a function that waits for them.
 
-        An image has as many tokens as the engine puts in place of its placeholder.
+        It returns those of each engine that this rank queries. Call it after wake_cache: an engine in this process
+        starts then. An image has as many tokens as the engine puts in place of its placeholder.
         Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
         Engines with weights of another version are left out.
         """

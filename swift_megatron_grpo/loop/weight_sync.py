@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -154,6 +154,7 @@ class WeightSync:
             self._wake_weights(timer)
         manifest, full = self._load(version, timer, full)
         with timer("sync_check"):
+            scores = self._engine.start_scoring(self.canary.text)  # servers compute theirs meanwhile
             expected = self.canary.logprobs()  # here, while the policy is on the GPU
         if asleep:
             self._wake_cache(timer)
@@ -164,7 +165,7 @@ class WeightSync:
             if manifest is not None and full:
                 tensor_problems, unreadable = self._tensor_problems(manifest, self._held_weights())
                 problems += tensor_problems
-            differences = self._logprob_differences(expected)
+            differences = self._logprob_differences(expected, scores)
         if not differences:
             return None
         difference, logprob_problems = self._logprob_problems(differences)
@@ -243,11 +244,11 @@ class WeightSync:
         problems = list(chain.from_iterable(of_rank for of_rank, _ in gathered))
         return problems, set().union(*(unreadable for _, unreadable in gathered))
 
-    def _logprob_differences(self, expected: Sequence[Sequence[float]]) -> dict[str, Difference]:
+    def _logprob_differences(
+        self, expected: Sequence[Sequence[float]], scores: Callable[[], dict[str, list[float]]]
+    ) -> dict[str, Difference]:
         """Return the difference of every engine's log-probs from those of the data-parallel rank farthest from it."""
-        gathered = self._coordinator.all_gather_or_raise(
-            lambda: self._engine.score_text(self.canary.text), "scoring a fixed text on the engines"
-        )
+        gathered = self._coordinator.all_gather_or_raise(scores, "scoring a fixed text on the engines")
         return {
             engine: Difference.largest(Difference.of(self.canary.compared(logprobs), of_rank) for of_rank in expected)
             for scores in gathered

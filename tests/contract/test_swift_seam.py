@@ -383,7 +383,7 @@ def test_importing_the_external_plugin_in_a_data_loader_worker_imports_no_megatr
 
 
 def test_vllm_scores_a_prompt_by_its_tokens() -> None:
-    """LocalVllm.score_text relies on it: log-probs of a prompt's tokens are those of the unmodified logits."""
+    """LocalVllm.start_scoring relies on it: log-probs of a prompt's tokens are those of the unmodified logits."""
     assert upstream()["add_request"][1:4] == ["request_id", "prompt", "params"]
     assert upstream()["prompt_logprobs"]
     assert "self.sampler.compute_logprobs(logits)" in upstream()["_get_prompt_logprobs_dict"]

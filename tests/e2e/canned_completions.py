@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class CannedCompletions:
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def held_weights(self) -> list[WorkerWeights]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class RecordedCompletions:
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def held_weights(self) -> list[WorkerWeights]:

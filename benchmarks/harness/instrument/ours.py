@@ -143,7 +143,7 @@ class Canned:
 
     def wake_cache(self) -> None: ...
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         raise NotImplementedError("no model runs here: --sync_check off")
 
     def held_weights(self) -> list[WorkerWeights]:

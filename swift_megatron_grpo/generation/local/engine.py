@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -146,7 +146,10 @@ class LocalVllm:
             self._wake("kv_cache")
             self._asleep = False
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
+        return partial(self._score, text)
+
+    def _score(self, text: ScoredText) -> dict[str, list[float]]:
         vllm = self._engine.engine
         adapter = self._engine._get_grpo_lora_request()
         vllm.add_request("score_text", scoring_input(text), scoring_params(), lora_request=adapter)

@@ -219,26 +219,29 @@ class RemoteVllm:
                 if not server.verified:
                     server.invalidate_weights()
 
-    def score_text(self, text: ScoredText) -> dict[str, list[float]]:
+    def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         image = None if text.image is None else base64.b64encode(text.image).decode("ascii")
         payload = {"tokens": list(text.tokens), "image": image, "weights_version": self._version}
-        by_server = self._request_all(lambda server, timeout: server.client.score_text(payload, timeout))
-        return {
+        by_server = self._start_requests(lambda server, timeout: server.client.score_text(payload, timeout))
+        return lambda: {
             url if len(replicas) == 1 else f"{url} replica {number}": logprobs
-            for url, replicas in by_server.items()
+            for url, replicas in by_server().items()
             for number, logprobs in enumerate(replicas)
         }
 
     def held_weights(self) -> list[WorkerWeights]:
-        by_server = self._request_all(lambda server, timeout: server.client.held_weights(timeout))
-        return [replace(worker, engine=url) for url, workers in by_server.items() for worker in workers]
+        by_server = self._start_requests(lambda server, timeout: server.client.held_weights(timeout))
+        return [replace(worker, engine=url) for url, workers in by_server().items() for worker in workers]
 
-    def _request_all(self, send: Callable[[Server, float], Coroutine[Any, Any, T]]) -> dict[str, T]:
-        """Query all servers that have the newest weights. Return responses by URL; a server that sends none is lost."""
+    def _start_requests(self, send: Callable[[Server, float], Coroutine[Any, Any, T]]) -> Callable[[], dict[str, T]]:
+        """Query all servers that have the newest weights. Return a function that waits for the responses, by URL.
+
+        A server that sends none is lost.
+        """
         if self._events is None:
-            return {}
+            return dict
         servers = self._servers.with_weights(self._version)
-        return self._events.run(self._responses(servers, send))
+        return self._events.submit(self._responses(servers, send)).result
 
     async def _responses(
         self, servers: Sequence[Server], send: Callable[[Server, float], Coroutine[Any, Any, T]]
