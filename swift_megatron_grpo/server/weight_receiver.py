@@ -21,9 +21,11 @@ from swift_megatron_grpo.protocol.channel import Channel
 from swift_megatron_grpo.protocol.rendezvous import Rendezvous
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 
 find_runtime_beside_tilelang()  # before a worker imports FlashInfer
+speed_up_logprobs()
 if current_platform.is_cpu():
     from swift_megatron_grpo.platforms.cpu import activate_engine
 

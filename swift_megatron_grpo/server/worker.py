@@ -29,6 +29,7 @@ from swift_megatron_grpo.server.media import MediaStore
 from swift_megatron_grpo.server.prober import Prober
 from swift_megatron_grpo.types import ScoredText
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.vllm_shared.towers import has_towers, images_per_prompt
 
@@ -89,6 +90,7 @@ class ServedEngine(ConversationEngine):
 
     def _prepare_engine(self) -> None:
         """Build the engine of this package where ms-swift builds vLLM's asynchronous engine."""
+        speed_up_logprobs()  # of requests, which are in this process wherever the workers are
         stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, ServerEngine
         try:
             super()._prepare_engine()

@@ -5,6 +5,8 @@
     towers.py         whether an engine holds the image, video and audio parts of its model
     load_tracer.py    traces a load of weights, to read back what the model holds
     direct_load.py    writes sent tensors into the places that a traced load has shown
+    fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
+    logprob_kernel.py  their Triton kernel
     engine_kwargs.py  the support of every setting of vLLM in --vllm_engine_kwargs
     json_flags.py     reads flags whose value is a JSON object
     cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime beside tilelang

@@ -39,6 +39,7 @@ from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
+from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
 from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
@@ -227,6 +228,7 @@ def _share_of_gpu(share: float) -> int:
 
 
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
+    speed_up_logprobs()
     template = copy(template)
     template.padding_free = False
     template.sequence_parallel_size = 1

@@ -1,0 +1,65 @@
+"""Log-probs of sampled tokens with less work on the GPU and on the host.
+
+They cost up to 17 % of generation on an H200: a kernel of vLLM's second model runner takes 0.4 ms a step for 128 tokens
+of a vocabulary of 152,000, and Python takes 0.5 ms to append one number to the log-probs of each request. Requests for
+more than the sampled token, or for text, take vLLM's own way.
+
+Tests: tests/unit/vllm_shared/test_fast_logprobs.py, on a GPU tests/gpu/test_logprob_kernel.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.logprobs import FlatLogprobs
+from vllm.platforms import current_platform
+from vllm.v1.engine.logprobs import LogprobsProcessor
+
+_MARK = "_swift_megatron_grpo_stock"
+
+
+def speed_up_logprobs() -> None:
+    """Install both in this process, once."""
+    if not hasattr(LogprobsProcessor, _MARK):
+        setattr(LogprobsProcessor, _MARK, LogprobsProcessor._update_sample_logprobs)
+        LogprobsProcessor._update_sample_logprobs = _append
+    if current_platform.is_cuda():
+        _install_kernel()
+
+
+def _append(self: LogprobsProcessor, logprobs_lists: Any) -> None:
+    """Append the new tokens' log-probs to those of a request."""
+    kept = self.logprobs
+    if self.num_logprobs != 0 or self.tokenizer is not None or not isinstance(kept, FlatLogprobs):
+        getattr(self, _MARK)(logprobs_lists)
+        return
+    assert self.cumulative_logprob is not None
+    token_ids, logprobs, ranks = logprobs_lists[:3]  # [tokens, 1 or more], the same, [tokens]
+    for token, logprob, rank in zip(token_ids[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist(), strict=True):
+        self.cumulative_logprob += logprob
+        kept.start_indices.append(len(kept.logprobs))
+        kept.token_ids.append(token)
+        kept.logprobs.append(logprob)
+        kept.ranks.append(rank)
+        kept.decoded_tokens.append(None)
+        kept.end_indices.append(len(kept.logprobs))
+
+
+def _install_kernel() -> None:
+    try:
+        from vllm.v1.worker.gpu.sample import logprob as sampler
+    except ModuleNotFoundError:
+        return  # a vLLM without the second model runner
+
+    from swift_megatron_grpo.vllm_shared.logprob_kernel import sampled_logprobs
+
+    stock = sampler.compute_token_logprobs
+    if stock.__module__ != sampler.__name__:
+        return
+
+    def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        compute = sampled_logprobs if token_ids.shape[1] == 1 else stock
+        return compute(logits, token_ids)
+
+    sampler.compute_token_logprobs = compute_token_logprobs

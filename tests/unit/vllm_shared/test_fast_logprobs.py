@@ -1,0 +1,83 @@
+"""Log-probs of sampled tokens: what vLLM's own way appends, and the kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.logprobs import FlatLogprobs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsLists
+
+from swift_megatron_grpo.vllm_shared import fast_logprobs
+from tests.paths import REPOSITORY
+
+
+def processor(logprobs: Any, num_logprobs: int = 0) -> LogprobsProcessor:
+    values: dict[str, Any] = {field.name: None for field in fields(LogprobsProcessor)}
+    return LogprobsProcessor(
+        **{**values, "logprobs": logprobs, "cumulative_logprob": 0.0, "num_logprobs": num_logprobs}
+    )
+
+
+def tokens(columns: int) -> LogprobsLists:
+    """Return three sampled tokens, each with as many columns as the request of the batch that asks for most."""
+    random = np.random.default_rng(0)
+    shape = (3, columns)
+    return LogprobsLists(
+        random.integers(0, 9, shape), random.normal(size=shape).astype(np.float32), random.integers(1, 9, 3), None
+    )
+
+
+@pytest.mark.parametrize(("columns", "num_logprobs"), [(1, 0), (4, 0), (3, 2)])
+@pytest.mark.parametrize("kind", [FlatLogprobs, list])
+def test_the_same_is_appended_as_by_vllm(columns: int, num_logprobs: int, kind: Any) -> None:
+    stock = getattr(LogprobsProcessor, fast_logprobs._MARK, LogprobsProcessor._update_sample_logprobs)
+    expected, found = processor(kind(), num_logprobs), processor(kind(), num_logprobs)
+    fast_logprobs.speed_up_logprobs()
+    for one in (tokens(columns), tokens(columns)):
+        stock(expected, one)
+        found._update_sample_logprobs(one)
+    assert found.logprobs == expected.logprobs and len(found.logprobs or ()) == 6
+    assert found.cumulative_logprob == expected.cumulative_logprob
+
+
+def test_a_second_call_changes_nothing() -> None:
+    fast_logprobs.speed_up_logprobs()
+    installed = LogprobsProcessor._update_sample_logprobs
+    fast_logprobs.speed_up_logprobs()
+    assert LogprobsProcessor._update_sample_logprobs is installed
+
+
+def test_vllm_computes_log_probs_of_tokens_in_the_function_that_is_replaced() -> None:
+    """In the text of the file, because the module needs a GPU."""
+    spec = REPOSITORY / inspect.getfile(LogprobsProcessor)
+    source = (spec.parents[1] / "worker" / "gpu" / "sample" / "logprob.py").read_text()
+    assert (
+        "def compute_token_logprobs(\n    logits: torch.Tensor, token_ids: torch.Tensor\n) -> torch.Tensor:" in source
+    )
+    assert source.count("compute_token_logprobs(logits, logprob_token_ids)") == 2  # by its name in the module
+
+
+def run_cases(*arguments: str, **environment: str) -> str:
+    # In a separate process, because Triton reads TRITON_INTERPRET when it is imported.
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.unit.vllm_shared.logprob_kernel_cases", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_the_kernel_agrees_with_fp64_in_the_interpreter() -> None:
+    assert run_cases(TRITON_INTERPRET="1") == "5 cases"
+
+
+def test_the_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
+    assert run_cases("compile", TRITON_CACHE_DIR=str(tmp_path)) == "compiled"
