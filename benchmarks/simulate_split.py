@@ -14,7 +14,7 @@ from dataclasses import dataclass
 GPUS = (2, 4, 8)
 RATIOS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
 GROWTHS = (0.25, 0.75)
-SWITCH = 0.2  # of colocation: vLLM sleeps and wakes; 0.27 s for a train phase of 1.46 s (step-best, 1.7B on an H200)
+SWITCH = 0.2  # of colocation: vLLM sleeps and wakes; 0.27 s for a train phase of 1.46 s (step-verl-1.7b.json, an H200)
 SYNC = 0.05  # weights to a server, during which it does not generate
 
 

@@ -105,8 +105,9 @@ def profiled(engine: Any, job: GenerationJob) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as recorded:
         engine.generate(requests, short.group_size, sampling_of(short)).next(WEIGHTS_VERSION)
-    times = "self_device_time_total" if gpu else "self_cpu_time_total"
-    rows = [(event.key, getattr(event, times) / 1e6, event.count) for event in recorded.key_averages()]
+    events = recorded.key_averages()
+    times = [event.self_device_time_total if gpu else event.self_cpu_time_total for event in events]
+    rows = [(event.key, time / 1e6, event.count) for event, time in zip(events, times, strict=True)]
     rows.sort(key=lambda row: -row[1])
     busy = sum(seconds for _, seconds, _ in rows)
     kernels = [{"name": name, "seconds": seconds, "calls": calls} for name, seconds, calls in rows[:25]]

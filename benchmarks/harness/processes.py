@@ -31,6 +31,7 @@ PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
 REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up starts with
+LOG_OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[?[IWE]\d{4} \d\d:")  # of processes that end
 MAX_REASON = 400  # characters of a failure's reason
 LOCKS = Path(tempfile.gettempdir())
 
@@ -108,6 +109,8 @@ class _Queue:
                 self._waiting = start(self._plan, following) if following else None
                 status = _wait(process, min(left, self._plan.timeout), folder)
                 self._longest = max(self._longest, time.monotonic() - began)
+            if status != "ok":
+                print(f"bench: the log is {folder / 'log.txt'}", file=sys.stderr, flush=True)
             return _collect(self._plan, setting, folder, status)
         except BaseException:
             _kill(process)
@@ -193,13 +196,13 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return f"failed: not finished after {timeout:g} s (log: {folder / 'log.txt'})"
+        return f"failed: not finished after {timeout:g} s"
     log = (folder / "log.txt").read_text(errors="replace")
     if code == 0:
         return "ok"
     if any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
-    return f"failed: {_reason(log) or f'exit code {code}'} (log: {folder / 'log.txt'})"
+    return f"failed: {_reason(log) or f'exit code {code}'}"
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -231,6 +234,7 @@ def _reason(log: str) -> str:
     lines = log.splitlines()
     if refused := [i for i, line in enumerate(lines) if line.startswith(REFUSED)]:
         return " ".join(lines[refused[-1] + 1 :])[:MAX_REASON]
+    lines = [line for line in lines if not LOG_OF_TORCH.match(line)]
     at = [i for i, line in enumerate(lines) if re.search(r"(Error|Exception): ", line) and "ChildFailed" not in line]
     return " ".join(lines[at[-1] : at[-1] + 2])[-MAX_REASON:] if at else ""
 

@@ -142,8 +142,9 @@ class GenerationEngine(Protocol):
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         """Start to compute log-probs of every token but the first, and return a function that waits for them.
 
-        It returns those of each engine that this rank queries. Call it after wake_cache: an engine in this process
-        starts then. An image has as many tokens as the engine puts in place of its placeholder.
+        That function returns those of each engine that this rank queries, and is called after wake_cache, because an
+        engine in this process computes them then.
+        An image has as many tokens as the engine puts in place of its placeholder.
         Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.
         Engines with weights of another version are left out.
         """

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import bench
-from benchmarks.harness import other_pages, page
+from benchmarks.harness import other_pages, page, processes
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.vllm_pool import bytes_at
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary
@@ -45,6 +45,15 @@ def test_lengths_follow_the_distribution_and_the_seed() -> None:
     assert one.completion_tokens() == same.completion_tokens() != other.completion_tokens()
     assert [len(group) for group in one.completion_tokens()] == [4] * 4
     assert one.prompt_tokens(at_least=1) == [9] * 4 and one.prompt_tokens(at_least=20) == [20] * 4
+
+
+def test_the_reason_of_a_failure_has_no_log_lines_of_torch() -> None:
+    log = "\n".join([
+        "ValueError: prompts must be divisible by 16",
+        "[rank0]:[W1125 10:53:35.6 ProcessGroupNCCL.cpp:1575] Warning: destroy_process_group() was not called",
+        "E1125 10:53:36.1 torch/distributed/elastic/multiprocessing/api.py:986] failed (exitcode: 1) local_rank: 0",
+    ])  # fmt: skip
+    assert processes._reason(log) == "ValueError: prompts must be divisible by 16"
 
 
 def test_one_length_is_an_outlier() -> None:

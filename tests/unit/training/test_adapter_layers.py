@@ -27,7 +27,7 @@ def make(dtype: torch.dtype, with_bias: bool = True) -> dict[str, Any]:
     return tensors
 
 
-def product(tensors: dict[str, Any], gradients_have_hooks: bool = False) -> torch.Tensor:
+def product(tensors: dict[str, Any], gradients_have_hooks: bool = True) -> torch.Tensor:
     inputs = (tensors[name] for name in ("x", "weight", "bias", "down", "up"))
     output: torch.Tensor = AdaptedProduct.apply(*inputs, SCALING, gradients_have_hooks)
     return output
