@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128, help="tokens of a prompt, without the template's")
     add("--rounds", type=int, default=5, help="measured rounds of each arm, after one to warm up")
     add("--memory", type=float, default=0.35, help="share of the GPU's memory for each of the two engines")
-    add("--profile", action="store_true", help="also record the GPU's kernels of a shorter round in the process")
+    add("--profile", action="store_true", help="also record kernels and host functions of short rounds in the process")
     add("--eager", action="store_true", help="no CUDA graphs")
     add("--work", type=Path, default=REPOSITORY / "runs" / "server", help="folder for model and logs")
     return parser.parse_args()
