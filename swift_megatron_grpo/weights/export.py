@@ -16,6 +16,7 @@ from mcore_bridge.model import GPTModel
 from peft.tuners.lora import LoraLayer
 
 from swift_megatron_grpo.weights.adapter_merge import merged_weights
+from swift_megatron_grpo.weights.host_flags import flags_on_host
 
 ADAPTER = "default"
 
@@ -100,17 +101,15 @@ def merged_on_read(
 ) -> Iterator[None]:
     """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
     adapted = {module for model in models for module in _adapted(model)}
-    if not adapted:
-        yield
-        return
     merged = set() if merged is None else merged
     decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
-    in_layers = {module for decoder in decoders for layer in decoder.layers for module in _adapted(layer)}
-    convert_layer = bridge._set_layer_state
+    of_layer = {layer: _adapted(layer) for decoder in decoders for layer in decoder.layers}
+    in_layers = {module for modules in of_layer.values() for module in modules}
+    convert_layer, on_host = bridge._set_layer_state, flags_on_host(bridge)
 
     def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         # The layer is None if another pipeline stage holds it.
-        with _merged(_adapted(layer) if layer is not None else [], merged):
+        with _merged(of_layer.get(layer, []), merged), on_host():
             return convert_layer(layer, *args, **kwargs)
 
     with _merged(adapted - in_layers, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):

@@ -7,6 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Flags(TorchFunctionMode):
+    """Counts the tensors of booleans that are made on the GPU and on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = {"cuda": 0, "cpu": 0}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and kwargs.get("dtype") is torch.bool:
+            self.count[str(kwargs["device"])] += 1
+        return func(*args, **kwargs)
 
 
 def main(out: str, kind: str, flags: list[str]) -> None:
@@ -24,7 +39,9 @@ def main(out: str, kind: str, flags: list[str]) -> None:
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.1)
-        sent = {n: t.clone() for n, t in export_weights(trainer.bridge, [model])}
+        with Flags() as flags_made:
+            sent = {n: t.clone() for n, t in export_weights(trainer.bridge, [model])}
+        report["flags"] = flags_made.count
         assert set(sent) == set(plain)
         assert any(not torch.equal(sent[n], plain[n]) for n in plain)
         if kind == "dense":

@@ -21,3 +21,14 @@ def test_twenty_exports_leave_the_base_bit_identical(ranks: Ranks, kind: str) ->
         assert report["exports"] == 20 and report["base_tensors"] > 20
         assert report["changed"] == []
         assert report["worst"] < 5e-3  # against base + B A * alpha / r in fp64: one rounding to bf16
+        assert flags_of_layers(report["flags"]) == {"dense": "cpu", "moe": "cuda"}[kind]
+
+
+def flags_of_layers(count: dict[str, int]) -> str:
+    """Return where the flags of layers are made: on the host unless ranks have to agree on them.
+
+    Those of the embedding, the last norm and the head are made on the GPU in any case.
+    """
+    outside_layers = 3
+    assert sum(count.values()) > 4 * 7  # mcore-bridge still asks for each weight of each layer
+    return "cpu" if count["cuda"] <= outside_layers else "cuda" if count["cpu"] == 0 else "both"

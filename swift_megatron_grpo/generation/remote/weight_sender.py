@@ -6,6 +6,7 @@ Each server has its own connection with its own thread, so that a slow or dead s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
@@ -83,8 +84,18 @@ class WeightConnection:
 
     def _send(self) -> None:
         """Send until the end of the transfer. After a failure, drain the queue without sending."""
-        if self._channel.device.type == "cuda":
-            torch.cuda.set_device(self._channel.device)
+        with self._own_stream():
+            self._send_all()
+
+    def _own_stream(self) -> AbstractContextManager[Any]:
+        """Return the context in which nothing sent waits for what is exported meanwhile."""
+        device = self._channel.device
+        if device.type != "cuda":
+            return nullcontext()
+        torch.cuda.set_device(device)
+        return torch.cuda.stream(torch.cuda.Stream(device))
+
+    def _send_all(self) -> None:
         while True:
             item = self._buckets.get()
             if self._failure is None:
