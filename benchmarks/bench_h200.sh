@@ -222,7 +222,7 @@ group() {
         # where it took 7.8 s without.
         step-lora-8b)
             bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
-                --stock mbs8 --trl mbs8+awake --verl mbs8+bypass mbs16+bypass --rounds 1 --steps 4 \
+                --stock mbs8 --trl mbs8+awake mbs8+awake+liger --verl mbs8+bypass mbs16+bypass --rounds 1 --steps 4 \
                 --goal "2.0, over TRL 2.0, over verl 1.3" --verl-flags "--sleep_level 2" \
                 --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" ;;
         # vLLM with the adapter itself, which alone is sent.

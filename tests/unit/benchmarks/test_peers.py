@@ -119,12 +119,12 @@ def test_the_train_phase_has_no_trl_arm(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_settings_of_the_h200_script_are_valid_for_their_workload() -> None:
     script = (REPOSITORY / "benchmarks" / "bench_h200.sh").read_text().replace("\\\n", " ")
-    searches = [search.split() for search in re.findall(r"--trl (.+?) --rounds", script)]
+    searches = [search.split() for search in re.findall(r"--trl (.+?) --(?:verl|rounds)", script)]
     assert len(searches) == 3 and all(len(names) >= 2 for names in searches)  # the best setting of several counts
     for name in chain(*searches):
         flags_of(name)
     for_verl = [search.split() for search in re.findall(r"--verl (.+?) --rounds", script)]
-    assert len(for_verl) == 2 and all(len(names) >= 3 for names in for_verl)
+    assert len(for_verl) == 2 and all(len(names) >= 2 for names in for_verl)
     for name in chain(*for_verl):
         VerlSetting.parse(name)
 
