@@ -6,7 +6,7 @@ bench_lanes.sh              groups of bench_h200.sh side by side, so that no GPU
 bench_head.py               time and memory of the output layer with its log-probs
 bench_experts.py            the experts of one layer: Transformer Engine's products, and one kernel for all experts
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
-bench_quantization.py       generation with bf16 and with quantized weights
+bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
 simulate_split.py           the share of GPUs for servers, against colocation

@@ -8,17 +8,15 @@ Both end a completion at its longest length, as random weights would not, and bo
 
 from __future__ import annotations
 
-import cProfile
 import json
 import os
-import pstats
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 PROFILED_TOKENS = 64
-HOST_FUNCTIONS = 80
 WEIGHTS_VERSION = 0  # of the checkpoint, which the server has without a transfer
 
 
@@ -94,13 +92,8 @@ def serve_in_process(model: str, job: GenerationJob) -> None:
 
 
 def profiled(engine: Any, job: GenerationJob) -> dict[str, Any]:
-    """Generate two short rounds. Return the time that kernels keep the GPU busy for a token, and the host's functions.
-
-    Both profilers slow down the host, so functions are compared with each other, and wall-clock time means nothing.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
+    """Generate two short rounds under profilers: of the GPU's kernels, and of the host's functions."""
+    from benchmarks.harness.busy_time import functions_of, kernels_of
     from swift_megatron_grpo.generation.interface import requests_for
 
     short = replace(job, tokens=min(job.tokens, PROFILED_TOKENS))
@@ -109,28 +102,7 @@ def profiled(engine: Any, job: GenerationJob) -> dict[str, Any]:
         requests = requests_for(prompts_of(short, number), short.group_size, seed=None, version=WEIGHTS_VERSION)
         engine.generate(requests, short.group_size, sampling_of(short)).next(WEIGHTS_VERSION)
 
-    gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU]) as recorded:
-        generate(-1)
-    host = cProfile.Profile()
-    host.runcall(generate, -2)
-    events = recorded.key_averages()
-    times = [event.self_device_time_total if gpu else event.self_cpu_time_total for event in events]
-    rows = [(event.key, time / 1e6, event.count) for event, time in zip(events, times, strict=True)]
-    rows.sort(key=lambda row: -row[1])
-    busy = sum(seconds for _, seconds, _ in rows)
-    kernels = [{"name": name, "seconds": seconds, "calls": calls} for name, seconds, calls in rows[:25]]
-    return {"tokens": short.tokens, "busy_seconds_per_token": busy / short.tokens, "kernels": kernels,
-            "host": functions_of(host)}  # fmt: skip
-
-
-def functions_of(recorded: cProfile.Profile) -> list[dict[str, Any]]:
-    """Return the functions that take most of the host's time, by the time in themselves."""
-    rows = []
-    for (path, line, name), (_, calls, own, total, _) in pstats.Stats(recorded).stats.items():  # type: ignore[attr-defined]
-        place = f"{'/'.join(path.split('/')[-3:])}:{line} {name}"
-        rows.append({"name": place, "seconds": own, "with_callees": total, "calls": calls})
-    return sorted(rows, key=lambda row: -row["seconds"])[:HOST_FUNCTIONS]
+    return {**kernels_of(partial(generate, -1), short.tokens), "host": functions_of(partial(generate, -2))}
 
 
 def _colocated_engine(model: str, job: GenerationJob) -> Any:
