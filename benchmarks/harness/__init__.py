@@ -13,6 +13,7 @@ page.py         docs/performance.md and the table in README.md
 gpus.py         its sections about runs on other numbers of GPUs
 markdown.py     tables of pages
 picture.py      docs/performance.svg
+busy_time.py    kernels and host functions of generation
 paths.py        paths that several benchmarks use
 
 tests/unit/benchmarks covers this folder.

@@ -1,4 +1,4 @@
-"""Where the time of generation goes: on the GPU by kernel, on the host by function."""
+"""Profiles generation: the kernels of the GPU, and the functions of the host."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@
     joined_projections.py  matrices that are one tensor in the checkpoint, exported as one
     export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
     adapter_merge.py   frozen weights plus the product of an adapter
+    host_flags.py      exports a layer without waiting for the GPU per weight
     verify.py          compares what was sent with what an engine holds and computes
 
 Tests: tests/unit/weights, tests/unit/loop/test_weight_sync.py, tests/e2e/test_sync_check.py, and in tests/dist
