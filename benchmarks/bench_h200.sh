@@ -9,7 +9,8 @@
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
-#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync moe-server dp2-8b-lora
+#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync moe-server
+#                              dp2-8b-lora tp2-8b-lora pp2-8b-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -144,6 +145,12 @@ sync() {
         --steps 6 --warm-up 2 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
 }
 
+# layout_of_8b NAME SETTING      the digit in NAME is the number of GPUs
+layout_of_8b() {
+    bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "$2" --rounds 1 \
+        --goal "cost per token within 5 %" --flags "${lora[*]}"
+}
+
 # memory SHAPE GOAL
 memory() {
     bench train "memory-$1" "$1" --lengths constant:512 --prompts constant:512 --completions 32 --generations 2 \
@@ -269,7 +276,7 @@ group() {
             for completions in 128 256; do
                 bench step "two-colocated-1.7b-$completions" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
                     --warm-up 2 --completions $completions --ours dp2+tokens16384 \
-                    --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2"
+                    --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 0"
             done ;;
         two-server)
             with_servers 1.7b on "--vllm_gpu_memory_utilization 0.4" group two-behind-server ;;
@@ -290,10 +297,13 @@ group() {
             ! server_answers 1 || sync sync-8b-lora 8b "${urls[1]}" "${lora[*]}" "100 ms"
             ! server_answers 2 || sync sync-4b 4b "${urls[2]}" "" "50 ms"
             stop_servers ;;
-        # One and two data-parallel ranks, with as many completions for each.
+        # One GPU, and layouts of two, with as many completions for each GPU.
         dp1-8b-lora | dp2-8b-lora)
-            bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "${1%%-*}+tokens16384" --rounds 1 \
-                --goal "cost per token within 5 %" --flags "${lora[*]}" ;;
+            layout_of_8b "$1" "${1%%-*}+tokens16384" ;;
+        tp2-8b-lora)
+            layout_of_8b "$1" tp2+sp+tokens16384 ;;
+        pp2-8b-lora)
+            layout_of_8b "$1" pp2+tokens8192 ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs4 ;;

@@ -2,7 +2,7 @@
 
 two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
-dpN-MODEL                         N data-parallel ranks with as many completions for each
+dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
 """
 
@@ -22,9 +22,10 @@ colocated data-parallel ranks, both with the same completions in a step. *Waitin
 completions.
 """
 RANKS = """\
-## Data-parallel ranks
+## Layouts of one model
 
-Each rank has as many completions. *Cost* is the time of the train phase over that of one rank.
+DP, TP (with SP) and PP on several GPUs, each GPU with as many completions. *Cost* is the time of the train phase over
+that of one GPU.
 """
 SYNC = """\
 ## Weight sync to a server on another GPU
@@ -44,7 +45,7 @@ def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
     ranks = [
         (_ours(by_name[one]), _ours(run))
         for name, run in by_name.items()
-        if re.match(r"dp\d+-", name) and (one := re.sub(r"^dp\d+", "dp1", name)) in by_name
+        if re.match(r"[dtp]p\d+-", name) and (one := re.sub(r"^[dtp]p\d+", "dp1", name)) in by_name
     ]
     syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     sections: list[str] = []
@@ -79,7 +80,7 @@ def _ahead(pairs: Sequence[tuple[Measured, Measured]]) -> str:
 def _costs_of_ranks(pairs: Sequence[tuple[Measured, Measured]]) -> str:
     columns: dict[str, Callable[[tuple[Measured, Measured]], str]] = {
         "run": lambda pair: pair[1].run.name,
-        "ranks": lambda pair: str(pair[1].run.ranks),
+        "GPUs": lambda pair: str(pair[1].run.ranks),
         "train phase": lambda pair: f"{pair[1].train_median:.3f} s",
         "tokens/s/device": lambda pair: f"{pair[1].tokens_per_second_per_device:,.0f}",
         "cost": lambda pair: f"{pair[1].train_median / pair[0].train_median:.3f}",
