@@ -30,6 +30,7 @@ from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_w
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
 from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
 from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
+from swift_megatron_grpo.training.megatron_fixes.optimizer_copies import copy_without_search
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.memory.smaller_budget import (
     MemoryAgreement,
@@ -91,6 +92,7 @@ class MegatronEngine:
         config.grad_scale_func = optimizer.scale_loss
         clip_with_transformer_engine()
         bound_tensor_handles()
+        copy_without_search()
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
 
