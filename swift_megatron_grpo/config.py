@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.types import Quantization
 
 BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
@@ -125,6 +126,7 @@ class VllmConfig:
     lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
     returns_experts: bool = False  # the engine reports which experts its routers choose
+    quantization: Quantization = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class ServerConfig:
     turns: RemoteTurnsConfig | None = None  # None: completions of one turn
     images: int = 0  # the most in a row of the datasets
     returns_experts: bool = False  # this run requests which experts the servers' routers choose
+    quantization: Quantization = "none"  # that the servers must have as well
 
     @property
     def least_length(self) -> int:
@@ -168,8 +171,9 @@ class SyncCheckConfig:
     """Verification, after every weight sync, that the engine runs the trainer's weights."""
 
     mode: SyncCheckMode
-    dtype: torch.dtype  # of the engine's weights
+    dtype: torch.dtype  # of the engine's weights, or of those that it quantizes
     has_adapter: bool
+    quantization: Quantization = "none"
 
 
 @dataclass(frozen=True, slots=True)

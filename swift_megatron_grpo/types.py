@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 # The experts that routers have chosen, by token and layer: [rows, layers of the model, k]. There may be fewer rows than
 # tokens: an engine does not run the last token. Layers without experts have zeros.
 ExpertRows = NDArray[np.integer[Any]]
+
+Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
 
 
 @dataclass(frozen=True, slots=True)

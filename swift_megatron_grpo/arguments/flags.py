@@ -11,6 +11,7 @@ from typing import Literal
 from swift.megatron.arguments import MegatronRLHFArguments
 
 from swift_megatron_grpo.config import Estimator, KlEstimator, SharePrompts, SyncCheckMode, UnreadTensors
+from swift_megatron_grpo.types import Quantization
 
 
 @dataclass
@@ -241,6 +242,16 @@ class GRPOFlags(MegatronRLHFArguments):
             "run stops and names the tensors that differ. off: no verification. With --vllm_enable_lora true no "
             "checksum is verified, not even in the first sync: vLLM must have a module for each of the adapter's, and "
             "the log-probs must agree. Default: canary."
+        },
+    )
+    rollout_quantization: Quantization = field(
+        default="none",
+        metadata={
+            "help": "fp8: vLLM generates with weights and activations in 8 bits. It quantizes the weights after every "
+            "sync; the trainer keeps its own precision. Embeddings, norms, routers and the output layer are not "
+            "quantized. Needs a GPU that multiplies in FP8 (Hopper, Ada or newer). Servers: start `swift rollout` with "
+            "the same flag. Set --rollout_importance_sampling_mode token_truncate as well. docs/quantization.md "
+            "describes it. Default: none."
         },
     )
     offload_grad: bool = field(

@@ -45,6 +45,7 @@ from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
+from swift_megatron_grpo.vllm_shared.quantization import check_quantization, refusal_of_device
 
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
@@ -85,6 +86,7 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
+            lambda: check_quantization(args.rollout_quantization, args.vllm_enable_lora, None, None),
             values.check_vllm_installed,
         ]
     )
@@ -100,6 +102,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
             lambda: _check_model(args),
             lambda: _check_routing(args),
             lambda: _check_precision(args),
+            lambda: _check_quantization(args),
             lambda: _check_cpu_optimizer(args),
             lambda: _check_reference_adapter(args),
         ]
@@ -157,6 +160,7 @@ def check_adopted(args: DerivedArguments) -> None:
             lambda: _check_servers(args),
             lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
+            lambda: _check_quantization(args),
             lambda: _check_reference_adapter(args),
         ]
     )
@@ -317,6 +321,16 @@ def _check_precision(args: DerivedArguments) -> None:
             f"--model {args.model} has torch_dtype {str(args.torch_dtype).removeprefix('torch.')}, which ms-swift "
             "would train in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
         )
+
+
+def _check_quantization(args: DerivedArguments) -> None:
+    """Check --rollout_quantization against the model and the device; a server checks its own device."""
+    device = None
+    if not args.uses_servers:
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        device = refusal_of_device(capability, bool(layouts.read_model_shape(args.model_dir).experts))
+    dtype = str(args.torch_dtype).removeprefix("torch.")
+    check_quantization(args.rollout_quantization, args.vllm_enable_lora, dtype, device)
 
 
 def _check_cpu_optimizer(args: DerivedArguments) -> None:

@@ -14,6 +14,7 @@ from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.layout_checks import expert_size_notes, read_model_shape
 from swift_megatron_grpo.arguments.support_table import notes_on_flags
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.vllm_shared import quantization
 
 
 def start_up_lines(args: DerivedArguments) -> list[str]:
@@ -32,6 +33,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *_evaluation_notes(args),
         *recording.start_up_notes(args.replay_folder),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
+        *quantization.start_up_notes(args.rollout_quantization, args.rollout_importance_sampling_mode),
         *routing.start_up_notes(args.router_replay_mode, args.steps_per_rollout),
         *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
     ]

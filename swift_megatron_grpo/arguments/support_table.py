@@ -141,8 +141,8 @@ USED_HERE = _flags(
     micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
     vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
     vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
-    vllm_mm_processor_cache_gb vllm_engine_kwargs sync_check sleep_level offload_optimizer offload_model
-    offload_grad
+    vllm_mm_processor_cache_gb vllm_engine_kwargs rollout_quantization sync_check sleep_level offload_optimizer
+    offload_model offload_grad
     vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
     vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions async_generate max_staleness
     eval_before_train eval_names eval_temperature eval_top_p eval_max_completion_length eval_correct_reward

@@ -63,7 +63,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         data=DataConfig(args.data_seed, args.train_dataloader_shuffle),
         sampling=_sampling(args),
         vllm=_vllm(args, plan),
-        sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter),
+        sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter, args.rollout_quantization),
         server=configure_server(args),
         grading=GradingConfig(
             num_generations=args.num_generations,
@@ -220,6 +220,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         lora_rank=_vllm_lora_rank(args),
         hf_overrides=config_overrides(args.model_dir, args.rope_scaling, args.max_model_len),
         returns_experts=args.routing.requested(1) > 0,
+        quantization=args.rollout_quantization,
     )
 
 
@@ -260,4 +261,5 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         turns=args.turns_of_servers,
         images=args.most_images,
         returns_experts=args.routing.requested(1) > 0,
+        quantization=args.rollout_quantization,
     )

@@ -171,7 +171,9 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
         reference=reference_policy(config, models, training, run.coordinator),
         residency=residency,
         sync=sync,
-        logprob_check=LogprobCheck(training.passes, canary.passes, run.coordinator, config.sampling),
+        logprob_check=LogprobCheck(
+            training.passes, canary.passes, run.coordinator, config.sampling, config.sync_check.quantization
+        ),
         router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.compared)
         if config.routing.compared
         else None,

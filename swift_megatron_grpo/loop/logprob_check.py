@@ -15,7 +15,7 @@ from functools import partial
 from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.types import Sample, TokenValues
+from swift_megatron_grpo.types import Quantization, Sample, TokenValues
 
 COMPLETIONS = 64  # are enough
 logger = logging.getLogger(__name__)
@@ -65,19 +65,25 @@ class LogprobCheck:
     """Raises for a gap that no setting explains, and warns of one that a setting causes. Every rank calls `check`."""
 
     def __init__(
-        self, passes: Passes, at_temperature_1: Passes, coordinator: Coordinator, sampling: SamplingConfig
+        self,
+        passes: Passes,
+        at_temperature_1: Passes,
+        coordinator: Coordinator,
+        sampling: SamplingConfig,
+        quantization: Quantization = "none",
     ) -> None:
         self._passes = passes
         self._at_temperature_1 = at_temperature_1
         self._coordinator = coordinator
         self._sampling = sampling
+        self._quantization = quantization
 
     def check(self, samples: Sequence[Sample], rounding: float) -> None:
         """Compare some samples. `rounding`: the mean absolute difference between log-probs of the same weights."""
         gap = self._measure_gap(self._passes, samples)
         check_alignment(gap, rounding)
         at_temperature_1 = partial(self._measure_gap, self._at_temperature_1, samples)
-        warning = distortion_warning(gap, at_temperature_1, self._sampling, rounding)
+        warning = distortion_warning(gap, at_temperature_1, self._sampling, rounding, self._quantization)
         if warning is not None and self._coordinator.rank == 0:
             logger.warning(warning)
 
@@ -114,11 +120,16 @@ def check_alignment(gap: LogprobGap, rounding: float) -> None:
 
 
 def distortion_warning(
-    gap: LogprobGap, at_temperature_1: Callable[[], LogprobGap], sampling: SamplingConfig, rounding: float
+    gap: LogprobGap,
+    at_temperature_1: Callable[[], LogprobGap],
+    sampling: SamplingConfig,
+    rounding: float,
+    quantization: Quantization = "none",
 ) -> str | None:
     """Return a warning if the two distributions differ by more than rounding.
 
-    `at_temperature_1`: measures the gap to the trainer's log-probs without --temperature.
+    `at_temperature_1`: measures the gap to the trainer's log-probs without --temperature. `quantization`: of the
+    engine; the difference that it makes for a fixed text is part of `rounding`.
     """
     mean = gap.means[0]
     flags = _distorting_flags(sampling)
@@ -139,8 +150,9 @@ def distortion_warning(
             f"{observed}. At temperature 1 they differ by {plain.means[0]:.2g}, so vLLM does not apply "
             f"--temperature {sampling.temperature:g} to them; use --temperature 1"
         )
+    possible = "" if quantization == "none" else f" --rollout_quantization {quantization} may, or otherwise"
     return (
-        f"{observed}. No sampling flag explains it: check --vllm_engine_kwargs. "
+        f"{observed}. No sampling flag explains it:{possible} check --vllm_engine_kwargs. "
         "--rollout_importance_sampling_mode corrects for the difference"
     )
 

@@ -16,11 +16,11 @@ from swift_megatron_grpo.protocol.held_weights import WorkerWeights
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export import WeightExport
 from swift_megatron_grpo.weights.verify import (
-    BOUNDS,
     Difference,
     Manifest,
     Problem,
     TensorSpec,
+    bound_of,
     changed_specs,
     compare_with_sent,
     describe,
@@ -67,6 +67,7 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
+        self._bound = bound_of(config.dtype, config.quantization != "none")
         self._reads_back = config.mode != "off" and export.adapter is None  # an adapter's tensors are scaled and fused
         self._specs: dict[str, TensorSpec] | None = None  # of the last sync that passed
         self._usual: float | None = None  # the largest mean difference of the syncs that passed
@@ -74,8 +75,7 @@ class WeightSync:
     @property
     def rounding(self) -> float | None:
         """Mean absolute difference between log-probs of the same weights; None: nothing is checked."""
-        floor = BOUNDS[self._config.dtype].floor
-        return None if self._config.mode == "off" else max(floor, self._usual or 0.0)
+        return None if self._config.mode == "off" else max(self._bound.floor, self._usual or 0.0)
 
     def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         """Wake the engine and send it the weights of this version if needed. Return the metrics of the check."""
@@ -186,7 +186,7 @@ class WeightSync:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and then passed. {failure}")
             return self._accept(second)
         self._engine.invalidate_weights()
-        advice = f"\n{_NO_TENSOR_DIFFERS}" if all(problem.numbers_only for problem in second.problems) else ""
+        advice = f"\n{self._advice}" if all(problem.numbers_only for problem in second.problems) else ""
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
             f"was generated. {failure}\nSecond attempt:\n{describe(second.problems)}{advice}"
@@ -201,10 +201,20 @@ class WeightSync:
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
 
+    @property
+    def _advice(self) -> str:
+        if self._config.quantization == "none":
+            return _NO_TENSOR_DIFFERS
+        return (
+            f"{_NO_TENSOR_DIFFERS} vLLM has quantized them (--rollout_quantization {self._config.quantization}), which "
+            "rounds weights and activations: see whether --rollout_quantization none passes."
+        )
+
     def _first_sync_message(self, manifest: Manifest, attempt: _Attempt) -> str:
         tensors, difference = len(manifest.specs), attempt.difference
         repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
-        holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}"
+        quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
+        holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
         runs = f"runs the adapter of {tensors} tensors"
         image = "" if self.canary.text.image is None else " with an image"
         text = f"a fixed text of {len(self.canary.tokens)} tokens{image}"
@@ -256,8 +266,7 @@ class WeightSync:
         }
 
     def _logprob_problems(self, differences: dict[str, Difference]) -> tuple[Difference, list[Problem]]:
-        bound = BOUNDS[self._config.dtype]
-        beyond = {engine: value for engine, value in differences.items() if bound.exceeded(value, self._usual)}
-        message = bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
+        beyond = {engine: value for engine, value in differences.items() if self._bound.exceeded(value, self._usual)}
+        message = self._bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
         problems = [Problem(engine, message, numbers_only=True) for engine in beyond]
         return Difference.largest(differences.values()), problems

@@ -18,7 +18,7 @@ from swift_megatron_grpo.protocol.routed_experts import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 11
+PROTOCOL = 12
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -143,6 +143,7 @@ class ServerStatus:
     max_lora_rank: int
     has_towers: bool  # it holds image, video or audio parts, so weights for them have to be sent
     images_per_prompt: int  # that it accepts; 0: none
+    quantization: str  # its --rollout_quantization
     returns_experts: bool  # it can report which experts its routers choose
     conversations: ConversationSettings | None  # None: a completion is one turn
     model: dict[str, Any]  # values of its config.json that must equal the trainer's

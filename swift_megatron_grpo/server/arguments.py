@@ -16,6 +16,7 @@ from swift.rollout import envs, multi_turns
 from swift_megatron_grpo.conversations.checks import check_multi_turn
 from swift_megatron_grpo.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.server.limits import TrafficLimits
+from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.vllm_shared.engine_kwargs import (
     EXPERTS,
     FLAG,
@@ -24,6 +25,7 @@ from swift_megatron_grpo.vllm_shared.engine_kwargs import (
     check_engine_kwargs,
 )
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
+from swift_megatron_grpo.vllm_shared.quantization import check_quantization, engine_settings, refusal_of_device
 
 LOOPBACK = "127.0.0.1"
 _POSITIVE = {  # flags with an example of a value
@@ -37,6 +39,13 @@ _POSITIVE = {  # flags with an example of a value
 class GRPORolloutArguments(RolloutArguments):
     vllm_use_async_engine: bool | None = None
     vllm_engine_kwargs: dict[str, Any] | str | None = None
+    rollout_quantization: Quantization = field(
+        default="none",
+        metadata={
+            "help": "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. "
+            "The trainer must have the same flag. Default: none."
+        },
+    )
     host: str = LOOPBACK  # ms-swift listens on every interface by default
     port: int = 8000
     # not in the repr, which ms-swift logs
@@ -108,6 +117,7 @@ class GRPORolloutArguments(RolloutArguments):
         port = self.port
         super().__post_init__()
         self.port = port
+        self._quantize()
         check_multi_turn(
             self.multi_turn_scheduler,
             self.max_turns,
@@ -130,14 +140,24 @@ class GRPORolloutArguments(RolloutArguments):
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
         check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
+        if self.vllm_quantization is not None:
+            raise ValueError(
+                f"--vllm_quantization {self.vllm_quantization}: a server quantizes the weights that it receives; use "
+                "--rollout_quantization fp8"
+            )
+        if self.vllm_speculative_config is not None:
+            why = REFUSED_BY_SERVERS["speculative_config"]
+            raise ValueError(f"--vllm_speculative_config {self.vllm_speculative_config}: {why}; leave it out")
         self.vllm_engine_kwargs = settings
-        for flag, value in (
-            ("vllm_quantization", self.vllm_quantization),
-            ("vllm_speculative_config", self.vllm_speculative_config),
-        ):
-            if value is not None:
-                why = REFUSED_BY_SERVERS[flag.removeprefix("vllm_")]
-                raise ValueError(f"--{flag} {value}: {why}; leave it out")
+
+    def _quantize(self) -> None:
+        """Check --rollout_quantization, and add vLLM's settings for it to those of the engine."""
+        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        device = refusal_of_device(capability, has_experts=False)  # on a CPU vLLM itself refuses experts
+        check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
 
     @property
     def traffic(self) -> TrafficLimits:

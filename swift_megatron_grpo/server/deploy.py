@@ -223,6 +223,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_lora_rank=self.args.vllm_max_lora_rank,
                 has_towers=self.description["has_towers"],
                 images_per_prompt=self.description["images_per_prompt"],
+                quantization=self.args.rollout_quantization,
                 returns_experts=self.args.returns_experts,
                 conversations=self._conversation_settings,
                 model=self.description["model"],

@@ -22,7 +22,8 @@ from swift_megatron_grpo.protocol.rendezvous import Rendezvous
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
+from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
+from swift_megatron_grpo.vllm_shared.online_layers import online_layers
 
 find_runtime_beside_tilelang()  # before a worker imports FlashInfer
 speed_up_logprobs()
@@ -80,9 +81,9 @@ class WeightReceiver(WeightSyncWorkerExtension):
     def _grpo_loaded_weights(self) -> LoadedWeights:
         if self.grpo_loaded_weights is None:
             runner = self.model_runner
-            self.grpo_loaded_weights = LoadedWeights(
-                runner.model, runner.model_config.dtype, engine=""
-            )  # the trainer names it
+            layers = online_layers(runner.model, self.vllm_config)
+            engine = ""  # the trainer names it
+            self.grpo_loaded_weights = LoadedWeights(runner.model, runner.model_config.dtype, engine, layers)
         return self.grpo_loaded_weights
 
 

@@ -6,8 +6,9 @@ three for each expert, take longer there than on the wire. Copies to known place
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,18 +18,34 @@ from swift_megatron_grpo.protocol.held_weights import TensorSlice
 BATCH_BYTES = 2**28  # of tensors that wait to be copied together
 
 
+class Destination(Protocol):
+    """A part of a parameter that holds a slice of a sent tensor."""
+
+    @property
+    def piece(self) -> TensorSlice: ...
+
+    @property
+    def view(self) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Destination:
-    """The view of a parameter that holds a slice of a sent tensor."""
+class FixedDestination:
+    """A part of a parameter that keeps its place."""
 
     piece: TensorSlice
     view: torch.Tensor
 
 
 def write_directly(
-    weights: NamedWeights, destinations: Mapping[str, Sequence[Destination]]
+    weights: NamedWeights,
+    destinations: Mapping[str, Sequence[Destination]],
+    complete_with: Callable[[str], Sequence[str]],
+    quantize: Callable[[str], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy each tensor to its destinations, and yield those that have none. Consume the iterator to its end."""
+    """Copy each tensor to its destinations, and yield those that have none. Consume the iterator to its end.
+
+    `complete_with`: returns the layers that are complete once this tensor is in its places; they are quantized then.
+    """
     views: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     waiting = 0
@@ -40,9 +57,12 @@ def write_directly(
             views.append(destination.view)
             sources.append(_slice_of(tensor, destination.piece))
         waiting += tensor.nbytes
-        if waiting >= BATCH_BYTES:
+        complete = complete_with(name)
+        if complete or waiting >= BATCH_BYTES:
             copy_all(views, sources)
             views, sources, waiting = [], [], 0
+        for layer in complete:
+            quantize(layer)
     copy_all(views, sources)
 
 

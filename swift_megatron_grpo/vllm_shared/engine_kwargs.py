@@ -66,13 +66,14 @@ _FLAGS = {
     "max_lora_rank": "lora_rank",
     "enable_sleep_mode": "sleep_level",
     "revision": "model_revision",
+    "quantization": "rollout_quantization fp8",
     EXPERTS: "router_replay_mode",
 }
 
 _PARALLEL = "an engine is one tensor-parallel group of training ranks; use --vllm_tensor_parallel_size"
 _REASONS = {
-    "the trainer sends weights of 16 or 32 bits, and could not verify the engine's": """
-        quantization quantization_config allow_deprecated_quantization""",
+    "the trainer sends weights of 16 or 32 bits, which vLLM quantizes with --rollout_quantization fp8": """
+        quantization_config allow_deprecated_quantization""",
     "the log-probs of draft tokens are not those of the policy, and a draft model receives no weights": """
         speculative_config spec_method spec_model spec_tokens""",
     "weight syncs write to the engine's parameters on the GPU": """

@@ -195,9 +195,15 @@ class Bound:
         return None
 
 
+_8_BITS = Bound(mean=0.5, max=10.0, jump=8.0, floor=5e-3)
 _16_BITS = Bound(mean=0.25, max=5.0, jump=8.0, floor=2e-3)
 BOUNDS: Mapping[torch.dtype, Bound] = {
     torch.bfloat16: _16_BITS,
     torch.float16: _16_BITS,
     torch.float32: Bound(mean=1e-3, max=2e-2, jump=8.0, floor=1e-5),
 }
+
+
+def bound_of(dtype: torch.dtype, quantized: bool) -> Bound:
+    """Return the bound for weights of this type; `quantized`: the engine rounds them, and activations, to 8 bits."""
+    return _8_BITS if quantized else BOUNDS[dtype]

@@ -30,7 +30,11 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.generation.local.engine_settings import reporting_settings, shared_settings
+from swift_megatron_grpo.generation.local.engine_settings import (
+    quantization_settings,
+    reporting_settings,
+    shared_settings,
+)
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.protocol.buckets import NamedWeights
@@ -40,7 +44,8 @@ from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
+from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
+from swift_megatron_grpo.vllm_shared.online_layers import online_layers
 from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
 
@@ -72,7 +77,9 @@ class LocalVllm:
         self._asleep = False
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
-        self._loaded_weights = LoadedWeights(self._engine.inner_model, config.dtype, self._name)
+        model = self._engine.inner_model
+        layers = online_layers(model, self._engine.engine.vllm_config)
+        self._loaded_weights = LoadedWeights(model, config.dtype, self._name, layers)
 
     @property
     def share(self) -> Share:
@@ -236,6 +243,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     engine_kwargs = {
         **config.engine_kwargs,
         **reporting_settings(config),
+        **quantization_settings(config),
         "hf_overrides": dict(config.hf_overrides),
     }
     engine = EngineForImages(

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from swift_megatron_grpo.config import VllmConfig
+from swift_megatron_grpo.vllm_shared import quantization
 
 _FLAG = "--vllm_engine_kwargs"
 
@@ -73,6 +74,11 @@ def reporting_settings(config: VllmConfig) -> dict[str, Any]:
     return {"enable_return_routed_experts": True} if config.returns_experts else {}
 
 
+def quantization_settings(config: VllmConfig) -> dict[str, Any]:
+    """Return vLLM's settings for --rollout_quantization."""
+    return quantization.engine_settings(config.quantization)
+
+
 def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
     """Return the arguments that ms-swift's engine will have; it leaves out what is None, too."""
     return EngineArgs(
@@ -83,6 +89,7 @@ def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArg
         hf_overrides=dict(config.hf_overrides),
         **{name: value for name, value in shared_settings(config).items() if value is not None},
         **reporting_settings(config),
+        **quantization_settings(config),
         **engine_kwargs,
     )
 

@@ -34,6 +34,7 @@ from swift_megatron_grpo.protocol.messages import (
     ServerStatus,
     serves_another,
 )
+from swift_megatron_grpo.vllm_shared.quantization import mismatch
 
 logger = get_logger()
 
@@ -328,6 +329,8 @@ def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> li
             "--router_agreement_samples read; start it with --vllm_engine_kwargs "
             """'{"enable_return_routed_experts": true}'"""
         )
+    if (differs := mismatch(config.quantization, status.quantization)) is not None:
+        problems.append(differs)
     problems += conflicts_with_run(status.conversations, config.turns)
     if config.lora_rank is not None and not status.enable_lora:
         problems.append(

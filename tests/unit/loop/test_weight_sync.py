@@ -14,7 +14,7 @@ from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion_warning
 from swift_megatron_grpo.protocol import held_weights as held_weights
 from swift_megatron_grpo.protocol.held_weights import TensorSlice, checksum, to_integers
-from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
+from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,

@@ -11,7 +11,7 @@ import torch
 
 from swift_megatron_grpo.protocol.buckets import buckets, unpack
 from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
+from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
 from swift_megatron_grpo.weights.verify import Manifest, compare_with_sent
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.vllm_shared import direct_load
-from swift_megatron_grpo.vllm_shared.load_tracer import LoadedWeights
+from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
 from tests.unit.loop.two_workers import Engine, Model, tensors
 
 
