@@ -3,7 +3,7 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-adapter-8b
+#                        held-out step-lora-8b step-adapter-8b step-fp8-8b sync-fp8-8b
 #                        step-verl (it and step-lora-8b with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
@@ -35,7 +35,9 @@ bench() {
     fi
     if [ -n "${DRY:-}" ]; then
         shape=$(small "$shape")
-        dry_flags=(--dtype float32 --rounds 1 --steps 2 --warm-up 1 --lengths constant:16 --prompts constant:48)
+        local dtype=float32
+        [[ $name != *fp8* ]] || dtype=bfloat16 # which alone is quantized
+        dry_flags=(--dtype $dtype --rounds 1 --steps 2 --warm-up 1 --lengths constant:16 --prompts constant:48)
         light="--vllm_enforce_eager true --sleep_level 0 --vllm_gpu_memory_utilization 0.3"
         [ "$kind" = train ] || dry_flags+=(--ours-flags "$light" --stock-flags "$light" --trl-flags "$light" --verl-flags "$light")
     fi
@@ -50,6 +52,7 @@ long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
 
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
+fp8=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM does not start if less memory than its share is free, although $cache decides.
@@ -236,6 +239,23 @@ group() {
         step-adapter-8b)
             bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
                 --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
+        # vLLM in 8 bits, with the correction that this needs, against bf16 as in step-lora-8b: one after the other.
+        step-fp8-8b)
+            for name in step-fp8-8b step-fp8-8b-bf16; do
+                local in_8_bits=""
+                [ "$name" = step-fp8-8b-bf16 ] || in_8_bits=${fp8[*]}
+                bench step "$name" 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
+                    --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} $in_8_bits"
+            done ;;
+        # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
+        sync-fp8-8b)
+            for name in sync-fp8-8b sync-fp8-8b-bf16; do
+                local in_8_bits=""
+                [ "$name" = sync-fp8-8b-bf16 ] || in_8_bits=${fp8[*]}
+                bench step "$name" 8b --random-weights --lengths constant:64 --prompts constant:48 --completions 16 \
+                    --rounds 1 --steps 6 --warm-up 2 --ours tokens16384 \
+                    --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} $in_8_bits"
+            done ;;
         # The train phase of adapters. ms-swift's trainer took 10.8 s with micro batches of 4 completions.
         lora-8b)
             bench train lora-8b 8b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \

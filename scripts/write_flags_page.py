@@ -2,8 +2,8 @@
 
     python scripts/write_flags_page.py
 
-It parses arguments/flags.py, server/arguments.py and config.py in swift_megatron_grpo, and imports none of them, so it
-needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
+It parses arguments/flags.py, server/arguments.py, config.py and types.py in swift_megatron_grpo, and imports none of
+them, so it needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Flag:
 
 def flags(path: Path = PACKAGE / "arguments" / "flags.py") -> list[Flag]:
     """Return the flags of the only dataclass that adds some, in the order of the code."""
-    aliases = dict(_aliases(PACKAGE / "config.py"))
+    aliases = dict(_aliases(PACKAGE / "config.py")) | dict(_aliases(PACKAGE / "types.py"))
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
     return [_flag(field, aliases) for field in fields]

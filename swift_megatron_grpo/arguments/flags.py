@@ -247,11 +247,9 @@ class GRPOFlags(MegatronRLHFArguments):
     rollout_quantization: Quantization = field(
         default="none",
         metadata={
-            "help": "fp8: vLLM generates with weights and activations in 8 bits. It quantizes the weights after every "
-            "sync; the trainer keeps its own precision. Embeddings, norms, routers and the output layer are not "
-            "quantized. Needs a GPU that multiplies in FP8 (Hopper, Ada or newer). Servers: start `swift rollout` with "
-            "the same flag. Set --rollout_importance_sampling_mode token_truncate as well. docs/quantization.md "
-            "describes it. Default: none."
+            "help": "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. "
+            "It needs a GPU that multiplies in FP8 (Ada, Hopper or newer); start `swift rollout` with the same flag, "
+            "and set --rollout_importance_sampling_mode token_truncate. docs/quantization.md has more. Default: none."
         },
     )
     offload_grad: bool = field(

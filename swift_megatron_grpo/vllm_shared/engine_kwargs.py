@@ -66,7 +66,7 @@ _FLAGS = {
     "max_lora_rank": "lora_rank",
     "enable_sleep_mode": "sleep_level",
     "revision": "model_revision",
-    "quantization": "rollout_quantization fp8",
+    "quantization": "rollout_quantization",
     EXPERTS: "router_replay_mode",
 }
 

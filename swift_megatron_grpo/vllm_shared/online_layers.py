@@ -9,7 +9,6 @@ the results are copied to where the kernels and captured CUDA graphs read them.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -112,14 +111,11 @@ class VllmOnlineLayer:
         """Return a parameter without memory, whose loader writes to the staging tensor instead."""
         placeholder: Any = self._like(self._before[key], torch.device("meta"))
         loader = _get_original_loader(placeholder)
-        signature = inspect.signature(loader)
         name = self._full(key)
 
         @wraps(loader, assigned=("__doc__",))
-        def load(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments["param"] = tensor(name)
-            result = loader(*bound.args, **bound.kwargs)
+        def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = loader(tensor(name), *args, **kwargs)
             loaded(name)
             return result
 

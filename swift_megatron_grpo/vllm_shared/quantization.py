@@ -1,4 +1,4 @@
-"""How vLLM quantizes with `--rollout_quantization`, in the training processes and in rollout servers."""
+"""vLLM's settings and the checks of `--rollout_quantization`, for the training processes and for rollout servers."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from tests.e2e.quantized_engines import check_syncs
 from tests.e2e.runs import Finished, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
@@ -45,3 +46,7 @@ def test_a_server_must_be_started_with_the_same_flag(folder: Path, dense: Path, 
         check_run(megatron_rlhf(dense, dataset, folder / "served", 1, [*FLAGS, *address], environment))
     finally:
         server.stop()
+
+
+def test_a_sync_leaves_what_an_engine_loads_at_its_start(folder: Path, dense: Path) -> None:
+    check_syncs(dense, folder)

@@ -57,6 +57,6 @@ def test_a_setting_that_changes_the_policy_ends_a_rollout_server_at_its_start(fo
     server = RolloutServer(dense, folder / "quantized.txt", ["--vllm_engine_kwargs", settings]).start()
     assert server.process is not None and server.process.wait(timeout=300) != 0
     log = server.log.read_text()
-    assert "--vllm_engine_kwargs: quantization: the trainer sends weights of 16 or 32 bits" in log, log[-3000:]
+    assert "--vllm_engine_kwargs: quantization: use --rollout_quantization" in log, log[-3000:]
     assert "max_num_batch_tokens: vLLM has no such setting" in log and "did you mean max_num_batched_tokens" in log
     assert LOADING not in log

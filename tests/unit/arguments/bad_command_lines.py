@@ -109,6 +109,7 @@ _CHOICES = """
 --truncation_strategy middle -> truncation_strategy & left
 --bad_reward ignore -> bad_reward & drop
 --sync_check none -> sync_check & off
+--rollout_quantization int8 -> rollout_quantization & fp8
 --share_prompts yes -> share_prompts & auto
 --router_replay_mode R1 -> router_replay_mode & R3
 --optimizer adamw -> optimizer & adam
@@ -253,6 +254,7 @@ _CONTRADICTIONS = """
 --vllm_mode server --vllm_server_base_url localhost:8000 -> vllm_server_base_url & http://
 --vllm_enable_lora true -> vllm_enable_lora
 --tuner_type lora --vllm_enable_lora true --sleep_level 2 -> sleep_level
+--tuner_type lora --vllm_enable_lora true --rollout_quantization fp8 -> rollout_quantization & vllm_enable_lora
 --tuner_type lora --ref_model MODEL -> ref_model
 --max_turns 3 -> max_turns
 --multi_turn_scheduler nobody -> multi_turn_scheduler
@@ -330,7 +332,7 @@ _JSON = """
 --vllm_engine_kwargs {"a":1} -> vllm_engine_kwargs
 --vllm_engine_kwargs [1] -> vllm_engine_kwargs
 --vllm_engine_kwargs 5 -> vllm_engine_kwargs
---vllm_engine_kwargs {"quantization":"fp8"} -> vllm_engine_kwargs
+--vllm_engine_kwargs {"quantization":"fp8"} -> vllm_engine_kwargs & rollout_quantization
 --vllm_engine_kwargs {"max_num_batched_token":8} -> vllm_engine_kwargs & max_num_batched_tokens
 --megatron_extra_kwargs {bad -> megatron_extra_kwargs
 --megatron_extra_kwargs [] -> megatron_extra_kwargs

@@ -167,7 +167,7 @@ def test_reward_functions_of_a_plugin_are_registered(typed: dict[str, Any], tmp_
 
 def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[str, Any]) -> None:
     assert "--vllm_engine_kwargs: the value is not JSON" in refuse(typed, vllm_engine_kwargs="{bad json")
-    assert "quantization: the trainer sends weights" in refuse(typed, vllm_engine_kwargs='{"quantization": "fp8"}')
+    assert "quantization: use --rollout_quantization" in refuse(typed, vllm_engine_kwargs='{"quantization": "fp8"}')
     assert "--megatron_extra_kwargs: the value is not JSON" in refuse(typed, megatron_extra_kwargs="{bad json")
 
 

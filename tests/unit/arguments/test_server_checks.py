@@ -88,6 +88,7 @@ def status(**changes: Any) -> ServerStatus:
         "max_model_len": 300, "max_num_seqs": 8, "max_logprobs": 20, "enable_lora": False, "max_lora_rank": 16,
         "has_towers": False,
         "images_per_prompt": 0,
+        "quantization": "none",
         "returns_experts": False,
         "conversations": None,
         "model": {"hidden_size": 64, "architectures": ["Qwen3ForCausalLM"], "vocab_size": 7},
@@ -106,6 +107,14 @@ def test_a_server_that_does_not_report_experts_is_refused_only_if_the_run_reads_
     assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message
     assert problems_of(status(returns_experts=True), reads, PROTOCOL) == []
     assert problems_of(status(returns_experts=True), CONFIG, PROTOCOL) == []
+
+
+@pytest.mark.parametrize(("here", "there"), [("fp8", "none"), ("none", "fp8")])
+def test_a_server_that_quantizes_otherwise_is_refused(here: Any, there: str) -> None:
+    run = replace(CONFIG, quantization=here)
+    [message] = problems_of(status(quantization=there), run, PROTOCOL)
+    assert f"its --rollout_quantization is {there}, and that of this run is {here}; start it with" in message
+    assert problems_of(status(quantization=here), run, PROTOCOL) == []
 
 
 @pytest.mark.parametrize(
