@@ -23,7 +23,7 @@ from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
-from swift_megatron_grpo.vllm_shared.online_layers import online_layers
+from swift_megatron_grpo.vllm_shared.quantization import layers_that_quantize
 
 find_runtime_beside_tilelang()  # before a worker imports FlashInfer
 speed_up_logprobs()
@@ -81,7 +81,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
     def _grpo_loaded_weights(self) -> LoadedWeights:
         if self.grpo_loaded_weights is None:
             runner = self.model_runner
-            layers = online_layers(runner.model, self.vllm_config)
+            layers = layers_that_quantize(runner.model, self.vllm_config)
             engine = ""  # the trainer names it
             self.grpo_loaded_weights = LoadedWeights(runner.model, runner.model_config.dtype, engine, layers)
         return self.grpo_loaded_weights

@@ -54,6 +54,7 @@ class LoadTrace(TorchDispatchMode):
         self._untraceable: set[str] = set()
         self.copies: dict[str, list[TracedCopy]] = defaultdict(list)  # by the sent tensor
         self.copies_to: dict[str, list[TracedCopy]] = defaultdict(list)  # by the parameter
+        self.discarded = 0  # elements that were written to the meta device
         self.computed: set[str] = set()  # parameters that something else than a slice of a sent tensor was written to
         self.ignored: list[str] = []
         self.accepted: list[str] = []
@@ -101,12 +102,14 @@ class LoadTrace(TorchDispatchMode):
             if name not in unobserved and is_partly_unwritten(size, row, self._copied[name], self._filled[name])
         ]
         self.padded = {name for name, places in self._filled.items() if places}
-        self.complete = bool(self.copies) and not self.ignored and not self.unwritten
+        self.complete = bool(self.copies) and not self.unwritten
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            if args[0].is_meta:
+                self.discarded += args[0].numel()
             owner = self._owners.get(args[0].untyped_storage().data_ptr())
             if owner is not None:
                 self._record(owner, func, args)

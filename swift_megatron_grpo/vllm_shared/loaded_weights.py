@@ -53,9 +53,10 @@ class LoadedWeights:
         traced = self._trace is not None and self._trace.complete
         if not traced and (collect_checksums or self._staging.layers):
             trace = self._load_traced(weights)
-            written = self._read(trace.copies)
+            read = trace.copies if collect_checksums or trace.complete else ()
+            written = self._read(read)
             finish()
-            settled = self._read(trace.copies)
+            settled = self._read(read)
             self._as_written = {name: held for name, held in written.items() if settled.get(name) != held}
             self._repacked = set(self._as_written)
         else:
@@ -78,6 +79,8 @@ class LoadedWeights:
             with trace:
                 loaded = self._model.load_weights(trace.register(weights))
             trace.close(loaded)
+            if trace.discarded and self._staging.layers:
+                raise RuntimeError("--rollout_quantization: vLLM loads weights of a layer again after all have arrived")
             computed = sorted(trace.computed & self._staging.parameters)
             if computed:
                 raise RuntimeError(
@@ -94,8 +97,10 @@ class LoadedWeights:
         assert self._trace is not None
         return not set(self._trace.unwritten).isdisjoint(self._staging.parameters_beside(parameter))
 
-    def _staging_tensor(self, parameter: str) -> torch.Tensor:
+    def _staging_tensor(self, parameter: str) -> torch.Tensor | None:
         assert self._trace is not None
+        if self._staging.is_quantized(parameter):
+            return None
         if not self._staging.is_open(parameter):
             self._trace.adopt(self._staging.tensors_beside(parameter))
         return self._staging.tensor(parameter)
@@ -120,7 +125,7 @@ class LoadedWeights:
             return
         self._find_destinations()
         others = write_directly(weights, self._destinations, self._staging.complete_with, self._staging.quantize)
-        if len(self._destinations) < len(self._trace.accepted):
+        if len(self._destinations) < len(self._trace.accepted) + len(self._trace.ignored):
             self._model.load_weights(others)
         elif (unknown := next(others, None)) is not None:
             raise RuntimeError(f"{unknown[0]} has arrived, which was not among the tensors of the traced load")
@@ -138,7 +143,7 @@ class LoadedWeights:
             return
         copied = {name: value for name, value in parameters.items() if name not in self._trace.padded}
         staged = self._staging.destinations()
-        self._destinations = {}
+        self._destinations = {name: [] for name in self._trace.ignored}  # other workers hold them, such as experts
         for name, copies in self._trace.copies.items():
             fixed = self._unstaged(copies)
             if name not in self._repacked and all(_exists(copy.place, copied) for copy in fixed):

@@ -57,11 +57,10 @@ class VllmOnlineLayer:
         before, _ = get_layerwise_info(module).restore_metadata
         self._as_loaded = {*before, "bias"}  # not what quantizing adds; a bias is registered late
         self._before = {key: meta for key, meta in before.items() if self._is_quantized(key, meta)}
-        self._device = next(iter(module.parameters())).device
 
     def _is_quantized(self, key: str, before: torch.Tensor) -> bool:
         """Return True unless the layer holds this parameter as it was loaded, such as a bias."""
-        now = self._module._parameters[key]
+        now = self._module._parameters.get(key)
         return now is None or now.dtype != before.dtype or now.shape != before.shape
 
     @property
@@ -73,7 +72,8 @@ class VllmOnlineLayer:
 
     def allocate(self) -> dict[str, torch.Tensor]:
         """Return the parameters as they are before quantizing. They are zero where loaders leave padding."""
-        return {self._full(key): self._like(meta, self._device).zero_() for key, meta in self._before.items()}
+        device = next(value.device for value in self._now.values() if value is not None)
+        return {self._full(key): self._like(meta, device).zero_() for key, meta in self._before.items()}
 
     def _like(self, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Return a parameter with the class and the attributes that vLLM's loaders read."""
@@ -84,7 +84,7 @@ class VllmOnlineLayer:
         return restored
 
     @contextmanager
-    def loading(self, tensor: Callable[[str], torch.Tensor], loaded: Callable[[str], None]) -> Iterator[None]:
+    def loading(self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]) -> Iterator[None]:
         """Let the model's loaders write to staging tensors inside the context: see OnlineLayer."""
         parameters = self._module._parameters
         placeholders = {key: self._placeholder(key, tensor, loaded) for key in self._before}
@@ -107,16 +107,23 @@ class VllmOnlineLayer:
         """Return the parameters of the layer as before it was quantized, with these for those that are quantized."""
         return {key: value for key, value in self._now.items() if key in self._as_loaded} | dict(before)
 
-    def _placeholder(self, key: str, tensor: Callable[[str], torch.Tensor], loaded: Callable[[str], None]) -> Any:
-        """Return a parameter without memory, whose loader writes to the staging tensor instead."""
+    def _placeholder(
+        self, key: str, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]
+    ) -> Any:
+        """Return a parameter without memory, whose loader writes to the staging tensor instead.
+
+        A loader that is called for what another worker holds, such as its experts, writes nothing.
+        """
         placeholder: Any = self._like(self._before[key], torch.device("meta"))
         loader = _get_original_loader(placeholder)
         name = self._full(key)
 
         @wraps(loader, assigned=("__doc__",))
         def load(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            result = loader(tensor(name), *args, **kwargs)
-            loaded(name)
+            staged = tensor(name)
+            result = loader(placeholder if staged is None else staged, *args, **kwargs)
+            if staged is not None:
+                loaded(name)
             return result
 
         placeholder.weight_loader = load

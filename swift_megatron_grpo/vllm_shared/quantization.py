@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from swift_megatron_grpo.types import Quantization
+from swift_megatron_grpo.vllm_shared.staging import OnlineLayer
 
 # vLLM's names of what each kind of layer becomes. fp8_per_channel: e4m3 with one scale per row of a weight, which
 # depends neither on which projections vLLM fuses nor on the other rows; activations get one scale per token.
@@ -18,6 +20,7 @@ _KEPT = (
     r"re:.*\.linear_attn\.in_proj_(a|b|ba)$",
     r"re:(.*\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\..*",
 )
+_ONLINE = "online"  # as vLLM calls what quantization_config describes
 _OLDEST = (8, 9)  # compute capability of GPUs that multiply in FP8
 
 
@@ -27,7 +30,16 @@ def engine_settings(quantization: Quantization) -> dict[str, Any]:
         return {}
     # vLLM quantizes embeddings, the output layer and norms in no case.
     config = {"linear": FP8_LINEAR, "moe": FP8_EXPERTS, "ignore": list(_KEPT)}
-    return {"quantization": "online", "quantization_config": config}
+    return {"quantization": _ONLINE, "quantization_config": config}
+
+
+def layers_that_quantize(model: Any, vllm_config: Any) -> Sequence[OnlineLayer]:
+    """Return the layers of a loaded model that quantize what they load; none without --rollout_quantization."""
+    if vllm_config.model_config.quantization != _ONLINE:
+        return ()
+    from swift_megatron_grpo.vllm_shared.online_layers import online_layers  # vLLM has what it imports since 0.25
+
+    return online_layers(model, vllm_config)
 
 
 def refusal_of_device(capability: tuple[int, int] | None, has_experts: bool) -> str | None:

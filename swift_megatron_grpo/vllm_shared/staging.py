@@ -37,11 +37,12 @@ class OnlineLayer(Protocol):
         """Quantize loaded parameters into the memory of the layer that vLLM's kernels read."""
 
     def loading(
-        self, tensor: Callable[[str], torch.Tensor], loaded: Callable[[str], None]
+        self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]
     ) -> AbstractContextManager[None]:
         """Let the model's loaders write to staging tensors inside the context.
 
-        `tensor` returns the staging tensor of a parameter; `loaded` is called after each time that it was written to.
+        `tensor` returns the staging tensor of a parameter, or None once its layer is quantized; `loaded` is called
+        after each loader that may have written to it.
         """
 
 
@@ -97,14 +98,14 @@ class Staging:
     def is_open(self, parameter: str) -> bool:
         return self._layer_of[parameter].name in self._open
 
+    def is_quantized(self, parameter: str) -> bool:
+        return self._layer_of[parameter].name in self._quantized
+
     def tensors_beside(self, parameter: str) -> dict[str, torch.Tensor]:
         """Return the staging tensors of the parameter's layer, which this creates if it is the first."""
         layer = self._layer_of[parameter]
         if layer.name in self._quantized:
-            raise RuntimeError(
-                f"weights of vLLM's layer {layer.name} have arrived after all its weights had; --rollout_quantization "
-                "cannot load this model"
-            )
+            raise RuntimeError(f"weights of vLLM's layer {layer.name} have arrived after all its weights had")
         if layer.name not in self._open:
             self._open[layer.name] = layer.allocate()
         return self._open[layer.name]

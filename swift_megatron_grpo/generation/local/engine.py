@@ -45,7 +45,7 @@ from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
 from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
-from swift_megatron_grpo.vllm_shared.online_layers import online_layers
+from swift_megatron_grpo.vllm_shared.quantization import layers_that_quantize
 from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
 from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
 
@@ -78,7 +78,7 @@ class LocalVllm:
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
         model = self._engine.inner_model
-        layers = online_layers(model, self._engine.engine.vllm_config)
+        layers = layers_that_quantize(model, self._engine.engine.vllm_config)
         self._loaded_weights = LoadedWeights(model, config.dtype, self._name, layers)
 
     @property

@@ -29,6 +29,11 @@ def check_engine_settings(config: VllmConfig) -> None:
             f"and --router_agreement_samples read them: {problem}; use --router_replay_mode R2 or disabled, and "
             "--router_agreement_samples 0"
         )
+    if config.quantization != "none" and _problem(replace(config, quantization="none"), config.engine_kwargs) is None:
+        raise ValueError(
+            f"--rollout_quantization {config.quantization}: this vLLM refuses it: {problem}; install vLLM 0.25.1, or "
+            "use --rollout_quantization none"
+        )
     for name, value in config.engine_kwargs.items():
         others = {other: kept for other, kept in config.engine_kwargs.items() if other != name}
         if _problem(config, others) is None:

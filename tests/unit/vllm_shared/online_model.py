@@ -57,8 +57,8 @@ class ExpertsMethod(QuantizeMethodBase):
         self.moe_quant_config: Any = None
         self.moe_kernel: Any = None
 
-    def create_weights(self, layer: Any, ffn: int, loader: Any) -> None:  # type: ignore[override]
-        for name, shape in (("w13_weight", (EXPERTS, 2 * ffn, HIDDEN)), ("w2_weight", (EXPERTS, HIDDEN, ffn))):
+    def create_weights(self, layer: Any, experts: int, ffn: int, loader: Any) -> None:  # type: ignore[override]
+        for name, shape in (("w13_weight", (experts, 2 * ffn, HIDDEN)), ("w2_weight", (experts, HIDDEN, ffn))):
             weight = torch.nn.Parameter(torch.empty(shape, device="meta", dtype=torch.bfloat16), False)
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, {"weight_loader": loader})
@@ -69,8 +69,8 @@ class ExpertsMethod(QuantizeMethodBase):
             return
         ffn = layer.w2_weight.shape[2]
         for begin in (0, ffn):  # as Fp8PerBlockOnlineMoEMethod zeroes the padding
-            layer.w13_weight[:, begin + EXPERT_FFN // WORKERS : begin + ffn] = 0
-        layer.w2_weight[:, :, EXPERT_FFN // WORKERS :] = 0
+            layer.w13_weight[:, begin + layer.size : begin + ffn] = 0
+        layer.w2_weight[:, :, layer.size :] = 0
         for name in ("w13_weight", "w2_weight"):
             weight, scale = quantized(getattr(layer, name))
             replace_parameter(layer, name, weight)
@@ -121,39 +121,45 @@ class RowLinear(torch.nn.Module):
 class Experts(torch.nn.Module):
     """gate and up in w13, down in w2, of all experts; `padding` more rows and columns than are loaded."""
 
-    def __init__(self, worker: int, padding: int) -> None:
+    def __init__(self, worker: int, padding: int, parallel: bool) -> None:
         super().__init__()
-        self.worker = worker
+        self.worker, self.parallel = worker, parallel  # whole experts, 2 and 1, instead of shards of all
         self.quant_method = ExpertsMethod()
-        self.quant_method.create_weights(self, EXPERT_FFN // WORKERS + padding, self.load)
+        local = (2, 1)[worker] if parallel else EXPERTS
+        self.size = EXPERT_FFN if parallel else EXPERT_FFN // WORKERS
+        self.quant_method.create_weights(self, local, self.size + padding, self.load)
 
     def load(
         self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, name: str, shard_id: str, expert_id: int
     ) -> None:
-        size = EXPERT_FFN // WORKERS
-        dimension = 1 if shard_id == "down" else 0
-        part = loaded_weight.narrow(dimension, self.worker * size, size)
-        expert = param.data[expert_id]
+        dimension, size = 1 if shard_id == "down" else 0, self.size
+        if self.parallel:
+            local = expert_id - 2 * self.worker
+            if not 0 <= local < param.shape[0]:
+                return
+            part, expert = loaded_weight, param.data[local]
+        else:
+            part, expert = loaded_weight.narrow(dimension, self.worker * size, size), param.data[expert_id]
         begin = expert.shape[0] // 2 if shard_id == "up" else 0
         expert.narrow(dimension, begin, size).copy_(part)
 
 
 class Block(torch.nn.Module):
-    def __init__(self, worker: int, padding: int) -> None:
+    def __init__(self, worker: int, padding: int, parallel: bool) -> None:
         super().__init__()
         self.qkv = FusedLinear(worker, {"k": 2, "q": 8, "v": 2}, HIDDEN, bias=True)  # fewer keys than queries
         self.o = RowLinear(worker, HIDDEN, HIDDEN // WORKERS)
         self.gate_up = FusedLinear(worker, {"gate": FFN // WORKERS, "up": FFN // WORKERS}, HIDDEN)
         self.router = torch.nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.bfloat16)
-        self.experts = Experts(worker, padding)
+        self.experts = Experts(worker, padding, parallel)
 
 
 class OnlineModel(torch.nn.Module):
-    def __init__(self, worker: int = 0, padding: int = 0) -> None:
+    def __init__(self, worker: int = 0, padding: int = 0, parallel: bool = False) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, HIDDEN, dtype=torch.bfloat16)
         self.head = self.embedding  # tied
-        self.blocks = torch.nn.ModuleList(Block(worker, padding) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(Block(worker, padding, parallel) for _ in range(2))
         self.requires_grad_(False)
         record_metadata_for_reloading(self)
 
@@ -199,9 +205,9 @@ def tensors(seed: int = 0) -> Weights:
     return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
 
 
-def fresh(weights: Weights, worker: int = 0, padding: int = 0) -> OnlineModel:
+def fresh(weights: Weights, worker: int = 0, padding: int = 0, parallel: bool = False) -> OnlineModel:
     """Return a model that vLLM's own loading has filled, as at the start of an engine."""
-    model = OnlineModel(worker, padding)
+    model = OnlineModel(worker, padding, parallel)
     model.load_weights(iter(weights.items()))
     finalize_layerwise_processing(model, None)
     return model

@@ -28,10 +28,10 @@ def vllm_config() -> VllmConfig:
 class QuantizedEngine(Engine):
     """An engine of two workers that has started with a checkpoint of other weights."""
 
-    def __init__(self, vllm_config: VllmConfig, padding: int = 0) -> None:
+    def __init__(self, vllm_config: VllmConfig, padding: int = 0, parallel: bool = False) -> None:
         super().__init__()
-        self.padding = padding
-        self.models = [fresh(tensors(seed=9), worker, padding) for worker in (0, 1)]  # type: ignore[misc]
+        self.padding, self.parallel = padding, parallel
+        self.models = [fresh(tensors(seed=9), worker, padding, parallel) for worker in (0, 1)]  # type: ignore[misc]
         self.layers = [online_layers(model, vllm_config) for model in self.models]
         self.loaded = [
             LoadedWeights(model, torch.float32, "engine 0", layers)
@@ -46,7 +46,7 @@ class QuantizedEngine(Engine):
         """Check all memory bit for bit against a model that vLLM has loaded, and that no tensor has moved."""
         assert self._addresses() == self.addresses
         for worker, model in enumerate(self.models):
-            expected = dict(held_memory(fresh(weights, worker, self.padding)))
+            expected = dict(held_memory(fresh(weights, worker, self.padding, self.parallel)))
             found = dict(held_memory(model))
             assert found.keys() == expected.keys()
             for name, value in found.items():
@@ -95,8 +95,23 @@ def test_tensors_may_arrive_in_any_order_and_in_buckets(vllm_config: VllmConfig)
         assert engine.problems(weights) == (set(), set())
 
 
-def test_later_syncs_do_not_run_the_models_loaders(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = QuantizedEngine(vllm_config)
+def test_workers_may_hold_different_experts(vllm_config: VllmConfig) -> None:
+    """Loaders are called for the experts of others as well, also when all of a worker's own have arrived."""
+    engine = QuantizedEngine(vllm_config, parallel=True)
+    for seed in range(3):
+        weights = tensors(seed)
+        engine.load(weights)
+        engine.assert_holds(weights)
+        assert engine.problems(weights) == (set(), set())
+    engine.load(weights | {GATE: weights["blocks.1.up@2"]})
+    assert engine.problems(weights)[0] == {(GATE, "the engine holds other values than were sent")}
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_later_syncs_do_not_run_the_models_loaders(
+    vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    engine = QuantizedEngine(vllm_config, parallel=parallel)
     engine.load(tensors())
 
     def refuse(self: OnlineModel, weights: Iterable[Any]) -> set[str]:
@@ -182,6 +197,13 @@ def test_a_tensor_that_arrives_twice_is_an_error(vllm_config: VllmConfig) -> Non
     twice = [*tensors(1).items(), ("blocks.0.o", tensors(1)["blocks.0.o"])]
     with pytest.raises(RuntimeError, match=r"blocks\.0\.o have arrived after all its weights had"):
         loaded.load(iter(twice), lambda: None, collect_checksums=False)
+
+
+def test_a_layer_that_is_loaded_twice_is_an_error(vllm_config: VllmConfig) -> None:
+    engine = QuantizedEngine(vllm_config)
+    twice = [*tensors(1).items(), ("blocks.0.o", tensors(1)["blocks.0.o"])]
+    with pytest.raises(RuntimeError, match="loads weights of a layer again after all have arrived"):
+        engine.loaded[0].load(iter(twice), lambda: None, collect_checksums=True)
 
 
 def test_weights_that_are_computed_are_refused(vllm_config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

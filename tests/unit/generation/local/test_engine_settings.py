@@ -56,6 +56,16 @@ def test_valid_settings_pass_and_leave_the_process_as_it_was(config: VllmConfig)
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_quantization_that_vllm_refuses_is_named(config: VllmConfig) -> None:
+    from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+
+    check_engine_settings(replace(config, quantization="fp8"))
+    message = refuse(config, quantization="fp8", dtype=torch.float32)
+    assert message.startswith("--rollout_quantization fp8: this vLLM refuses it: ")
+    assert "torch.float32 is not supported" in message
+    assert message.endswith("install vLLM 0.25.1, or use --rollout_quantization none")
+
+
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
