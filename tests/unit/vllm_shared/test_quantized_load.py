@@ -60,6 +60,14 @@ def test_the_layers_that_quantize_are_found(vllm_config: VllmConfig) -> None:
     assert names == [f"blocks.{i}.{name}" for i in (0, 1) for name in IN_8_BITS]
 
 
+def test_staging_tensors_are_those_of_the_checkpoint_with_zeros(vllm_config: VllmConfig) -> None:
+    torch.full((2**16,), 7.0)  # leaves memory that is not zero
+    layer = next(layer for layer in online_layers(fresh(tensors(), padding=2), vllm_config) if "experts" in layer.name)
+    for name, tensor in layer.allocate().items():
+        assert tensor.dtype == torch.bfloat16 and tensor.shape == ((3, 10, 16) if "w13" in name else (3, 16, 5))
+        assert not tensor.any()
+
+
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("collect_checksums", [False, True])
 def test_every_sync_leaves_what_vllm_itself_would_load(
@@ -157,7 +165,7 @@ def test_memory_that_was_discarded_in_sleep_is_written_anew(vllm_config: VllmCon
     for seed in range(3):
         for model in engine.models:
             for _, value in held_memory(model):
-                value.data.fill_(3)
+                value.data.fill_(5)
         engine.load(tensors(seed), collect_checksums=False)
         engine.assert_holds(tensors(seed))
 
