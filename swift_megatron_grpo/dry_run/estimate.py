@@ -176,7 +176,7 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
     tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_tower)
     eight_bits = config.vllm.quantization != "none"
     return Engine(
-        weight_bytes=_bytes_in_vllm(model, item, eight_bits) - tower * item,
+        weight_bytes=model.bytes_in_vllm(item, eight_bits) - tower * item,
         cache_bytes_per_token=model.cached * item,
         key_heads=model.key_heads,
         longest=longest,
@@ -207,16 +207,10 @@ def _generation_seconds(
     return seconds / config.batch.steps_per_generation
 
 
-def _bytes_in_vllm(model: Model, item: int, eight_bits: bool) -> float:
-    """Return the bytes of the weights; with `eight_bits` those of matrices in layers have one each."""
-    matrices = sum(tensor.size for tensor in model.tensors if tensor.layer is not None and len(tensor.shape) > 1)
-    return model.parameters * item - (matrices * (item - 1) if eight_bits else 0)
-
-
 def _bytes_of_a_step(args: GRPOArguments, config: GRPOConfig, model: Model, sequences: int) -> float:
     """Return the bytes of the weights that a step of so many sequences reads."""
     item = args.torch_dtype.itemsize
-    share = _bytes_in_vllm(model, item, config.vllm.quantization != "none") / model.parameters
+    share = model.bytes_in_vllm(item, config.vllm.quantization != "none") / model.parameters
     return _weights_of_a_step(model, sequences) * share
 
 

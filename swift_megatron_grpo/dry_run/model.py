@@ -41,6 +41,11 @@ class Model:
     def parameters(self) -> int:
         return sum(tensor.size for tensor in self.tensors)
 
+    def bytes_in_vllm(self, item: int, eight_bits: bool) -> int:
+        """Return the bytes of all weights; with `eight_bits` a number of a matrix in a layer has one."""
+        matrices = sum(tensor.size for tensor in self.tensors if tensor.layer is not None and len(tensor.shape) > 1)
+        return self.parameters * item - (matrices * (item - 1) if eight_bits else 0)
+
 
 def read_model(folder: str | Path) -> Model:
     """Read the sizes. Raises ValueError if transformers cannot build the model."""

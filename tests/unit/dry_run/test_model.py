@@ -32,6 +32,13 @@ def test_every_tensor_has_a_part_and_a_layer(model_type: str, tmp_path: Path) ->
     assert [tensor.shape for tensor in embeddings] == [(decoder.vocabulary, decoder.hidden)]
 
 
+def test_weights_of_layers_take_half_the_memory_in_8_bits(tmp_path: Path) -> None:
+    model = read_model(save_large_config(tmp_path / "model", "qwen3", NAMES["qwen3"]))
+    outside = 2 * model.decoder.vocabulary * model.decoder.hidden  # embedding and head
+    assert model.bytes_in_vllm(2, eight_bits=False) == 2 * model.parameters
+    assert model.bytes_in_vllm(2, eight_bits=True) == pytest.approx(model.parameters + outside, rel=1e-3)
+
+
 def test_attention_that_shares_no_prompt_and_its_cache(tmp_path: Path) -> None:
     dense, latent, delta = (
         read_model(save_large_config(tmp_path / name, name, NAMES[name]))
