@@ -45,7 +45,7 @@ from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
-from swift_megatron_grpo.vllm_shared.quantization import check_quantization, refusal_of_device
+from swift_megatron_grpo.vllm_shared.quantization import check_quantization
 
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)
@@ -324,13 +324,9 @@ def _check_precision(args: DerivedArguments) -> None:
 
 
 def _check_quantization(args: DerivedArguments) -> None:
-    """Check --rollout_quantization against the model and the device; a server checks its own device."""
-    device = None
-    if not args.uses_servers:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        device = refusal_of_device(capability, bool(layouts.read_model_shape(args.model_dir).experts))
+    """Check --rollout_quantization against the model; vLLM's part and servers check their own devices."""
     dtype = str(args.torch_dtype).removeprefix("torch.")
-    check_quantization(args.rollout_quantization, args.vllm_enable_lora, dtype, device)
+    check_quantization(args.rollout_quantization, args.vllm_enable_lora, dtype, None)
 
 
 def _check_cpu_optimizer(args: DerivedArguments) -> None:

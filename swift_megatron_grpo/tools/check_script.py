@@ -103,13 +103,14 @@ def _world_size(launch: Launch) -> int:
 
 
 def _on_cpu(flags: Flags) -> Flags:
-    """Return a small cache for vLLM, which would fill one of gigabytes with zeros."""
+    """Return a small cache for vLLM, which would fill one of gigabytes with zeros, and no FP8, which needs a GPU."""
     import torch
 
     if torch.cuda.is_available():
         return {}
     given: dict[str, Any] = json.loads("".join(flags.get("vllm_engine_kwargs", [])) or "{}")
-    return {"vllm_engine_kwargs": [json.dumps(given | json.loads(_CACHE))]}
+    none = {"rollout_quantization": ["none"]} if "rollout_quantization" in flags else {}
+    return {"vllm_engine_kwargs": [json.dumps(given | json.loads(_CACHE))], **none}
 
 
 def _server(given: Flags, trainer: Flags) -> Flags:

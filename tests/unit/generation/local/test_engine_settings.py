@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.config import VllmConfig
+from swift_megatron_grpo.vllm_shared import quantization
 from tests.unit.model_config import QWEN3
 
 
@@ -56,13 +57,25 @@ def test_valid_settings_pass_and_leave_the_process_as_it_was(config: VllmConfig)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_quantization_that_vllm_refuses_is_named(config: VllmConfig) -> None:
+def test_quantization_that_the_device_cannot_run_is_refused(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "this GPU has compute capability 8.0, and FP8 needs 8.9" in refuse(config, quantization="fp8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path(config.model_dir, "config.json").write_text(json.dumps(QWEN3 | {"num_experts": 4}))
+    assert "vLLM has no FP8 mixture of experts on a CPU" in refuse(config, quantization="fp8")
+
+
+def test_quantization_that_vllm_refuses_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 
     check_engine_settings(replace(config, quantization="fp8"))
-    message = refuse(config, quantization="fp8", dtype=torch.float32)
-    assert message.startswith("--rollout_quantization fp8: this vLLM refuses it: ")
-    assert "torch.float32 is not supported" in message
+    assert "--torch_dtype is float32" in refuse(config, quantization="fp8", dtype=torch.float32)
+    monkeypatch.setattr(quantization, "FP8_LINEAR", "fp8_per_row")
+    message = refuse(config, quantization="fp8")
+    assert message.startswith("--rollout_quantization fp8: this vLLM refuses it: ") and "fp8_per_row" in message
     assert message.endswith("install vLLM 0.25.1, or use --rollout_quantization none")
 
 
