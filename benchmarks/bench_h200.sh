@@ -3,7 +3,7 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-adapter-8b step-fp8-8b sync-fp8-8b
+#                        held-out step-lora-8b step-adapter-8b step-fp8-8b step-fp8-30b sync-fp8-8b
 #                        step-verl (it and step-lora-8b with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
@@ -246,6 +246,15 @@ group() {
                 [ "$name" = step-fp8-8b-bf16 ] || in_8_bits=${fp8[*]}
                 bench step "$name" 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
                     --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} $in_8_bits"
+            done ;;
+        # The trainer and vLLM hold 61 GB each in bf16, so that the trainer's weights have to leave the GPU in turns.
+        step-fp8-30b)
+            for name in step-fp8-30b step-fp8-30b-bf16; do
+                local precision="--offload_model true"
+                [ "$name" = step-fp8-30b-bf16 ] || precision=${fp8[*]}
+                bench step "$name" 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 \
+                    --rounds 1 --steps 3 --timeout 420 \
+                    --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $precision"
             done ;;
         # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
         sync-fp8-8b)

@@ -1,9 +1,10 @@
-"""Sections of docs/performance.md about runs that are compared with runs on other numbers of GPUs, by their names.
+"""Sections of docs/performance.md about runs of this package that are compared with each other, by their names.
 
 two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
+step-fp8-MODEL                    vLLM in 8 bits, against step-fp8-MODEL-bf16
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ SYNC = """\
 Median seconds from the trainer's weights to the server's, and of the check after it. Adapters are merged into the
 weights, and all of them are sent.
 """
+EIGHT_BITS = """\
+## Rollouts in FP8
+
+`--rollout_quantization fp8` with the correction that it needs, against bf16 without one, both colocated. The weight
+sync quantizes.
+"""
 
 
 def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
@@ -47,7 +54,10 @@ def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
         for name, run in by_name.items()
         if re.match(r"[dtp]p\d+-", name) and (one := re.sub(r"^[dtp]p\d+", "dp1", name)) in by_name
     ]
-    syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
+    syncs = [_ours(run) for name, run in by_name.items() if re.match("sync-(?!fp8)", name)]
+    precisions = [
+        (_ours(by_name[f"{name}-bf16"]), _ours(run)) for name, run in by_name.items() if f"{name}-bf16" in by_name
+    ]
     sections: list[str] = []
     if pairs:
         sections += [TWO, _ahead(pairs)]
@@ -55,6 +65,8 @@ def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
         sections += [RANKS, _costs_of_ranks(ranks)]
     if syncs:
         sections += [SYNC, _syncs(syncs)]
+    if precisions:
+        sections += [EIGHT_BITS, _in_8_bits(precisions)]
     return sections
 
 
@@ -96,3 +108,18 @@ def _syncs(rows: Sequence[Measured]) -> str:
         "goal": lambda row: row.run.goal,
     }
     return table(columns, rows)
+
+
+def _in_8_bits(pairs: Sequence[tuple[Measured, Measured]]) -> str:
+    def phases(side: Measured) -> str:
+        return f"{side.phase('generation'):.2f} / {side.phase('weight_sync'):.3f} s"
+
+    columns: dict[str, Callable[[tuple[Measured, Measured]], str]] = {
+        "run": lambda pair: pair[1].run.name,
+        "bf16": lambda pair: f"{pair[0].median:.2f} s",
+        "its generation / weight sync": lambda pair: phases(pair[0]),
+        "FP8": lambda pair: f"{pair[1].median:.2f} s",
+        "generation / weight sync": lambda pair: phases(pair[1]),
+        "ratio": lambda pair: f"**{pair[0].median / pair[1].median:.2f}**",
+    }
+    return table(columns, pairs)
