@@ -28,6 +28,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
+from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
 from swift_megatron_grpo.vllm_shared.towers import has_towers
 
 T = TypeVar("T")
@@ -216,12 +217,14 @@ def _failure_of(error: BaseException) -> EngineFailed:
 
 
 def build_engine(config: Any, log_stats: bool) -> LLMEngine:
-    return LLMEngine(
+    engine = LLMEngine(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         log_stats=log_stats,
         usage_context=UsageContext.ENGINE_CONTEXT,
     )
+    speed_up_decoding(engine)
+    return engine
 
 
 def _has_work(engine: LLMEngine) -> bool:

@@ -34,14 +34,16 @@ def _append(self: LogprobsProcessor, logprobs_lists: Any) -> None:
         return
     assert self.cumulative_logprob is not None
     token_ids, logprobs, ranks = logprobs_lists[:3]  # [tokens, 1 or more], the same, [tokens]
-    for token, logprob, rank in zip(token_ids[:, 0].tolist(), logprobs[:, 0].tolist(), ranks.tolist(), strict=True):
-        self.cumulative_logprob += logprob
-        kept.start_indices.append(len(kept.logprobs))
-        kept.token_ids.append(token)
-        kept.logprobs.append(logprob)
-        kept.ranks.append(rank)
-        kept.decoded_tokens.append(None)
-        kept.end_indices.append(len(kept.logprobs))
+    values = logprobs[:, 0].tolist()
+    begin, end = len(kept.logprobs), len(kept.logprobs) + len(values)
+    for value in values:  # one after the other as vLLM does, because the order decides the rounding
+        self.cumulative_logprob += value
+    kept.start_indices.extend(range(begin, end))
+    kept.token_ids.extend(token_ids[:, 0].tolist())
+    kept.logprobs.extend(values)
+    kept.ranks.extend(ranks.tolist())
+    kept.decoded_tokens.extend([None] * len(values))
+    kept.end_indices.extend(range(begin + 1, end + 1))
 
 
 def _install_kernel() -> None:

@@ -53,6 +53,7 @@ async def observe(model: str) -> dict[str, Any]:
     await asyncio.gather(*cancelled, return_exceptions=True)
     await thread.reset_prefix_cache()  # runs after the aborts
     left = thread.output_processor.get_num_unfinished_requests()
+    schedule = await thread._call(lambda llm: type(llm.engine_core.engine_core.scheduler.schedule).__name__)
     unknown = await _error_of(thread.collective_rpc("no_such_method"))
     after = await complete("hello")
 
@@ -66,7 +67,8 @@ async def observe(model: str) -> dict[str, Any]:
     failures = [await _error_of(waiting), await _error_of(complete("hello"))]
     return {
         "pairs": pairs, "together": together, "without": without.logprobs, "left": left, "unknown": unknown,
-        "after": after, "failures": failures, "failed": EngineFailed.__name__, "errored": thread.errored,
+        "schedule": schedule, "after": after, "failures": failures, "failed": EngineFailed.__name__,
+        "errored": thread.errored,
     }  # fmt: skip
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from swift.infer_engine import GRPOVllmEngine
@@ -16,7 +18,8 @@ from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.generation.requests import infer_request, request_config
 from swift_megatron_grpo.parallel import Coordinator
 from swift_megatron_grpo.stopping.request import StopRequest
-from swift_megatron_grpo.types import Prompt
+from swift_megatron_grpo.types import Prompt, Rollout
+from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
 from tests.forking.client import free_port
 
 GENERATIONS, TOKENS = 3, 24
@@ -34,20 +37,43 @@ def main(model: str) -> None:
     rows = [{"messages": [{"role": "user", "content": question}]} for question in questions]
     requests = requests_for([Prompt(str(i), row) for i, row in enumerate(rows)], GENERATIONS, seed=None, version=3)
     give_up = GiveUp(StopRequest(Coordinator(timedelta(seconds=60)), grace=120), engine_ranks=None)
+    stops = ((), (_some_word(engine, requests[-1], give_up),))
+    # top_k 1 makes sampling deterministic
+    configs = [SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop) for stop in stops]
+    unaided = [_listed(sample(engine, requests, greedy, 3, give_up)) for greedy in configs]
+    assert speed_up_decoding(engine.engine)
+    together = _tokens_together(engine.engine.output_processor)
     results = []
-    for stop in ((), (_some_word(engine, requests[-1], give_up),)):
-        greedy = SamplingConfig(0.9, 1.0, 1, 1.0, TOKENS, stop)  # top_k 1 makes sampling deterministic
+    for stop, greedy, before in zip(stops, configs, unaided, strict=True):
         ours = sample(engine, requests, greedy, 3, give_up)
         stock = engine.infer(
             [infer_request(request.prompt) for request in requests], request_config(greedy), use_tqdm=False
         )
         results.append({
             "stop": stop,
-            "ours": [[r.prompt_ids, r.completion_ids, r.text, r.finish_reason, r.logprobs] for r in ours],
+            "unaided": before,
+            "ours": _listed(ours),
             "stock": [_values(output.response) for output in stock],
             "versions": [r.weights_version for r in ours],
+            "together": max(together),
         })  # fmt: skip
     print("RESULT " + json.dumps(results))
+
+
+def _tokens_together(processor: Any) -> list[int]:
+    """Return a list that grows by the number of tokens that reach vLLM's output processor together."""
+    process, together = processor.process_outputs, list[int]()
+
+    def recorded(outputs: Any, *arguments: Any, **options: Any) -> Any:
+        together.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, *arguments, **options)
+
+    processor.process_outputs = recorded
+    return together
+
+
+def _listed(rollouts: Sequence[Rollout]) -> list[list[object]]:
+    return [[r.prompt_ids, r.completion_ids, r.text, r.finish_reason, r.logprobs] for r in rollouts]
 
 
 def _some_word(engine: GRPOVllmEngine, request: Request, give_up: GiveUp) -> str:

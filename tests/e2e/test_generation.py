@@ -20,8 +20,8 @@ def report_of(kind: str, module: str, model: Path) -> Any:
 def test_completions_match_those_of_ms_swifts_engine(dense: Path) -> None:
     plain, stopped = report_of("trainer", "same_answers", dense)
     for result in (plain, stopped):
-        assert result["ours"] == result["stock"] and len(result["ours"]) == 9
-        assert result["versions"] == [3] * 9
+        assert result["ours"] == result["stock"] == result["unaided"] and len(result["ours"]) == 9
+        assert result["versions"] == [3] * 9 and result["together"] > 16
     assert [len(ids) for _, ids, *_ in plain["ours"]] == [24] * 6 + [20] * 3
     reasons = [reason for *_, reason, _ in stopped["ours"]]
     assert "stop" in reasons and all(len(ids) < 20 for _, ids, *_ in stopped["ours"][-3:])
@@ -49,5 +49,6 @@ def test_an_engine_in_a_thread_aborts_runs_commands_and_reports_its_failure(dens
     assert report["together"] == [report["pairs"][0][0]] * 8 and report["after"] == report["pairs"][0][0]
     assert report["without"] is None  # log-probs that were not requested
     assert report["left"] == 0  # in the engine, of 64 that were cancelled
+    assert report["schedule"] == "FastSchedule"
     assert "no_such_method" in report["unknown"]  # a command that fails leaves the engine as it is
     assert report["failures"] == [f"{report['failed']}: RuntimeError: a kernel failed"] * 2 and report["errored"]

@@ -43,6 +43,7 @@ from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.stopping.request import StopRequest
 from swift_megatron_grpo.types import Rollout, ScoredText
 from swift_megatron_grpo.vllm_shared.adapter import load_adapter
+from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
 from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
 from swift_megatron_grpo.vllm_shared.quantization import layers_that_quantize
@@ -259,4 +260,5 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
         **shared_settings(config),
     )
     set_expandable_segments(True)
+    speed_up_decoding(engine.engine)
     return engine

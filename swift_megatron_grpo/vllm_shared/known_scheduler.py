@@ -1,0 +1,155 @@
+"""The versions of vLLM whose scheduler this package knows line by line, and the settings in which it takes part.
+
+fast_schedule.py and fast_outputs.py make the same changes to vLLM's state as functions of vLLM, with less work, so they
+depend on the text of these functions. A digest of the text decides, not a version: with any other text, or with a
+setting that the two do not cover, vLLM's own functions run.
+
+Tests: tests/contract/test_scheduler_seam.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm.multimodal import utils as multimodal
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator, KVCacheCoordinatorNoPrefixCache
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator as Coordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import utils
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class KnownScheduler:
+    """What differs between the known versions. Names are attributes of vLLM's objects."""
+
+    version: str
+    off: tuple[str, ...]  # of the scheduler: features that must be off
+    most_running: str  # of the scheduler: the largest number of running requests
+    stale_output: str  # of a request: output in flight that a reset of its cache has made worthless
+    stagger: str  # of the asynchronous scheduler: steps between two tokens of a request
+    other_prompt_outputs: tuple[str, ...]  # of the runner's output, beside the log-probs of prompts
+    counts_in_flight: bool  # a request counts its tokens in flight
+    has_common_prefix: bool  # the scheduler's output has the blocks that all requests have in common
+    always_tracks_previous: bool  # the requests of the previous step are kept for both model runners
+
+
+_OFF = (
+    "log_stats connector ec_connector use_pp use_eagle num_spec_tokens num_lookahead_tokens is_encoder_decoder "
+    "need_mamba_block_aligned_split needs_kv_cache_zeroing"
+)
+
+
+def _off(more: str) -> tuple[str, ...]:
+    return tuple(f"{_OFF} {more}".split())
+
+
+_0_23 = KnownScheduler(
+    version="0.23.0",
+    off=_off("enable_return_routed_experts"),
+    most_running="max_num_running_reqs",
+    stale_output="async_tokens_to_discard",
+    stagger="pp_size",
+    other_prompt_outputs=(),
+    counts_in_flight=False,
+    has_common_prefix=True,
+    always_tracks_previous=True,
+)
+_0_24 = replace(
+    _0_23,
+    version="0.24.0",
+    off=_off("enable_return_routed_experts defer_block_free"),
+    always_tracks_previous=False,
+)
+_0_25 = replace(_0_24, version="0.25.1")  # also 0.25.0
+_0_32 = replace(
+    _0_25,
+    version="0.32.0",
+    off=_off("aux_output_connector return_sampling_mask is_mm_encoder_only defer_block_free"),
+    most_running="max_num_active_reqs",
+    stale_output="num_stale_output_tokens",
+    stagger="decode_stagger",
+    other_prompt_outputs=("prompt_token_id_logprobs_dict",),
+    counts_in_flight=True,
+    has_common_prefix=False,
+)
+KNOWN = {
+    "93ca2b2580e10b84": _0_23,
+    "7da165b15b7589be": _0_24,
+    "0993a79daed4d4da": _0_25,
+    "d6a4f27119cd8598": _0_32,
+}
+
+_METHODS: dict[Any, str] = {
+    Scheduler: """schedule update_from_output _update_after_schedule _make_cached_request_data
+        _update_request_with_output _preempt_request _handle_stopped_request get_request_counts
+        _try_schedule_encoder_inputs _free_encoder_inputs""",
+    EncoderCacheManager: "get_cached_input_ids",
+    multimodal: "get_mm_features_in_window",
+    AsyncScheduler: "_update_after_schedule _update_request_with_output",
+    utils: "check_stop",
+    KVCacheManager: "allocate_slots cache_blocks create_kv_cache_blocks new_step_starts",
+    KVCacheCoordinator: """get_num_blocks_to_allocate allocate_new_blocks cache_blocks remove_skipped_blocks
+        new_step_starts""",
+    SingleTypeKVCacheManager: """get_num_blocks_to_allocate allocate_new_blocks cache_blocks remove_skipped_blocks
+        get_num_skipped_tokens new_step_starts""",
+    FullAttentionManager: "",
+    Coordinator: "",
+    KVCacheCoordinatorNoPrefixCache: "",
+    kv_cache_utils: "get_request_block_hasher",
+    Request: "append_output_token_ids update_block_hashes",
+    EngineCore: "step step_with_batch_queue",
+    InprocClient: "get_output",
+    OutputProcessor: "process_outputs",
+    RequestState: "make_request_output",
+    IncrementalDetokenizer: "",
+}
+
+
+def digest() -> str:
+    """Return a digest of the text of all functions that matter, and of whole classes where all of it does."""
+    texts = []
+    try:
+        for owner, names in _METHODS.items():
+            # the code object, so that a function that wraps vLLM's is not taken for it
+            parts = [getattr(owner, name).__code__ for name in names.split()] or [owner]
+            texts += [inspect.getsource(part) for part in parts]
+    except (AttributeError, OSError):  # vLLM has no such function, or no text of it
+        return "unknown"
+    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+def known_scheduler(scheduler: Any) -> KnownScheduler | None:
+    """Return what is known of this scheduler; None: vLLM's own functions must run."""
+    if type(scheduler) not in (Scheduler, AsyncScheduler):
+        return None
+    known = KNOWN.get(digest())
+    return known if known is not None and _fits(scheduler, known) else None
+
+
+def _fits(scheduler: Any, known: KnownScheduler) -> bool:
+    """Return True if the scheduler's settings are covered: text, one kind of attention, one token a step."""
+    if any(getattr(scheduler, name) for name in known.off) or scheduler.finished_req_ids_dict is not None:
+        return False
+    if scheduler.dcp_world_size * scheduler.pcp_world_size != 1:
+        return False
+    coordinator = scheduler.kv_cache_manager.coordinator
+    managers = coordinator.single_type_managers
+    return (
+        type(coordinator) in (Coordinator, KVCacheCoordinatorNoPrefixCache)
+        and len(managers) == 1
+        and type(managers[0]) is FullAttentionManager
+        and managers[0].block_size == coordinator.block_pool.hash_block_size
+    )
