@@ -3,8 +3,8 @@
     python -m benchmarks.bench_generation --json benchmarks/h200/parts/fp8.json --variants default fp8_per_channel
 
 vLLM generates with random weights that it draws itself, in a process for each variant, as in a training process: the
-engine has no process of its own, and log-probs of sampled tokens are computed by this package's kernel. Rounds with and
-without log-probs take turns. Every completion has the same length, and no two rounds share a prompt, so variants differ
+engine has no process of its own, and what this package speeds up in vLLM is installed. Rounds with and without
+log-probs take turns. Every completion has the same length, and no two rounds share a prompt, so variants differ
 in speed alone. `gain` in the file compares median times with those of the first variant without log-probs: a policy
 that trains on completions of other weights than its own needs the log-probs, for the correction, and one that generates
 with its own weights does not.
@@ -89,6 +89,7 @@ def generate(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from benchmarks.harness.busy_time import functions_of, kernels_of
+    from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
     from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 
     speed_up_logprobs()
@@ -96,6 +97,7 @@ def generate(args: argparse.Namespace, model: Path) -> dict[str, Any]:
                 "gpu_memory_utilization": args.memory, "enforce_eager": args.eager, "load_format": "dummy",
                 "dtype": args.dtype, "disable_log_stats": True}  # fmt: skip
     llm = LLM(str(model), **settings, **VARIANTS[args.only].engine)
+    speed_up_decoding(llm.llm_engine)
     rounds = iter(range(10**9))
 
     def run(tokens: int, logprobs: int | None) -> None:
