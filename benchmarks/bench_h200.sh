@@ -4,12 +4,12 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        held-out step-lora-8b step-adapter-8b step-fp8-8b step-fp8-30b sync-fp8-8b
-#                        step-verl (it and step-lora-8b with verl 0.9.1, Ray and what else verl requires)
+#                        step-verl step-verl-lora-8b (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
-#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync moe-server
+#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync sync-30b moe-server
 #                              dp2-8b-lora tp2-8b-lora pp2-8b-lora
 #   OUT=folder          folder for the JSON files (default: benchmarks/h200)
 #   ROUNDS=2            rounds of each run
@@ -223,17 +223,21 @@ group() {
                 --verl mbs16+bypass mbs8+awake+bypass mbs32+bypass mbs16 --rounds 1 --steps 5 \
                 --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" \
                 --ours-flags "--sleep_level 0" ;;
+        step-verl-lora-8b)
+            bench step step-verl-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
+                --verl mbs8+bypass mbs16+bypass --rounds 1 --steps 4 --goal "1.3 over verl" \
+                --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" --ours-flags "--sleep_level 0" ;;
         # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
             bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
-                --ours tokens16384+shared tokens16384 --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
+                --ours tokens16384+shared --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
                 --steps 4 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
         # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most. TRL with Liger's kernels took 9.0 s
         # where it took 7.8 s without.
         step-lora-8b)
             bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
-                --stock mbs8 --trl mbs8+awake mbs8+awake+liger --verl mbs8+bypass mbs16+bypass --rounds 1 --steps 4 \
-                --goal "2.0, over TRL 2.0, over verl 1.3" --verl-flags "--sleep_level 2" \
+                --stock mbs8 --trl mbs8+awake mbs8+awake+liger --rounds 1 --steps 4 \
+                --goal "2.0, over TRL 2.0" \
                 --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" ;;
         # vLLM with the adapter itself, which alone is sent.
         step-adapter-8b)
@@ -316,15 +320,18 @@ group() {
                     --flags "--async_generate true --rollout_importance_sampling_mode token_truncate"
             done ;;
         # The weight sync to a server on another GPU: all weights of 4B, and of 8B and 30B with adapters merged into them.
-        # Their servers start together.
+        # The servers of a group start together.
         sync)
             local pids=() urls=()
-            start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
             start_servers 8b on "$eager {$dummy,$cache}"
             start_servers 4b on "$eager {$dummy,$cache}"
+            ! server_answers 0 || sync sync-8b-lora 8b "${urls[0]}" "${lora[*]}" "100 ms"
+            ! server_answers 1 || sync sync-4b 4b "${urls[1]}" "" "50 ms"
+            stop_servers ;;
+        sync-30b)
+            local pids=() urls=()
+            start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
             ! server_answers 0 || sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
-            ! server_answers 1 || sync sync-8b-lora 8b "${urls[1]}" "${lora[*]}" "100 ms"
-            ! server_answers 2 || sync sync-4b 4b "${urls[2]}" "" "50 ms"
             stop_servers ;;
         # One GPU, and layouts of two, with as many completions for each GPU.
         dp1-8b-lora | dp2-8b-lora)
