@@ -225,7 +225,7 @@ group() {
                 --ours-flags "--sleep_level 0" ;;
         step-verl-lora-8b)
             bench step step-verl-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
-                --verl mbs8+bypass mbs16+bypass --rounds 1 --steps 4 --goal "1.3 over verl" \
+                --verl mbs16+bf16+bypass mbs16+bypass --rounds 1 --steps 4 --goal "1.3 over verl" \
                 --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" --ours-flags "--sleep_level 0" ;;
         # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
