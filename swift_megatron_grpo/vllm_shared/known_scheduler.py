@@ -33,7 +33,7 @@ from vllm.v1.request import Request
 
 @dataclass(frozen=True, slots=True)
 class KnownScheduler:
-    """What differs between the known versions. Names are attributes of vLLM's objects."""
+    """Holds what differs between the known versions. Names are attributes of vLLM's objects."""
 
     version: str
     off: tuple[str, ...]  # of the scheduler: features that must be off

@@ -1,4 +1,4 @@
-"""What fast_schedule.py and fast_outputs.py remember of the requests that vLLM's scheduler runs.
+"""Keeps what fast_schedule.py and fast_outputs.py know of the requests that vLLM's scheduler runs.
 
 Tests: tests/unit/vllm_shared/test_fast_decoding.py.
 """
@@ -31,7 +31,7 @@ class RunningRequest:
 
 
 class RunningRequests(dict[str, RunningRequest]):
-    """By the request's id."""
+    """Maps a request's id to what is known of it."""
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ IMAGE_TOKENS = 24  # of all images whose embeddings are kept
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a scheduler. `batched`: tokens of all requests in one step at most."""
+    """Settings of a scheduler. `batched`: tokens of all requests in one step at most."""
 
     is_async: bool = True
     v2_runner: bool = True

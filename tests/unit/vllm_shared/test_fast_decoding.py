@@ -117,7 +117,7 @@ SETTINGS = {
 @pytest.mark.parametrize("runner", RUNNERS, ids=["async2", "async1", "sync1", "sync2"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_step_is_that_of_vllm(name: str, runner: dict[str, bool], folder: Path) -> None:
-    """Also with requests that come and go in between."""
+    """Requests that come and go in between change nothing."""
     setting = replace(Setting(), **SETTINGS[name], **runner)
     preempted = False
     for seed in range(2 if setting.is_async and setting.v2_runner else 1):
