@@ -234,8 +234,10 @@ def describe(result: Run, process: Process) -> str:
     seconds = " ".join(f"{step:.3f}" for step in measured.seconds)
     phases = ", ".join(f"{name} {measured.phase(name):.3f}" for name in PHASES if measured.phase(name))
     last = process.steps[-1]
+    cores = ", ".join("-" if step.busy_cores is None else f"{step.busy_cores:.0f}" for step in process.steps)
     return (
         f"{line}{seconds} s ({phases}); {measured.peak_gb:.1f} GB, loss {last.loss:.6g}, grad norm {last.grad_norm:.6g}"
+        f", busy cores {cores}"
     )
 
 

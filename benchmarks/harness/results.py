@@ -33,6 +33,8 @@ class Step:
     # Within peak_gb, on the fullest rank: vLLM's weights and cache, which PyTorch counts while vLLM sleeps and the GPU
     # has their memory back. None: not recorded, on a server, or in a vLLM that cannot sleep.
     vllm_gb: float | None = None
+    # Cores of the machine that worked, on average. Other jobs ran beside a step that has more than others have.
+    busy_cores: float | None = None
 
     @property
     def train_seconds(self) -> float:
@@ -241,4 +243,5 @@ def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
         loss=statistics.fmean(losses),
         grad_norm=ranks[0]["grad_norm"],
         vllm_gb=round(max(vllm) / 1e9, 3) if vllm else None,
+        busy_cores=None if ranks[0]["busy_cores"] is None else round(ranks[0]["busy_cores"], 1),
     )

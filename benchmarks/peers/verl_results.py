@@ -40,7 +40,8 @@ def _step_of(row: Mapping[str, float]) -> dict[str, Any]:
         "phases": phases,
         "peak_bytes": {"forward_backward": row["actor/perf/max_memory_allocated_gb"] * 2**30},  # of all steps so far
         "reserved_bytes": row["actor/perf/max_memory_reserved_gb"] * 2**30,
-        "vllm_bytes": None,  # not logged
+        "vllm_bytes": None,  # not logged, nor is the next one
+        "busy_cores": None,
         "loss": row["actor/loss"],
         "grad_norm": row["actor/grad_norm"],
     }

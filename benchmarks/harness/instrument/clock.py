@@ -12,11 +12,18 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.harness.instrument.vllm_pool import vllm_bytes
 
 REST = "other"
+
+
+def busy_core_seconds() -> float:
+    """Return the time that the machine's cores have worked since it was started."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system)
 
 
 class Clock:
@@ -36,14 +43,17 @@ class Clock:
         self._reserved = 0
         record: dict[str, Any] = {}
         self._start(REST)
+        busy = busy_core_seconds()
         yield record
         self.switch(None)
+        busy = busy_core_seconds() - busy
         record |= {
             "seconds": sum(self._seconds.values()),
             "phases": dict(self._seconds),
             "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
             "vllm_bytes": vllm_bytes(),  # within peak_bytes
+            "busy_cores": busy / sum(self._seconds.values()),  # of the machine, with those of other jobs
         }
         self.steps.append(record)
 

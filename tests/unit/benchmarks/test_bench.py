@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import time
@@ -181,7 +182,8 @@ def test_ranks_are_merged_into_steps_without_the_warm_up() -> None:
     def rank(scale: float, loss: float | None, vllm: int | None = None) -> dict[str, object]:
         return {"steps": [{"seconds": scale * n, "phases": {"forward_backward": scale * n, "other": 0.5},
                            "peak_bytes": {"forward_backward": 1e9 * scale, "other": 1e9}, "reserved_bytes": 2e9,
-                           "vllm_bytes": vllm, "loss": loss, "grad_norm": float(n)} for n in (1, 2)]}  # fmt: skip
+                           "vllm_bytes": vllm, "busy_cores": 3.0, "loss": loss,
+                           "grad_norm": float(n)} for n in (1, 2)]}  # fmt: skip
 
     (merged,) = merge_ranks([rank(1.0, None), rank(3.0, 0.25)], warm_up=1)
     assert merged.seconds == 6.0 and merged.compute == [2.0, 6.0] and merged.phases["forward_backward"] == 4.0
@@ -206,6 +208,14 @@ def test_a_step_without_a_vllm_that_sleeps_has_no_memory_of_it() -> None:
     with clock.step() as record:
         pass
     assert record["vllm_bytes"] is None
+
+
+def test_a_step_has_the_cores_that_worked() -> None:
+    clock, began = Clock(), time.process_time()
+    with clock.step() as record:
+        while time.process_time() < began + 0.2:
+            pass
+    assert 0.2 < record["busy_cores"] <= (os.cpu_count() or 1) + 0.5
 
 
 def test_trainers_alternate_and_later_rounds_repeat_compared_settings() -> None:
