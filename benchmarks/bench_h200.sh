@@ -374,7 +374,7 @@ group() {
         # trainer took 142 s with 4 completions in a micro batch and 78 s with 8.
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
-                --goal 2.5 --rounds 1 --steps 3 --timeout 420 --flags "${moe[*]} ${lora[*]}" ;;
+                --goal 2.5 --rounds 1 --steps 3 --timeout 420 --profile --flags "${moe[*]} ${lora[*]}" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;
