@@ -3,7 +3,7 @@
 # from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-adapter-8b step-fp8-8b step-fp8-30b sync-fp8-8b
+#                        held-out step-lora-8b step-adapter-8b step-fp8-8b step-fp8-30b fp8-sync-8b
 #                        step-verl step-verl-lora-8b (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
@@ -52,7 +52,6 @@ long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
 
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
-fp8=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM does not start if less memory than its share is free, although $cache decides.
@@ -146,6 +145,14 @@ images() {
 sync() {
     bench step "$1" "$2" --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
         --steps 6 --warm-up 2 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
+}
+
+# in_both_precisions NAME SHAPE FLAGS FLAGS_OF_BF16 ARGUMENT...      vLLM in 8 bits with the correction that this needs,
+# and in bf16, one after the other
+in_both_precisions() {
+    local fp8="--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate"
+    bench step "$1" "$2" "${@:5}" --rounds 1 --flags "$3 $fp8"
+    bench step "$1-bf16" "$2" "${@:5}" --rounds 1 --flags "$3 $4"
 }
 
 # layout_of_8b NAME SETTING      the digit in NAME is the number of GPUs
@@ -243,32 +250,19 @@ group() {
         step-adapter-8b)
             bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
                 --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
-        # vLLM in 8 bits, with the correction that this needs, against bf16 as in step-lora-8b: one after the other.
         step-fp8-8b)
-            for name in step-fp8-8b step-fp8-8b-bf16; do
-                local in_8_bits=""
-                [ "$name" = step-fp8-8b-bf16 ] || in_8_bits=${fp8[*]}
-                bench step "$name" 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
-                    --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} $in_8_bits"
-            done ;;
+            in_both_precisions step-fp8-8b 8b "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" "" \
+                "${fixed[@]}" --completions 64 --ours tokens16384+shared --steps 4 ;;
         # The trainer and vLLM hold 61 GB each in bf16, so that the trainer's weights have to leave the GPU in turns.
         step-fp8-30b)
-            for name in step-fp8-30b step-fp8-30b-bf16; do
-                local precision="--offload_model true"
-                [ "$name" = step-fp8-30b-bf16 ] || precision=${fp8[*]}
-                bench step "$name" 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 \
-                    --rounds 1 --steps 3 --timeout 420 \
-                    --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $precision"
-            done ;;
+            in_both_precisions step-fp8-30b 30b-qwen3-moe \
+                "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]}" "--offload_model true" \
+                --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 --steps 3 --timeout 420 ;;
         # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
-        sync-fp8-8b)
-            for name in sync-fp8-8b sync-fp8-8b-bf16; do
-                local in_8_bits=""
-                [ "$name" = sync-fp8-8b-bf16 ] || in_8_bits=${fp8[*]}
-                bench step "$name" 8b --random-weights --lengths constant:64 --prompts constant:48 --completions 16 \
-                    --rounds 1 --steps 6 --warm-up 2 --ours tokens16384 \
-                    --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} $in_8_bits"
-            done ;;
+        fp8-sync-8b)
+            in_both_precisions fp8-sync-8b 8b "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" "" \
+                --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --ours tokens16384 \
+                --steps 6 --warm-up 2 ;;
         # The train phase of adapters. ms-swift's trainer took 10.8 s with micro batches of 4 completions.
         lora-8b)
             bench train lora-8b 8b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \

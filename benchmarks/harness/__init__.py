@@ -10,7 +10,7 @@ instrument/     external plugin inside those processes: timers, fixed completion
 results.py      the JSON file of a run, and the numbers derived from it
 planned.py      the memory plan of a measured process, for the tests that compare both
 page.py         docs/performance.md and the table in README.md
-gpus.py         its sections about runs of this package that are compared with each other
+own_runs.py     its sections about runs of this package that are compared with each other
 markdown.py     tables of pages
 picture.py      docs/performance.svg
 busy_time.py    kernels and host functions of generation

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .cells import both, has_images, images_per_second, model, peak, percent, seconds
-from .gpus import sections_of_gpus
 from .markdown import table
 from .other_pages import shared_prompts, tables, with_table
+from .own_runs import sections_of_own_runs
 from .picture import draw
 from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
 
@@ -100,7 +100,7 @@ def page(runs: Sequence[Run]) -> str:
                 sections += [_ratios(rows), _costs(rows)]
     if any(run.shared_and_repeated() for run in runs):
         sections += [SHARED_PROMPTS, shared_prompts(runs)]
-    sections += sections_of_gpus(runs)
+    sections += sections_of_own_runs(runs)
     sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
     sections += ["## Runs\n", *map(_describe, runs)]
     return "\n".join(sections)

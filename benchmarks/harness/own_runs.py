@@ -4,7 +4,7 @@ two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
-step-fp8-MODEL                    vLLM in 8 bits, against step-fp8-MODEL-bf16
+NAME                              vLLM in 8 bits, against NAME-bf16
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ sync quantizes.
 """
 
 
-def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
+def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     by_name = {run.name: run for run in runs}
     pairs = [
         (_ours(by_name[colocated]), _ours(run))
@@ -54,7 +54,7 @@ def sections_of_gpus(runs: Sequence[Run]) -> list[str]:
         for name, run in by_name.items()
         if re.match(r"[dtp]p\d+-", name) and (one := re.sub(r"^[dtp]p\d+", "dp1", name)) in by_name
     ]
-    syncs = [_ours(run) for name, run in by_name.items() if re.match("sync-(?!fp8)", name)]
+    syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     precisions = [
         (_ours(by_name[f"{name}-bf16"]), _ours(run)) for name, run in by_name.items() if f"{name}-bf16" in by_name
     ]
