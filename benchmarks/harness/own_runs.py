@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from .markdown import table
+from .planned import flag
 from .results import Measured, Run
 
 TWO = """\
@@ -81,12 +82,17 @@ def _ahead(pairs: Sequence[tuple[Measured, Measured]]) -> str:
         "run": lambda pair: pair[1].run.name,
         "completions": lambda pair: str(pair[1].run.workload["completions"]),
         "colocated": lambda pair: f"{pair[0].median:.2f} s",
+        "its vLLM during training": lambda pair: _vllm_state(pair[0].run),
         "generation / train phase": lambda pair: f"{pair[0].phase('generation'):.2f} / {pair[0].train_median:.2f} s",
         "server ahead": lambda pair: f"{pair[1].median:.2f} s",
         "waiting / train phase": lambda pair: f"{pair[1].phase('generation'):.2f} / {pair[1].train_median:.2f} s",
         "ratio": lambda pair: f"**{pair[0].median / pair[1].median:.2f}**",
     }
     return table(columns, pairs)
+
+
+def _vllm_state(run: Run) -> str:
+    return "awake" if flag(run.flags, "sleep_level") in (None, "0") else "asleep"
 
 
 def _costs_of_ranks(pairs: Sequence[tuple[Measured, Measured]]) -> str:

@@ -310,21 +310,27 @@ def test_verl_counts_all_scores_and_embeddings() -> None:
     assert flops_as_verl_counts(shape, [4], [[6, 8]]) == 6 * weights * 22 + 12 * (10**2 + 12**2) * 256 * 2
 
 
-def test_runs_on_other_numbers_of_gpus_are_compared_by_name() -> None:
+def test_runs_of_this_package_are_compared_by_name() -> None:
     def run(name: str, ranks: int, seconds: float, **phases: float) -> Run:
         measured = step(seconds, phases={"forward_backward": seconds, **phases})
         process = Process("ours", "tokens1", "ok", [measured], [])
-        return replace(some_run("train" if name[:2] == "dp" else "step"), name=name, ranks=ranks, processes=[process])
+        kind = "train" if name[1] == "p" else "step"
+        flags = ["--sleep_level", "2"] if name.startswith("two-colocated") else []
+        return replace(some_run(kind), name=name, ranks=ranks, processes=[process], flags=flags)
 
     runs = [
         run("two-colocated-1.7b-128", 2, 3.0, generation=1.7), run("two-server-1.7b-128", 1, 2.0, generation=0.5),
-        run("dp1-8b", 1, 2.0), run("dp2-8b", 2, 2.05), run("sync-8b", 1, 1.0, weight_sync=0.06, sync_check=0.08),
+        run("dp1-8b", 1, 2.0), run("dp2-8b", 2, 2.05), run("pp2-8b", 2, 2.2),
+        run("sync-8b", 1, 1.0, weight_sync=0.06, sync_check=0.08),
+        run("step-fp8-8b", 1, 1.0, generation=0.7), run("step-fp8-8b-bf16", 1, 2.0, generation=1.5),
     ]  # fmt: skip
     text = page.page(runs)
-    row = "| two-server-1.7b-128 | 8 | 4.00 s | 1.70 / 3.00 s | 3.00 s | 0.50 / 2.00 s | **1.33** |"
+    row = "| two-server-1.7b-128 | 8 | 4.00 s | asleep | 1.70 / 3.00 s | 3.00 s | 0.50 / 2.00 s | **1.33** |"
     assert row in text  # a step takes a second more than its train phase
     assert "| dp1-8b | 1 | 2.000 s | 400 | 1.000 |" in text and "| dp2-8b | 2 | 2.050 s | 195 | 1.025 |" in text
+    assert "| pp2-8b | 2 | 2.200 s | 182 | 1.100 |" in text
     assert "| sync-8b | 0.060 s | 0.080 s |" in text
+    assert "| step-fp8-8b | 3.00 s | 1.50 / 0.000 s | 2.00 s | 0.70 / 0.000 s | **1.50** |" in text
 
 
 def test_the_report_replaces_only_the_table_in_the_readme() -> None:
