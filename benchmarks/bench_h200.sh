@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
-# Run the measurements on H200. Each group takes less than ten minutes; settings that do not finish in time are missing
-# from the group's file.
+# Run the measurements on H200, and some of them on H100. Each group takes less than ten minutes; settings that do not
+# finish in time are missing from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-adapter-8b step-fp8-8b step-fp8-30b fp8-sync-8b
+#                        held-out step-lora-8b step-lora-8b-fp8 step-adapter-8b step-lora-30b step-lora-30b-fp8
+#                        colocated-sync-8b colocated-sync-8b-fp8
 #                        step-verl step-verl-lora-8b (with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora
 #       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync sync-30b moe-server
-#                              dp2-8b-lora tp2-8b-lora pp2-8b-lora
-#   OUT=folder          folder for the JSON files (default: benchmarks/h200)
+#                              dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b step-lora-8b-fp8
+#                       step-adapter-8b step-verl-lora-8b two-* sync and *-8b-lora; names get the suffix -h100
+#   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
 #   WORK=folder         folder for models, logs and outputs (default: runs/bench)
@@ -20,13 +23,14 @@
 # Afterwards run: python -m benchmarks.bench report
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-out=${OUT:-benchmarks/h200}
+card=${CARD:-h200}
+out=${OUT:-benchmarks/$card}
 python=$(command -v python || command -v python3)
 began=$SECONDS
 
 # bench KIND NAME SHAPE ARGUMENT...      later arguments override earlier ones
 bench() {
-    local kind=$1 name=$2 shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() light
+    local kind=$1 name=$2$suffix shape=$3 left=$((${DEADLINE:-570} - SECONDS + began)) dry_flags=() light
     shift 3
     [ "$kind" = step ] || set -- --random-weights "$@"
     if [ "$left" -lt 60 ]; then
@@ -46,12 +50,30 @@ bench() {
         --ahead --timeout 300 --deadline "$left" --work "${WORK:-runs/bench}" "$@" "${dry_flags[@]}" || echo "== $name failed" >&2
 }
 
+# One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
+suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
+tokens_1b=16384 tokens_8b=16384 tokens_layout=16384 tokens_30b=12288
+stock_1b=mbs16 stock_8b=(mbs8)
+trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass mbs16+bypass)
+case $card in
+    h200) ;;
+    h100)
+        suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
+        tokens_1b=8192 tokens_8b=6144 tokens_layout=8192 tokens_30b=6144
+        stock_1b=mbs8 stock_8b=(mbs8 mbs4)
+        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8+awake) verl_8b=(mbs8+bf16+bypass mbs16+bf16+bypass) ;;
+    *)
+        echo "bench_h200: CARD=$card is unknown; use h200 or h100" >&2
+        exit 2 ;;
+esac
+
 fixed=(--lengths constant:512 --prompts constant:48)
 long=(--lengths lognormal:700:0.9:4096 --prompts constant:256)
 [ -n "${DRY:-}" ] || long+=(--memory-cap-gb 100)
 colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_optimizer true)
 
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
+fp8=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM does not start if less memory than its share is free, although $cache decides.
@@ -147,12 +169,16 @@ sync() {
         --steps 6 --warm-up 2 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
 }
 
-# in_both_precisions NAME SHAPE FLAGS FLAGS_OF_BF16 ARGUMENT...      vLLM in 8 bits with the correction that this needs,
-# and in bf16, one after the other
-in_both_precisions() {
-    local fp8="--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate"
-    bench step "$1" "$2" "${@:5}" --rounds 1 --flags "$3 $fp8"
-    bench step "$1-bf16" "$2" "${@:5}" --rounds 1 --flags "$3 $4"
+# step_30b NAME FLAGS      the whole step of adapters of Qwen3-30B-A3B
+step_30b() {
+    bench step "$1" 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 --rounds 1 --steps 3 \
+        --timeout 420 --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $2"
+}
+
+# colocated_sync NAME FLAGS
+colocated_sync() {
+    bench step "$1" 8b --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
+        --steps 6 --warm-up 2 --ours tokens$tokens_8b --flags "$vllm_8b --sleep_level 0 ${lora[*]} $2"
 }
 
 # layout_of_8b NAME SETTING      the digit in NAME is the number of GPUs
@@ -221,48 +247,43 @@ group() {
                 --flags "${colocated[*]} --sleep_level 1" ;;
         # Everything fits beside vLLM, so that it need not sleep.
         step-best)
-            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens16384+shared --stock mbs16 \
-                --trl mbs16+awake mbs32+awake --rounds 1 --steps 5 \
-                --goal "2.3, over TRL 2.2, over verl 1.5" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 0" ;;
+            bench step step-best-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared --stock $stock_1b \
+                --trl "${trl_1b[@]}" --rounds 1 --steps 5 \
+                --goal "2.3, over TRL 2.2, over verl 1.5" --flags "$vllm_1b --sleep_level 0" ;;
         # verl also with a vLLM that sleeps, which leaves room for larger micro batches.
         step-verl)
-            bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens16384+shared \
+            bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared \
                 --verl mbs16+bypass mbs8+awake+bypass mbs32+bypass mbs16 --rounds 1 --steps 5 \
-                --goal "1.5 over verl" --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" \
-                --ours-flags "--sleep_level 0" ;;
-        step-verl-lora-8b)
-            bench step step-verl-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
-                --verl mbs16+bf16+bypass mbs16+bypass --rounds 1 --steps 4 --goal "1.3 over verl" \
-                --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 2 ${lora[*]}" --ours-flags "--sleep_level 0" ;;
+                --goal "1.5 over verl" --flags "$vllm_1b --sleep_level 2" --ours-flags "--sleep_level 0" ;;
         # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
             bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
-                --ours tokens16384+shared --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
-                --steps 4 --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 2" ;;
+                --ours tokens$tokens_1b+shared --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
+                --steps 4 --flags "$vllm_1b --sleep_level 2" ;;
         # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most. TRL with Liger's kernels took 9.0 s
-        # where it took 7.8 s without.
+        # where it took 7.8 s without. verl's vLLM sleeps, which leaves room for a larger micro batch.
         step-lora-8b)
-            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared \
-                --stock mbs8 --trl mbs8+awake mbs8+awake+liger --rounds 1 --steps 4 \
-                --goal "2.0, over TRL 2.0" \
-                --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" ;;
+            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared \
+                --stock "${stock_8b[@]}" --trl "${trl_8b[@]}" --verl "${verl_8b[@]}" --rounds 1 --steps 4 \
+                --goal "2.0, over TRL 2.0, over verl 1.3" \
+                --flags "$vllm_8b --sleep_level 0 ${lora[*]}" --verl-flags "--sleep_level 2" ;;
+        step-lora-8b-fp8)
+            bench step step-lora-8b-fp8 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 \
+                --steps 4 --goal 1.08 --flags "$vllm_8b --sleep_level 0 ${lora[*]} ${fp8[*]}" ;;
         # vLLM with the adapter itself, which alone is sent.
         step-adapter-8b)
-            bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens16384+shared --rounds 1 --steps 4 \
-                --flags "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
-        step-fp8-8b)
-            in_both_precisions step-fp8-8b 8b "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" "" \
-                "${fixed[@]}" --completions 64 --ours tokens16384+shared --steps 4 ;;
+            bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 \
+                --steps 4 --flags "$vllm_8b --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
         # The trainer and vLLM hold 61 GB each in bf16, so that the trainer's weights have to leave the GPU in turns.
-        step-fp8-30b)
-            in_both_precisions step-fp8-30b 30b-qwen3-moe \
-                "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]}" "--offload_model true" \
-                --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 --steps 3 --timeout 420 ;;
+        step-lora-30b)
+            step_30b step-lora-30b "--offload_model true" ;;
+        step-lora-30b-fp8)
+            step_30b step-lora-30b-fp8 "${fp8[*]}" ;;
         # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
-        fp8-sync-8b)
-            in_both_precisions fp8-sync-8b 8b "--vllm_gpu_memory_utilization 0.3 --sleep_level 0 ${lora[*]}" "" \
-                --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --ours tokens16384 \
-                --steps 6 --warm-up 2 ;;
+        colocated-sync-8b)
+            colocated_sync colocated-sync-8b "" ;;
+        colocated-sync-8b-fp8)
+            colocated_sync colocated-sync-8b-fp8 "${fp8[*]}" ;;
         # The train phase of adapters. ms-swift's trainer took 10.8 s with micro batches of 4 completions.
         lora-8b)
             bench train lora-8b 8b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
@@ -300,27 +321,33 @@ group() {
                 --stock mbs16 --rounds 1 --steps 4 --servers "${servers[@]}" --goal "1.8 for the train phase" ;;
         # The whole step on two GPUs: both train and generate, or one trains while a server on the other one generates.
         two-colocated)
-            for completions in 128 256; do
-                bench step "two-colocated-1.7b-$completions" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
-                    --warm-up 2 --completions $completions --ours dp2+tokens16384 \
-                    --flags "--vllm_gpu_memory_utilization 0.4 --sleep_level 0"
-            done ;;
-        two-server)
-            with_servers 1.7b on "--vllm_gpu_memory_utilization 0.4" group two-behind-server ;;
+            group two-colocated-128
+            group two-colocated-256 ;;
+        two-colocated-*)
+            bench step "two-colocated-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
+                --warm-up 2 --completions "${1##*-}" --ours dp2+tokens16384 --flags "$vllm_1b --sleep_level 0" ;;
+        two-server | two-server-*)
+            with_servers 1.7b on "--vllm_gpu_memory_utilization 0.4" group "two-behind${1#two}" ;;
         two-behind-server)
-            for completions in 128 256; do
-                bench step "two-server-1.7b-$completions" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 7 \
-                    --warm-up 3 --completions $completions --ours tokens16384 --servers "${servers[@]}" \
-                    --flags "--async_generate true --rollout_importance_sampling_mode token_truncate"
-            done ;;
+            group two-behind-server-128
+            group two-behind-server-256 ;;
+        two-behind-server-*)
+            bench step "two-server-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 7 \
+                --warm-up 3 --completions "${1##*-}" --ours tokens16384 --servers "${servers[@]}" \
+                --flags "--async_generate true --rollout_importance_sampling_mode token_truncate" ;;
         # The weight sync to a server on another GPU: all weights of 4B, and of 8B and 30B with adapters merged into them.
-        # The servers of a group start together.
+        # Gradients and optimizer state of 4B do not fit into 80 GB, so 4B has adapters there. The servers of a group
+        # start together.
         sync)
             local pids=() urls=()
             start_servers 8b on "$eager {$dummy,$cache}"
             start_servers 4b on "$eager {$dummy,$cache}"
             ! server_answers 0 || sync sync-8b-lora 8b "${urls[0]}" "${lora[*]}" "100 ms"
-            ! server_answers 1 || sync sync-4b 4b "${urls[1]}" "" "50 ms"
+            ! server_answers 1 || if [ "$card" = h100 ]; then
+                sync sync-4b-lora 4b "${urls[1]}" "${lora[*]}" "50 ms"
+            else
+                sync sync-4b 4b "${urls[1]}" "" "50 ms"
+            fi
             stop_servers ;;
         sync-30b)
             local pids=() urls=()
@@ -329,11 +356,11 @@ group() {
             stop_servers ;;
         # One GPU, and layouts of two, with as many completions for each GPU.
         dp1-8b-lora | dp2-8b-lora)
-            layout_of_8b "$1" "${1%%-*}+tokens16384" ;;
+            layout_of_8b "$1" "${1%%-*}+tokens$tokens_layout" ;;
         tp2-8b-lora)
-            layout_of_8b "$1" tp2+sp+tokens16384 ;;
+            layout_of_8b "$1" tp2+sp+tokens$((2 * tokens_layout)) ;;
         pp2-8b-lora)
-            layout_of_8b "$1" pp2+tokens8192 ;;
+            layout_of_8b "$1" pp2+tokens$((tokens_layout / 2)) ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs4 ;;
@@ -369,6 +396,11 @@ group() {
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
                 --goal 2.5 --rounds 1 --steps 3 --timeout 420 --profile --flags "${moe[*]} ${lora[*]}" ;;
+        # Half of the experts on each of two GPUs, which train twice as many completions.
+        moe-30b-lora-ep2)
+            bench train moe-30b-a3b-lora-ep2 30b-qwen3-moe "${uneven[@]}" --completions 128 \
+                --ours dp2+ep2+tokens$tokens_30b --rounds 1 --steps 3 --timeout 420 --profile \
+                --flags "${moe[*]} ${lora[*]}" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

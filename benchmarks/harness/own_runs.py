@@ -4,7 +4,7 @@ two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
-NAME                              vLLM in 8 bits, against NAME-bf16
+NAME-fp8                          vLLM in 8 bits, against NAME
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     ]
     syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     precisions = [
-        (_ours(by_name[f"{name}-bf16"]), _ours(run)) for name, run in by_name.items() if f"{name}-bf16" in by_name
+        (_ours(by_name[bf16]), _ours(run))
+        for name, run in by_name.items()
+        if "-fp8" in name and (bf16 := name.replace("-fp8", "")) in by_name
     ]
     sections: list[str] = []
     if pairs:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -119,14 +119,14 @@ def test_the_train_phase_has_no_trl_arm(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_settings_of_the_h200_script_are_valid_for_their_workload() -> None:
     script = (REPOSITORY / "benchmarks" / "bench_h200.sh").read_text().replace("\\\n", " ")
-    searches = [search.split() for search in re.findall(r"--trl (.+?) --(?:verl|rounds)", script)]
-    assert len(searches) == 3 and all(len(names) >= 2 for names in searches)  # the best setting of several counts
-    for name in chain(*searches):
-        flags_of(name)
-    for_verl = [search.split() for search in re.findall(r"--verl (.+?) --rounds", script)]
-    assert len(for_verl) == 2 and all(len(names) >= 2 for names in for_verl)
-    for name in chain(*for_verl):
-        VerlSetting.parse(name)
+    in_groups = re.findall(r"--(trl|verl) ([a-z\d+ ]+?) --", script)
+    of_cards = re.findall(r"(trl|verl)_\db=\((.+?)\)", script)
+    searches = [(trainer, settings.split()) for trainer, settings in in_groups + of_cards]
+    assert Counter(trainer for trainer, _ in searches) == {"trl": 5, "verl": 3}
+    for trainer, settings in searches:
+        assert len(settings) >= 2, "the best setting of several counts"
+        for name in settings:
+            flags_of(name) if trainer == "trl" else VerlSetting.parse(name)
 
 
 # ---- the same work for all trainers
