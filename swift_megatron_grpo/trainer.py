@@ -70,7 +70,7 @@ from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_tra
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference, load_reference_adapter
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
-from swift_megatron_grpo.weights.export import merged_on_read
+from swift_megatron_grpo.weights.export import AdaptedModules, merged_on_read
 from swift_megatron_grpo.weights.joined_projections import keep_joined
 from swift_megatron_grpo.weights.kept_tensors import keep_untrained_tensors
 from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
@@ -176,7 +176,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
         """Merge adapters while weights are exported (--merge_lora), instead of adding and subtracting them in place."""
-        self._merged.enter_context(merged_on_read(self.bridge, self.unwrapped_models))
+        self._merged.enter_context(merged_on_read(self.bridge, AdaptedModules.find(self.bridge, self.unwrapped_models)))
 
     def unmerge_lora_adapters(self) -> None:
         self._merged.close()

@@ -35,7 +35,8 @@ def merge(
     if not bases[0].dtype == downs[0].dtype == ups[0].dtype:  # a router in fp32 under an adapter in bf16
         deltas = [up.float() @ down.float() for up, down in zip(ups, downs, strict=True)]
         return [(base.float() + scaling * delta).to(base.dtype) for base, delta in zip(bases, deltas, strict=True)]
-    base, down, up = stacked(bases), stacked(downs), stacked(ups)
-    if len(bases) > 1 and base is not None and down is not None and up is not None:
-        return torch.baddbmm(base, up, down, alpha=scaling).unbind()
+    if len(bases) > 1:
+        base, down, up = stacked(bases), stacked(downs), stacked(ups)
+        if base is not None and down is not None and up is not None:
+            return torch.baddbmm(base, up, down, alpha=scaling).unbind()
     return [torch.addmm(*tensors, alpha=scaling) for tensors in zip(bases, ups, downs, strict=True)]

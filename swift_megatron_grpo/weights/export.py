@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,25 @@ from swift_megatron_grpo.weights.adapter_merge import merged_weights
 from swift_megatron_grpo.weights.host_flags import flags_on_host
 
 ADAPTER = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModules:
+    """This rank's modules with an adapter. To find them takes a walk through all modules, so it is done once."""
+
+    of_layer: dict[torch.nn.Module | None, list[LoraLayer]]
+    elsewhere: list[LoraLayer]
+
+    @classmethod
+    def find(cls, bridge: GPTBridge, models: Sequence[GPTModel]) -> AdaptedModules:
+        decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
+        of_layer = {layer: _adapted(layer) for decoder in decoders for layer in decoder.layers}
+        in_layers = {module for modules in of_layer.values() for module in modules}
+        return cls(of_layer, [one for model in models for one in _adapted(model) if one not in in_layers])
+
+    @property
+    def count(self) -> int:
+        return len(self.elsewhere) + sum(map(len, self.of_layer.values()))
 
 
 class WeightExport:
@@ -38,13 +58,14 @@ class WeightExport:
         self._bridge = bridge
         self._models = list(models)
         self._left_out = left_out
+        self._adapted = AdaptedModules.find(bridge, models)
         self._merged: set[LoraLayer] = set()
         self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.adapter is not None:
             return export_adapter(self._bridge, self._models)
-        weights = export_weights(self._bridge, self._models, self._merged)
+        weights = export_weights(self._bridge, self._models, self._adapted, self._merged)
         return ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
 
     def pop_merged_count(self) -> int:
@@ -56,18 +77,23 @@ class WeightExport:
     @property
     def adapted_count(self) -> int:
         """Number of modules of this rank that have an adapter."""
-        return sum(len(_adapted(model)) for model in self._models)
+        return self._adapted.count
 
 
 def export_weights(
-    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraLayer] | None = None
+    bridge: GPTBridge,
+    models: Sequence[GPTModel],
+    adapted: AdaptedModules | None = None,
+    merged: set[LoraLayer] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Export all weights, with adapters merged, on all ranks together.
 
-    Shards are gathered as the iterator advances, and every rank gets every tensor. Modules whose adapter was merged are
-    added to `merged`.
+    Shards are gathered as the iterator advances, and every rank gets every tensor. `adapted`: None to find them. Those
+    whose adapter was merged are added to `merged`.
     """
-    with merged_on_read(bridge, models, merged):
+    if adapted is None:
+        adapted = AdaptedModules.find(bridge, models)
+    with merged_on_read(bridge, adapted, merged):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
@@ -96,23 +122,17 @@ def adapter_config(model: GPTModel) -> dict[str, Any]:
 
 
 @contextmanager
-def merged_on_read(
-    bridge: GPTBridge, models: Sequence[GPTModel], merged: set[LoraLayer] | None = None
-) -> Iterator[None]:
+def merged_on_read(bridge: GPTBridge, adapted: AdaptedModules, merged: set[LoraLayer] | None = None) -> Iterator[None]:
     """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
-    adapted = {module for model in models for module in _adapted(model)}
     merged = set() if merged is None else merged
-    decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
-    of_layer = {layer: _adapted(layer) for decoder in decoders for layer in decoder.layers}
-    in_layers = {module for modules in of_layer.values() for module in modules}
     convert_layer, on_host = bridge._set_layer_state, flags_on_host(bridge)
 
     def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         # The layer is None if another pipeline stage holds it.
-        with _merged(of_layer.get(layer, []), merged), on_host():
+        with _merged(adapted.of_layer.get(layer, ()), merged), on_host():
             return convert_layer(layer, *args, **kwargs)
 
-    with _merged(adapted - in_layers, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):
+    with _merged(adapted.elsewhere, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):
         yield
 
 

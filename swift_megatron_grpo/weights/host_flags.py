@@ -9,27 +9,48 @@ Tests: tests/dist/test_lora_export.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
 from mcore_bridge import GPTBridge
-from torch.overrides import TorchFunctionMode
 
 
-def flags_on_host(bridge: GPTBridge) -> Callable[[], AbstractContextManager[Any]]:
+def flags_on_host(bridge: GPTBridge) -> Callable[[], AbstractContextManager[None]]:
     """Return the context for the conversion of a layer. It must not be open while the exporting generator waits."""
-    return _FlagsOnHost if bridge.pp_size == 1 and bridge.ep_pp_size == 1 else nullcontext
+    if bridge.pp_size > 1 or bridge.ep_pp_size > 1:
+        return nullcontext
+    modules = [sys.modules[name] for name in sorted({one.__module__ for one in type(bridge).__mro__})]
+    return partial(_with_flags_on_host, [module for module in modules if vars(module).get("torch") is torch])
 
 
-class _FlagsOnHost(TorchFunctionMode):
-    """Makes tensors of booleans on the host inside the context, whatever device is asked for."""
+class _TorchWithFlagsOnHost:
+    """The module torch, except that it makes tensors of booleans on the host, whatever device is asked for."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.tensor and kwargs.get("dtype") is torch.bool:
-            kwargs = {**kwargs, "device": "cpu"}
-        return func(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        setattr(self, name, value)  # found without this method from now on
+        return value
+
+    @staticmethod
+    def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+        return torch.tensor(data, dtype=dtype, device="cpu" if dtype is torch.bool else device)
+
+
+_TORCH = _TorchWithFlagsOnHost()
+
+
+@contextmanager
+def _with_flags_on_host(modules: list[ModuleType]) -> Iterator[None]:
+    # A TorchFunctionMode would do the same, but it sees every call of a layer's conversion, not only these.
+    for module in modules:
+        setattr(module, "torch", _TORCH)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, "torch", torch)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Queue
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -48,11 +48,21 @@ class WeightSender:
         for connection in connections:
             connection.begin()
         for bucket in buckets(weights, self.bucket_bytes, self.device):
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()  # the sending threads use their own streams
+            packed = Packed(bucket, self._event())
             for connection in connections:
-                connection.put(bucket)
+                connection.put(packed)
         return [connection.finish({"end": True, "adapter": adapter}) for connection in connections]
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Return the event that everything so far precedes; None: nothing runs after this call returns."""
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+
+class Packed(NamedTuple):
+    """A bucket that is packed once its event has happened. The thread that sends it waits, the one that exports not."""
+
+    bucket: Bucket
+    event: torch.cuda.Event | None
 
 
 class WeightConnection:
@@ -60,7 +70,7 @@ class WeightConnection:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._buckets: Queue[Bucket | dict[str, Any]] = Queue(_IN_FLIGHT)
+        self._buckets: Queue[Packed | dict[str, Any]] = Queue(_IN_FLIGHT)
         self._failure: Exception | None = None
         self._thread: Thread | None = None
 
@@ -69,8 +79,8 @@ class WeightConnection:
         self._thread = Thread(target=self._send, name="weights", daemon=True)
         self._thread.start()
 
-    def put(self, bucket: Bucket) -> None:
-        self._buckets.put(bucket)
+    def put(self, packed: Packed) -> None:
+        self._buckets.put(packed)
 
     def finish(self, end: dict[str, Any]) -> Exception | None:
         assert self._thread is not None
@@ -100,11 +110,13 @@ class WeightConnection:
             item = self._buckets.get()
             if self._failure is None:
                 try:
-                    if isinstance(item, Bucket):
-                        self._channel.send(item.header, item.data)
+                    if isinstance(item, Packed):
+                        if item.event is not None:
+                            item.event.wait()
+                        self._channel.send(item.bucket.header, item.bucket.data)
                     else:
                         self._channel.send(item)
                 except Exception as error:
                     self._failure = error
-            if not isinstance(item, Bucket):
+            if not isinstance(item, Packed):
                 return
