@@ -195,7 +195,8 @@ class Bound:
         return None
 
 
-_8_BITS = Bound(mean=0.5, max=10.0, jump=8.0, floor=5e-3)
+# e4m3 rounds 16 times as coarsely as bf16. A Qwen3 of 8B with random weights shows means of 0.46 and 0.05 on an H100.
+_8_BITS = Bound(mean=1.0, max=10.0, jump=8.0, floor=5e-3)
 _16_BITS = Bound(mean=0.25, max=5.0, jump=8.0, floor=2e-3)
 BOUNDS: Mapping[torch.dtype, Bound] = {
     torch.bfloat16: _16_BITS,
