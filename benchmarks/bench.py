@@ -25,7 +25,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -39,9 +38,8 @@ import torch
 
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.job import Job
-from benchmarks.harness.page import write_page
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import PLUGIN, Plan, Setting, make_entry_point, measure, program
+from benchmarks.harness.processes import PLUGIN, Plan, Setting, exit_at_sigterm, make_entry_point, measure, program
 from benchmarks.harness.results import NAMES, PHASES, SHARED, Process, Run
 from benchmarks.harness.workload import (
     IMAGE_TOKENS,
@@ -325,11 +323,11 @@ def check_for_peers(args: argparse.Namespace) -> None:
 def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     if args.kind == "report":
+        from benchmarks.harness.page import write_page  # which imports Megatron; a measurement does without
+
         write_page(REPOSITORY)
         return 0
-    # The started processes have their own sessions, so a SIGTERM from `timeout` reaches this process only: exit through
-    # the handlers that kill them.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: terminated"))
+    exit_at_sigterm()
     return run(args)
 
 

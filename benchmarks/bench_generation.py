@@ -24,10 +24,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
+from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import devices_locked
+from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
 from benchmarks.harness.workload import SHAPES
 
 MARK = "RESULT "
@@ -131,6 +134,8 @@ def measure(variant: str, timeout: float) -> dict[str, Any]:
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **VARIANTS[variant].environment}
     try:
         with devices_locked():
+            if torch.cuda.is_available():
+                wait_until_free(visible_devices()[:1])
             done = subprocess.run(
                 command, text=True, stdout=subprocess.PIPE, cwd=REPOSITORY, timeout=timeout, env=environment
             )
@@ -159,6 +164,7 @@ def main() -> int:
     if args.only is not None:
         print(MARK + json.dumps(generate(args, model)), flush=True)
         os._exit(0)  # vLLM's threads may outlive their engine
+    exit_at_sigterm()
     device, versions = machine(revision(), PACKAGES)
     workload = {name: getattr(args, name) for name in ("shape", "completions", "group_size", "tokens", "prompt_tokens")}
     measured: dict[str, dict[str, Any]] = {}

@@ -9,11 +9,12 @@
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
-#                        dp1-8b-lora
+#                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
+#                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
 #       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync sync-30b moe-server
 #                              dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b step-lora-8b-fp8
-#                       step-adapter-8b step-verl-lora-8b two-* sync and *-8b-lora; names get the suffix -h100
+#                       step-adapter-8b two-* sync *-8b-lora and moe-30b-lora-ep2; names get the suffix -h100
 #   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -185,6 +186,19 @@ colocated_sync() {
 layout_of_8b() {
     bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "$2" --rounds 1 \
         --goal "cost per token within 5 %" --flags "${lora[*]}"
+}
+
+# part NAME BENCHMARK ARGUMENT...      a benchmark with a file of its own kind
+part() {
+    local dry_flags=()
+    case ${DRY:+$2} in
+        bench_server) dry_flags=(--dry) ;;
+        bench_generation) dry_flags=(--shape toy --variants default --completions 4 --tokens 16 --prompt-tokens 16
+            --dtype float32 --eager --memory 0.3) ;;
+    esac
+    echo "== $1"
+    "$python" -m "benchmarks.$2" --json "$out/parts/$1$suffix.json" --work "${WORK:-runs/bench}/$2" "${@:3}" \
+        "${dry_flags[@]}"
 }
 
 # memory SHAPE GOAL
@@ -401,6 +415,19 @@ group() {
             bench train moe-30b-a3b-lora-ep2 30b-qwen3-moe "${uneven[@]}" --completions 128 \
                 --ours dp2+ep2+tokens$tokens_30b --rounds 1 --steps 3 --timeout 420 --profile \
                 --flags "${moe[*]} ${lora[*]}" ;;
+        # Generation behind a server and in the training process, and with other settings of vLLM.
+        server-*)
+            part server-"${1#*-}" bench_server --shape "${1#*-}" ;;
+        generation-8b)
+            part generation-8b bench_generation --shape 8b --variants default fp8_per_channel --rounds 2 --profile ;;
+        generation-30b)
+            part generation-30b bench_generation --shape 30b-qwen3-moe --variants default fp8_per_channel --rounds 2 \
+                --memory 0.95 --profile ;;
+        generation-long)
+            part generation-long bench_generation --shape 1.7b --prompt-tokens 4096 --group-size 16 --tokens 256 \
+                --variants default no_prefix_caching first_runner cascade --rounds 2 ;;
+        gpu-tests-*)
+            "$python" -m pytest -q -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

@@ -2,9 +2,11 @@
 # Run groups of bench_h200.sh so that no GPU waits for a start: one group measures while others start.
 #   benchmarks/bench_lanes.sh GPU:"GROUP..." GPU:"GROUP..."
 #   benchmarks/bench_lanes.sh 0:"moe step-best" 0:"lora-8b" 1:"vl-qwen3"
+#   benchmarks/bench_lanes.sh 0/0-15:"step-best@400 server-1.7b" 1/16-31:"step-lora-8b"
 # The groups of an argument run one after the other, those of different arguments side by side: a lock lets one process
 # at a time use each GPU. A process that waits takes a core and 4 GB of host memory. Groups for several GPUs name them
-# all, as in 0,1:two.
+# all, as in 0,1:two. After a slash: the cores of the lane, so that those that start do not disturb those that measure.
+# GROUP@SECONDS: no more than this many.
 #   DEADLINE=1500       seconds for all; a group that has less than a minute left is not started
 #   LOGS=folder         folder for the logs of the groups (default: runs/bench/logs)
 # OUT, WORK, ROUNDS and DRY are those of bench_h200.sh.
@@ -14,18 +16,23 @@ logs=${LOGS:-$here/../runs/bench/logs}
 end=$((SECONDS + ${DEADLINE:-1500}))
 mkdir -p "$logs"
 
-run_in_turn() { # run_in_turn GPU GROUP...
-    local group left
-    export CUDA_VISIBLE_DEVICES=$1
+run_in_turn() { # run_in_turn GPU[/CORES] GROUP[@SECONDS]...
+    local group left limit pinned=()
+    export CUDA_VISIBLE_DEVICES=${1%%/*}
+    [[ $1 != */* ]] || pinned=(taskset -c "${1#*/}")
     for group in "${@:2}"; do
-        left=$((end - SECONDS))
+        left=$((end - SECONDS)) limit=${group#*@} group=${group%%@*}
+        [[ $limit =~ ^[0-9]+$ && $limit -lt $left ]] || limit=$left
         if [ $left -lt 60 ]; then
             echo "== $group: no time left"
             continue
         fi
-        echo "== $group: on GPU $CUDA_VISIBLE_DEVICES, $left s left"
-        DEADLINE=$left "$here/bench_h200.sh" "$group" >"$logs/$group.log" 2>&1 || echo "== $group failed"
-        grep -E '^(ours|stock|trl|verl|each|equal|==) ' "$logs/$group.log" || true
+        echo "== $group: on GPU $CUDA_VISIBLE_DEVICES, $SECONDS s since the start, $limit s left"
+        # `timeout` ends what does not keep the deadline itself; it passes the signal on to the whole group.
+        DEADLINE=$limit timeout $((limit + 20)) "${pinned[@]}" "$here/bench_h200.sh" "$group" >"$logs/$group.log" 2>&1 ||
+            echo "== $group failed"
+        grep -E '^(ours|stock|trl|verl|each|equal|==|in_process|server|default|fp8|no_prefix|first|cascade|[0-9]+ passed) ' \
+            "$logs/$group.log" || true
     done
 }
 

@@ -32,9 +32,10 @@ import torch
 
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
+from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import devices_locked
+from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
 from benchmarks.harness.workload import SHAPES
 
 ARMS = "benchmarks.harness.generation_arms"
@@ -246,12 +247,15 @@ def compared(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, A
 
 def main() -> int:
     args = parse()
+    exit_at_sigterm()
     if args.dry:
         args.shape, args.prompts, args.group_size, args.tokens, args.rounds = "toy", 2, 4, 32, 1
     args.work, args.json = args.work.resolve(), args.json.resolve()
     args.work.mkdir(parents=True, exist_ok=True)
     job, model = job_of(args), made_checkpoint(args.work, args.shape)
     with devices_locked(), ExitStack() as stack:
+        if torch.cuda.is_available():
+            wait_until_free(visible_devices()[:1])
         in_process = stack.enter_context(InProcess.started(model, job, args.work / "in_process.log"))
         server = stack.enter_context(BehindServer.started(model, job, args.work / "server.log"))
         measured = measure([in_process, server], args.rounds)

@@ -5,6 +5,7 @@ checkpoints.py  makes the checkpoint of a shape where it is missing
 models.py       checkpoints with random weights and a byte-level tokenizer
 job.py          the file that passes a run's settings to the processes it starts
 stock_server.py starts ms-swift's rollout server where tilelang is installed
+free_gpus.py    refuses a GPU whose memory is in use
 processes.py    starts `megatron rlhf` for each trainer and setting, and collects what was measured
 instrument/     external plugin inside those processes: timers, fixed completions, fixed lengths
 results.py      the JSON file of a run, and the numbers derived from it

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from .free_gpus import wait_until_free
 from .job import VARIABLE, Job
 from .paths import REPOSITORY
 from .results import ARMS, Process, Run, merge_ranks
@@ -104,6 +105,8 @@ class _Queue:
                 if left < self._longest:
                     _kill(process)
                     return None
+                if self._plan.gpu:
+                    wait_until_free(visible_devices()[: self._plan.ranks])
                 began = time.monotonic()
                 (folder / "go").touch()
                 self._waiting = start(self._plan, following) if following else None
@@ -117,6 +120,11 @@ class _Queue:
             if self._waiting:
                 _kill(self._waiting[1])
             raise
+
+
+def exit_at_sigterm() -> None:
+    """Exit through the handlers that end what was started, whose sessions a SIGTERM from `timeout` does not reach."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("bench: terminated"))
 
 
 @contextmanager
