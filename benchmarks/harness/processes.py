@@ -30,6 +30,7 @@ from .results import ARMS, Process, Run, merge_ranks
 
 PLUGIN = Path(__file__).parent / "instrument" / "plugin.py"
 OUT_OF_MEMORY = ("OutOfMemoryError", "CUDA out of memory")
+SMALLER_BUDGET = "it is run again with"  # in the warning of this package, which then has another setting than its name
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
 REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up starts with
 LOG_OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[?[IWE]\d{4} \d\d:")  # of processes that end
@@ -206,9 +207,9 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
         _kill(process)
         return f"failed: not finished after {timeout:g} s"
     log = (folder / "log.txt").read_text(errors="replace")
-    if code == 0:
+    if code == 0 and SMALLER_BUDGET not in log:
         return "ok"
-    if any(sign in log for sign in OUT_OF_MEMORY):
+    if code == 0 or any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
     return f"failed: {_reason(log) or f'exit code {code}'}"
 

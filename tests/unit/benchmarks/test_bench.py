@@ -6,6 +6,7 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from benchmarks.harness.workload import (
     write_dataset,
 )
 from scripts.make_tiny_model import make_tokenizer
+from swift_megatron_grpo.training import passes
 from tests.paths import REPOSITORY
 
 # ---- workload
@@ -46,6 +48,14 @@ def test_lengths_follow_the_distribution_and_the_seed() -> None:
     assert one.completion_tokens() == same.completion_tokens() != other.completion_tokens()
     assert [len(group) for group in one.completion_tokens()] == [4] * 4
     assert one.prompt_tokens(at_least=1) == [9] * 4 and one.prompt_tokens(at_least=20) == [20] * 4
+
+
+@pytest.mark.parametrize(("log", "status"), [
+    ("", "ok"), (passes._LOWERED % ("the train phase", "--max_tokens_per_micro_batch", 16384, 8192), "out of memory"),
+])  # fmt: skip
+def test_a_run_that_lowered_its_budget_is_not_measured_under_its_name(tmp_path: Path, log: str, status: str) -> None:
+    (tmp_path / "log.txt").write_text(f"{log}\n")
+    assert processes._wait(subprocess.Popen(["true"]), 10.0, tmp_path) == status
 
 
 def test_the_reason_of_a_failure_has_no_log_lines_of_torch() -> None:
