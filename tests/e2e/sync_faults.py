@@ -201,7 +201,7 @@ def rollouts_of_older_weights(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 
 def adapter_bound_to_nothing(loop: GRPOLoop) -> AbstractContextManager[None]:
-    return replaced(export, "_adapted", lambda module: [])
+    return replaced(loop.stages.sync.export, "_adapted", export.AdaptedModules({}, []))
 
 
 def adapter_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
