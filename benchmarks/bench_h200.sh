@@ -60,7 +60,7 @@ case $card in
     h200) ;;
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
-        tokens_1b=8192 tokens_8b=6144 tokens_layout=8192 tokens_30b=6144
+        tokens_1b=12288 tokens_8b=6144 tokens_layout=8192 tokens_30b=6144
         stock_1b=mbs8 stock_8b=(mbs8 mbs4)
         trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8+awake) verl_8b=(mbs8+bf16+bypass mbs16+bf16+bypass) ;;
     *)
