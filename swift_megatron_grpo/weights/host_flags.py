@@ -48,9 +48,9 @@ _TORCH = _TorchWithFlagsOnHost()
 def _with_flags_on_host(modules: list[ModuleType]) -> Iterator[None]:
     # A TorchFunctionMode would do the same, but it sees every call of a layer's conversion, not only these.
     for module in modules:
-        setattr(module, "torch", _TORCH)
+        vars(module)["torch"] = _TORCH
     try:
         yield
     finally:
         for module in modules:
-            setattr(module, "torch", torch)
+            vars(module)["torch"] = torch
