@@ -106,12 +106,28 @@ qwen3_5() {
 with_servers() {
     local pids=() urls=()
     start_servers "$1" "$2" "$3"
-    shift 3
-    if server_answers 0 && { [ ${#urls[@]} = 1 ] || server_answers 1; }; then
-        servers=("${urls[0]}" "${urls[-1]}")
-        "$@"
-    fi
+    servers=("${urls[0]}" "${urls[-1]}")
+    while_servers_run "${@:4}"
     stop_servers
+}
+
+# while_servers_run COMMAND...      Trainers start beside the servers and wait for them, also for one that has ended:
+# then the command's benchmark is ended.
+while_servers_run() {
+    local end_benchmarks='import psutil, sys
+for process in psutil.Process(int(sys.argv[1])).children():
+    if "benchmarks.bench" in process.cmdline():
+        process.terminate()'
+    {
+        while sleep 1; do
+            for pid in "${pids[@]}"; do kill -0 "$pid" 2>/dev/null || break 2; done
+        done
+        echo "== a server has ended" >&2
+        "$python" -c "$end_benchmarks" $$
+    } &
+    local watch=$!
+    "$@"
+    kill $watch 2>/dev/null || true
 }
 
 # start_servers SHAPE "TRAINER..." FLAGS      appends to $pids and $urls
@@ -141,12 +157,6 @@ print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
     done
 }
 
-# server_answers PLACE      waits for one of $urls
-server_answers() {
-    local up="until curl -sfo /dev/null ${urls[$1]}/health/; do kill -0 ${pids[$1]} || exit; sleep 1; done"
-    timeout 300 bash -c "$up" || { echo "== ${urls[$1]} does not answer" >&2 && return 1; }
-}
-
 stop_servers() {
     kill "${pids[@]}" || true
     wait "${pids[@]}" || true
@@ -167,7 +177,16 @@ images() {
 # sync NAME SHAPE SERVER FLAGS GOAL      short completions: only the sync counts
 sync() {
     bench step "$1" "$2" --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
-        --steps 6 --warm-up 2 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
+        --steps 6 --warm-up 2 --timeout 420 --ours tokens16384 --servers "$3" "$3" --flags "$4" --goal "weight sync $5"
+}
+
+# sync_8b_and_4b URL URL      Gradients and optimizer state of 4B do not fit into 80 GB, so 4B has adapters there.
+sync_8b_and_4b() {
+    sync sync-8b-lora 8b "$1" "${lora[*]}" "100 ms"
+    case $card in
+        h200) sync sync-4b 4b "$2" "" "50 ms" ;;
+        h100) sync sync-4b-lora 4b "$2" "${lora[*]}" "50 ms" ;;
+    esac
 }
 
 # step_30b NAME FLAGS      the whole step of adapters of Qwen3-30B-A3B
@@ -347,26 +366,20 @@ group() {
             group two-behind-server-256 ;;
         two-behind-server-*)
             bench step "two-server-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 7 \
-                --warm-up 3 --completions "${1##*-}" --ours tokens16384 --servers "${servers[@]}" \
+                --warm-up 3 --timeout 420 --completions "${1##*-}" --ours tokens16384 --servers "${servers[@]}" \
                 --flags "--async_generate true --rollout_importance_sampling_mode token_truncate" ;;
         # The weight sync to a server on another GPU: all weights of 4B, and of 8B and 30B with adapters merged into them.
-        # Gradients and optimizer state of 4B do not fit into 80 GB, so 4B has adapters there. The servers of a group
-        # start together.
+        # The servers of a group start together.
         sync)
             local pids=() urls=()
             start_servers 8b on "$eager {$dummy,$cache}"
             start_servers 4b on "$eager {$dummy,$cache}"
-            ! server_answers 0 || sync sync-8b-lora 8b "${urls[0]}" "${lora[*]}" "100 ms"
-            ! server_answers 1 || if [ "$card" = h100 ]; then
-                sync sync-4b-lora 4b "${urls[1]}" "${lora[*]}" "50 ms"
-            else
-                sync sync-4b 4b "${urls[1]}" "" "50 ms"
-            fi
+            while_servers_run sync_8b_and_4b "${urls[@]}"
             stop_servers ;;
         sync-30b)
             local pids=() urls=()
             start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
-            ! server_answers 0 || sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
+            while_servers_run sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
             stop_servers ;;
         # One GPU, and layouts of two, with as many completions for each GPU.
         dp1-8b-lora | dp2-8b-lora)
