@@ -18,6 +18,7 @@ flag_names.py        names of ms-swift 3, and misspelt ones
 algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
 model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
+model_origin.py      whether ModelScope can tell if a model is the latest
 stacked_experts.py   a Qwen3-VL mixture of experts that transformers has saved again
 image_rows.py        the images of the datasets, counted and checked on all ranks
 image_checks.py      parts of a model that are trained, layouts and limits against images

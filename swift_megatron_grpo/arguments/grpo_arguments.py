@@ -20,6 +20,7 @@ from swift_megatron_grpo.arguments.evaluation_checks import rounds_of
 from swift_megatron_grpo.arguments.image_rows import read_images
 from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
+from swift_megatron_grpo.arguments.model_origin import is_from_modelscope
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.data.checks import check_rows
@@ -63,6 +64,7 @@ class GRPOArguments(DerivedArguments):
         except Exception:
             _remove_empty(_existing_folders(Path(self.output_dir or "megatron_output")), keep=existing)
             raise
+        self.check_model: bool = vars(self)["check_model"] and is_from_modelscope(self.model_info.model_dir)
 
     def _init_output_dir(self) -> None:
         """Run the last checks; ms-swift creates process groups and the folder next."""

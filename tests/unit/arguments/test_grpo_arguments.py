@@ -303,7 +303,7 @@ print("RESULT" + json.dumps({
     "only servers": [*by_servers.reward_names, of_servers],
     "grading error": grading_error,
     "turns": repr(configure(turns)),
-    "saved": json.load(open("out/args.json"))["bad_reward"],
+    "saved": [json.load(open("out/args.json"))[name] for name in ("bad_reward", "check_model")],
     "plan": [full.generation_batch_size, full.steps_per_generation, lora.generation_batch_size],
     "iterations": init([row("a")] * 8, train_iters=None, num_train_epochs=2),
     "too few": init([row("a")] * 3, train_iters=None, num_train_epochs=1),
@@ -379,7 +379,7 @@ def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) ->
         "max_num_seqs=32",
     ):
         assert part in lora
-    assert accepted["saved"] == "drop"
+    assert accepted["saved"] == ["drop", False]  # no model of ModelScope
 
 
 def test_the_datasets_are_checked_before_the_model_is_built(accepted: dict[str, Any]) -> None:
