@@ -430,7 +430,7 @@ group() {
                 --flags "${moe[*]} ${lora[*]}" ;;
         # Generation behind a server and in the training process, and with other settings of vLLM.
         server-*)
-            part server-"${1#*-}" bench_server --shape "${1#*-}" ;;
+            part server-"${1#*-}" bench_server --shape "${1#*-}" --profile ;;
         generation-8b)
             part generation-8b bench_generation --shape 8b --variants default fp8_per_channel --rounds 2 --profile ;;
         generation-30b)
