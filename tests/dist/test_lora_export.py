@@ -8,20 +8,25 @@ from tests.dist.conftest import Ranks
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_twenty_exports_leave_the_base_bit_identical(ranks: Ranks, kind: str) -> None:
-    layout = {
-        "dense": ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
-        "moe": ["--expert_model_parallel_size", "2"],
-    }[kind]
-    flags = ranks.flags(kind, "lora", "bfloat16", layout)
-    ranks.call(f"export-{kind}", "lora_export:main", 2, flags, kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "layout", "flags_are_on"),
+    [
+        ("dense", ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"], "cpu"),
+        ("moe", ["--expert_model_parallel_size", "2"], "cpu"),
+        ("dense", ["--pipeline_model_parallel_size", "2"], "cuda"),
+    ],
+)
+def test_twenty_exports_leave_the_base_bit_identical(
+    ranks: Ranks, kind: str, layout: list[str], flags_are_on: str
+) -> None:
+    name, flags = f"export-{kind}-{flags_are_on}", ranks.flags(kind, "lora", "bfloat16", layout)
+    ranks.call(name, "lora_export:main", 2, flags, kind=kind)
     for rank in (0, 1):
-        report = ranks.report(f"export-{kind}", rank)
-        assert report["exports"] == 20 and report["base_tensors"] > 20
+        report = ranks.report(name, rank)
+        assert report["exports"] == 20 and report["base_tensors"] > 15
         assert report["changed"] == []
         assert report["worst"] < 5e-3  # against base + B A * alpha / r in fp64: one rounding to bf16
-        assert flags_of_layers(report["flags"]) == {"dense": "cpu", "moe": "cuda"}[kind]
+        assert flags_of_layers(report["flags"]) == flags_are_on
 
 
 def flags_of_layers(count: dict[str, int]) -> str:
