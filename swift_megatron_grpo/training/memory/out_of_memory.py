@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,23 +13,26 @@ from swift_megatron_grpo.training.memory.smaller_budget import halved
 
 # How torch names them in its error. Less than a GiB is a CUDA context.
 OTHER_PROCESS = re.compile(r"Process (\d+) has ([\d.]+) GiB memory in use")
+logger = logging.getLogger(__name__)
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
 
 
 @contextmanager
 def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
-    """Add rank, phase and advice to torch's out-of-memory error."""
+    """Add rank, phase and advice to torch's out-of-memory error, and log other processes that hold memory of the GPU.
+
+    The log has them also where the error is handled: a run that goes on with a smaller budget is slower than it could
+    be beside the rest of a killed one.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        whole = f"rank {rank} ran out of GPU memory in {phase}: {_other_processes(str(error))}{advice}. {error}"
-        raise torch.OutOfMemoryError(whole) from error
-
-
-def _other_processes(error: str) -> str:
-    """Return the start of an advice if other processes hold memory of the GPU, such as the rest of a killed run."""
-    holders = [f"process {number} holds {size} GiB of this GPU" for number, size in OTHER_PROCESS.findall(error)]
-    return f"{' and '.join(holders)}; end it unless it is part of this run. Otherwise " if holders else ""
+        holders = [f"process {number} holds {size} GiB of it" for number, size in OTHER_PROCESS.findall(str(error))]
+        if holders:
+            logger.warning(
+                f"rank {rank} ran out of the GPU's memory, and {' and '.join(holders)}; end what is not of this run"
+            )
+        raise torch.OutOfMemoryError(f"rank {rank} ran out of GPU memory in {phase}: {advice}. {error}") from error
 
 
 def smaller_micro_batches(flag: str, tokens: int | None, completions: int, longest: int, train: bool) -> str:
