@@ -5,7 +5,7 @@
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        held-out step-lora-8b step-lora-8b-fp8 step-adapter-8b step-lora-30b step-lora-30b-fp8
 #                        colocated-sync-8b colocated-sync-8b-fp8
-#                        step-verl step-verl-lora-8b (with verl 0.9.1, Ray and what else verl requires)
+#                        step-verl (this and step-lora-8b with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
