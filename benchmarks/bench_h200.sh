@@ -54,15 +54,15 @@ bench() {
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
 tokens_1b=16384 tokens_8b=16384 tokens_layout=16384 tokens_30b=12288
-stock_1b=mbs16 stock_8b=(mbs8)
-trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass mbs16+bypass)
+stock_1b=mbs16
+trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass+merged mbs16+bf16+bypass)
 case $card in
     h200) ;;
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
         tokens_1b=12288 tokens_8b=6144 tokens_layout=8192 tokens_30b=6144
-        stock_1b=mbs8 stock_8b=(mbs8 mbs4)
-        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8+awake) verl_8b=(mbs8+bf16+bypass mbs16+bf16+bypass) ;;
+        stock_1b=mbs8
+        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8+awake) verl_8b=(mbs8+bf16+bypass+merged mbs8+bf16+bypass) ;;
     *)
         echo "bench_h200: CARD=$card is unknown; use h200 or h100" >&2
         exit 2 ;;
@@ -297,7 +297,7 @@ group() {
         # where it took 7.8 s without. verl's vLLM sleeps, which leaves room for a larger micro batch.
         step-lora-8b)
             bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared \
-                --stock "${stock_8b[@]}" --trl "${trl_8b[@]}" --verl "${verl_8b[@]}" --rounds 1 --steps 4 \
+                --stock mbs8 --trl "${trl_8b[@]}" --verl "${verl_8b[@]}" --rounds 1 --steps 4 \
                 --goal "2.0, over TRL 2.0, over verl 1.3" \
                 --flags "$vllm_8b --sleep_level 0 ${lora[*]}" --verl-flags "--sleep_level 2" ;;
         step-lora-8b-fp8)

@@ -16,6 +16,7 @@ PARTS = {
     "awake": "vLLM keeps its memory during training, even if the other trainers' vLLM sleeps",
     "bf16": "weights and optimizer state in bf16; otherwise in fp32, verl's default",
     "bypass": "vLLM's log-probs count as those of the old policy; otherwise verl computes them",
+    "merged": "vLLM gets the weights with the adapters merged into them; otherwise the adapters, verl's default",
     "recompute": "gradient checkpointing, verl's default",
 }
 
@@ -47,6 +48,8 @@ def verl_overrides(setting: VerlSetting, sizes: VerlSizes, swift: SwiftFlags) ->
     adapters have no dropout, and no setting for it. There is no flash-attn where the benchmark runs, so attention is
     torch's, which is as fast on batches without padding.
     """
+    if "merged" in setting.parts and not swift.adapters:
+        raise SystemExit("bench: verl merges adapters only if --flags have --tuner_type lora; remove +merged")
     actor, rollout, model = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
     length = sizes.prompt_tokens + sizes.completion_tokens
     micro = setting.micro_batch or 1
@@ -66,6 +69,7 @@ def verl_overrides(setting: VerlSetting, sizes: VerlSizes, swift: SwiftFlags) ->
         f"{model}.lora_rank": swift.lora_rank if swift.adapters else 0,
         f"{model}.lora_alpha": swift.lora_alpha,
         f"{model}.target_modules": _as_list(swift.target_modules),
+        f"{model}.lora.merge": "merged" in setting.parts,
         f"{actor}.ppo_mini_batch_size": sizes.prompts,
         f"{actor}.ppo_micro_batch_size_per_gpu": micro,
         f"{actor}.use_dynamic_bsz": setting.tokens is not None,

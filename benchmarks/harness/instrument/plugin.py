@@ -117,6 +117,9 @@ def do_nothing(*_: Any) -> None: ...
 
 
 def install() -> None:
+    arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")
+    if generates := not JOB.canned and not JOB.served:
+        from swift.infer_engine import GRPOVllmEngine
     wait_for_turn(JOB)
     cap_memory(JOB)
     if JOB.media_tokens:
@@ -125,11 +128,8 @@ def install() -> None:
         draw_weights()
     orms["hash"] = HashReward
     BaseMegatronTrainer.save_checkpoint = do_nothing
-    arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")
     measure_steps(arm.install(CLOCK, JOB, TOKENS, CannedCompletions()))
-    if not JOB.canned and not JOB.served:  # a server ends all completions at the same length, the longest
-        from swift.infer_engine import GRPOVllmEngine
-
+    if generates:  # a server ends all completions at the same length, the longest
         force_lengths(GRPOVllmEngine, *arm.generation_method())
 
 

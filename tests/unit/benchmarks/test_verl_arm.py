@@ -43,13 +43,20 @@ def test_a_malformed_setting_is_rejected(name: str) -> None:
 
 
 def test_every_part_of_a_setting_changes_its_override() -> None:
-    plain, changed = (overrides_of(name, "--sleep_level", "2") for name in ("mbs8", "mbs8+" + "+".join(PARTS)))
+    swift = ("--sleep_level", "2", "--tuner_type", "lora")
+    plain, changed = (overrides_of(name, *swift) for name in ("mbs8", "mbs8+" + "+".join(PARTS)))
     assert {name: (plain[name], changed[name]) for name in plain if plain[name] != changed[name]} == {
         f"{ROLLOUT}.free_cache_engine": ("True", "False"),
         f"{ACTOR}.fsdp_config.model_dtype": ("fp32", "bf16"),
         "algorithm.rollout_correction.bypass_mode": ("False", "True"),
         f"{MODEL}.enable_gradient_checkpointing": ("False", "True"),
+        f"{MODEL}.lora.merge": ("False", "True"),
     }
+
+
+def test_only_adapters_are_merged() -> None:
+    with pytest.raises(SystemExit, match="have --tuner_type lora; remove"):
+        overrides_of("mbs8+merged")
 
 
 def test_verl_receives_the_lengths_the_groups_and_the_adapter() -> None:
