@@ -117,6 +117,7 @@ def do_nothing(*_: Any) -> None: ...
 
 
 def install() -> None:
+    # These imports take seconds, during which another process may measure.
     arm = import_module(f"benchmarks.harness.instrument.{JOB.arm}")
     if generates := not JOB.canned and not JOB.served:
         from swift.infer_engine import GRPOVllmEngine
