@@ -3,9 +3,10 @@
 # finish in time are missing from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-lora-8b-fp8 step-adapter-8b step-lora-30b step-lora-30b-fp8
+#                        held-out step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b step-lora-30b
+#                        step-lora-30b-fp8
 #                        colocated-sync-8b colocated-sync-8b-fp8
-#                        step-verl (this and step-lora-8b with verl 0.9.1, Ray and what else verl requires)
+#                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
@@ -13,8 +14,8 @@
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
 #       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync sync-30b moe-server
 #                              dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
-#   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b step-lora-8b-fp8
-#                       step-adapter-8b two-* sync *-8b-lora and moe-30b-lora-ep2; names get the suffix -h100
+#   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b* step-adapter-8b two-*
+#                       sync *-8b-lora lora-14b and moe-30b-lora-ep2; names get the suffix -h100
 #   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -53,16 +54,16 @@ bench() {
 
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
-tokens_1b=16384 tokens_8b=16384 tokens_layout=16384 tokens_30b=12288
+tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_30b=12288
 stock_1b=mbs16
 trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass+merged mbs16+bf16+bypass)
 case $card in
     h200) ;;
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
-        tokens_1b=12288 tokens_8b=6144 tokens_layout=8192 tokens_30b=6144
+        tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_30b=6144
         stock_1b=mbs8
-        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8+awake) verl_8b=(mbs8+bf16+bypass+merged mbs8+bf16+bypass) ;;
+        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass+merged mbs8+bf16+bypass) ;;
     *)
         echo "bench_h200: CARD=$card is unknown; use h200 or h100" >&2
         exit 2 ;;
@@ -195,6 +196,12 @@ step_30b() {
         --timeout 420 --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $2"
 }
 
+# step_lora_8b NAME FLAGS ARGUMENT...      the whole step of adapters of 8B, beside a vLLM that stays awake
+step_lora_8b() {
+    bench step "$1" 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 --steps 4 \
+        --flags "$vllm_8b --sleep_level 0 ${lora[*]} $2" "${@:3}"
+}
+
 # colocated_sync NAME FLAGS
 colocated_sync() {
     bench step "$1" 8b --random-weights --lengths constant:64 --prompts constant:48 --completions 16 --rounds 1 \
@@ -218,6 +225,12 @@ part() {
     echo "== $1"
     "$python" -m "benchmarks.$2" --json "$out/parts/$1$suffix.json" --work "${WORK:-runs/bench}/$2" "${@:3}" \
         "${dry_flags[@]}"
+}
+
+# two_gpus NAME ARGUMENT...      the first steps wait for rollouts that no training overlapped
+two_gpus() {
+    bench step "$1" 8b --random-weights "${fixed[@]}" --completions 128 --rounds 1 --steps 7 --warm-up 3 --timeout 420 \
+        "${@:2}"
 }
 
 # memory SHAPE GOAL
@@ -294,19 +307,19 @@ group() {
                 --ours tokens$tokens_1b+shared --stock mbs8 mbs4 --trl mbs8+awake mbs4+awake --rounds 1 \
                 --steps 4 --flags "$vllm_1b --sleep_level 2" ;;
         # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most. TRL with Liger's kernels took 9.0 s
-        # where it took 7.8 s without. verl's vLLM sleeps, which leaves room for a larger micro batch.
+        # where it took 7.8 s without. In 80 GB its vLLM has to sleep for micro batches of 8.
         step-lora-8b)
-            bench step step-lora-8b 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared \
-                --stock mbs8 --trl "${trl_8b[@]}" --verl "${verl_8b[@]}" --rounds 1 --steps 4 \
-                --goal "2.0, over TRL 2.0, over verl 1.3" \
-                --flags "$vllm_8b --sleep_level 0 ${lora[*]}" --verl-flags "--sleep_level 2" ;;
+            step_lora_8b step-lora-8b "" --stock mbs8 --trl "${trl_8b[@]}" --trl-flags "--sleep_level 2" \
+                --goal "2.0, over TRL 2.0" ;;
         step-lora-8b-fp8)
-            bench step step-lora-8b-fp8 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 \
-                --steps 4 --goal 1.08 --flags "$vllm_8b --sleep_level 0 ${lora[*]} ${fp8[*]}" ;;
+            step_lora_8b step-lora-8b-fp8 "${fp8[*]}" --goal 1.08 ;;
+        # verl's vLLM sleeps, which leaves room for a larger micro batch.
+        step-lora-8b-verl)
+            step_lora_8b step-lora-8b-verl "" --verl "${verl_8b[@]}" --verl-flags "--sleep_level 2" \
+                --goal "1.3 over verl" ;;
         # vLLM with the adapter itself, which alone is sent.
         step-adapter-8b)
-            bench step step-adapter-8b 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 \
-                --steps 4 --flags "$vllm_8b --sleep_level 0 ${lora[*]} --vllm_enable_lora true" ;;
+            step_lora_8b step-adapter-8b "--vllm_enable_lora true" ;;
         # The trainer and vLLM hold 61 GB each in bf16, so that the trainer's weights have to leave the GPU in turns.
         step-lora-30b)
             step_30b step-lora-30b "--offload_model true" ;;
@@ -324,7 +337,7 @@ group() {
                 --profile --flags "${lora[*]}" ;;
         lora-14b)
             bench train lora-14b 14b --lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64 \
-                --ours tokens16384 --rounds 1 --steps 4 --goal "MFU 45 %" --profile --flags "${lora[*]}" ;;
+                --ours tokens$tokens_14b --rounds 1 --steps 4 --goal "MFU 45 %" --profile --flags "${lora[*]}" ;;
         two)
             bench train pp2-1.7b 1.7b "${fixed[@]}" --ours pp2+tokens8192 pp2+tokens16384 --stock pp2+mbs8 pp2+mbs16 \
                 --goal 1.5 --rounds 1
@@ -356,6 +369,15 @@ group() {
         two-colocated)
             group two-colocated-128
             group two-colocated-256 ;;
+        # Adapters of 8B, whose weights take most of a decoding step.
+        two-colocated-8b)
+            two_gpus two-colocated-8b-lora-128 --ours dp2+tokens$tokens_8b+shared \
+                --flags "$vllm_8b --sleep_level 0 ${lora[*]}" ;;
+        two-server-8b)
+            with_servers 8b on "--vllm_gpu_memory_utilization 0.6" group two-behind-server-8b ;;
+        two-behind-server-8b)
+            two_gpus two-server-8b-lora-128 --ours tokens$tokens_8b_alone+shared --servers "${servers[@]}" \
+                --flags "--async_generate true --rollout_importance_sampling_mode token_truncate ${lora[*]}" ;;
         two-colocated-*)
             bench step "two-colocated-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
                 --warm-up 2 --completions "${1##*-}" --ours dp2+tokens16384 --flags "$vllm_1b --sleep_level 0" ;;
