@@ -101,6 +101,8 @@ def _batch(run: Run, flags: Sequence[str]) -> BatchPlan:
         tensor_model_parallel_size=_number(flags, "tensor_model_parallel_size", 1),
         pipeline_model_parallel_size=_number(flags, "pipeline_model_parallel_size", 1),
         context_parallel_size=_number(flags, "context_parallel_size", 1),
+        expert_model_parallel_size=_number(flags, "expert_model_parallel_size", 1),
+        expert_tensor_parallel_size=_number(flags, "expert_tensor_parallel_size", 1),
         sequence_parallel=flag(flags, "sequence_parallel") == "true",
     )
     workload = Workload(**run.workload)

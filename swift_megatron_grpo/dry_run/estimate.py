@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.config import GRPOConfig
-from swift_megatron_grpo.dry_run.micro_batches import micro_batches, pictures_of, saved_by_sharing
+from swift_megatron_grpo.dry_run.micro_batches import fullest, micro_batches, pictures_of, saved_by_sharing
 from swift_megatron_grpo.dry_run.model import Model
 from swift_megatron_grpo.dry_run.rows import Rows
 from swift_megatron_grpo.layout import Layout
@@ -19,7 +19,7 @@ from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_that_fit
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
-from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory
+from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.planning.throughput import (
     Generation,
     StepWork,
@@ -36,6 +36,7 @@ class Estimate:
     longest: int  # tokens of the longest sample that the flags allow
     plan: StepPlan
     largest: Tokens  # micro batch, if all completions have --max_completion_length
+    fullest: int  # tokens of the largest micro batch that completions of other lengths can make; memory is for it
     memory: list[RankMemory]  # by pipeline stage
     engine: Engine | None  # None: servers generate
     engine_fits: bool
@@ -54,11 +55,12 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
     plan, largest = micro_batches(config.batch, config.packing, model, samples)
     longest = max(tokens for tokens, _ in samples)
+    packed = fullest(plan, largest, config.batch, config.packing, samples)
     engine = _engine(args, config, model, longest)
     run = Run(
         tensors=model.tensors,
         decoder=model.decoder,
-        training=_training(args, config, largest, plan, rows),
+        training=_filled(_training(args, config, largest, plan, rows), packed),
         vllm=None if config.server is not None else Vllm(config.vllm.gpu_memory_utilization, config.vllm.sleep_level),
         longest_sample=longest,
         engine=engine,
@@ -74,6 +76,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         longest=longest,
         plan=plan,
         largest=largest,
+        fullest=packed,
         memory=memory,
         engine=engine,
         engine_fits=engine_fits,
@@ -135,6 +138,11 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         offload_optimizer=args.offload_optimizer,
         offload_grad=args.offload_grad,
     )
+
+
+def _filled(training: Training, packed: int) -> Training:
+    """Return the same run with so many tokens in its largest micro batch, and as many micro batches as before."""
+    return replace(with_budget(training, packed), micro_batches=training.micro_batches)
 
 
 def _divides(args: GRPOArguments) -> Callable[[Layout], bool]:

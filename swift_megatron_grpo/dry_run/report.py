@@ -60,6 +60,8 @@ def _micro_batches(result: Estimate) -> list[str]:
             f"has {result.largest.packed:,} tokens{shared}",
         )
     ]
+    if result.fullest > result.largest.packed:
+        lines.append(_row("", f"memory is for one of {result.fullest:,} tokens, which shorter completions can fill"))
     if result.plan.over_budget:
         lines.append(_row("", f"{len(result.plan.over_budget)} samples are alone longer than the token budget"))
     return lines

@@ -2,7 +2,13 @@
 
 The tensors are those that Megatron's layers save with Transformer Engine's kernels and this package's own: in bf16,
 without dropout, with attention whose scores are never stored. tests/unit/planning compares the sums with peaks that
-were measured on H200.
+were measured on H200 and H100.
+
+Rows of experts: t tokens with k experts each are t * k rows, and a row is kept where its expert is. With expert
+parallelism a rank sends rows and receives others; if routing is even, the same number, and what it keeps of a row is
+the same as with one rank. The rows before the all-to-all, [t * k, hidden], those after it and before the sort by local
+expert, and the outputs on their way back are freed in forward: permutation, all-to-all and sort keep only the indices.
+tests/dist/test_saved_by_experts.py counts the tensors that the real layers save.
 """
 
 from __future__ import annotations
@@ -76,6 +82,7 @@ class _Kept:
     attention: int
     angles: int  # cosines and sines, which every tensor-parallel rank has
     gathered: int  # per gathered key, in place of the packed ones
+    expert_inputs: int  # rows of experts, of which every expert-tensor-parallel rank has all
     feed_forward: int
     activation: int  # the output of the feed-forward's activation function
 
@@ -129,7 +136,8 @@ def _without(kept: _Kept, tokens: Tokens, layout: Layout, how: Recompute) -> flo
     selected = how.modules if how.granularity == "selective" else ()
     norms = 0 if how.elementwise or "layernorm" in selected else kept.norms
     activation = 0 if how.elementwise or "moe_act" in selected else kept.activation
-    feed_forward = kept.feed_forward + activation
+    # Each of the ETP ranks gathers the rows of all of them, [rows * ETP, hidden], and computes 1 / ETP of their width.
+    feed_forward = kept.expert_inputs * layout.expert_tensor_parallel_size + kept.feed_forward + activation
     if "mlp" in selected or "moe" in selected:
         feed_forward = 0
     outside = (kept.inputs + kept.residual + norms) * tokens.packed / _split_of_inputs(layout)
@@ -152,12 +160,14 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
     factor = 2 if decoder.gated else 1
     if layer in decoder.expert_layers:
         taken = decoder.experts_per_token
-        # Rows of experts: inputs, products of gate and up projection; shared experts as in a dense layer. Outputs are
-        # not kept: the router's probabilities weight the activation.
-        feed_forward = taken * (hidden + factor * decoder.expert_ffn) + factor * decoder.shared_ffn
+        # Of t tokens: inputs of experts [t * k, hidden], sorted by expert; products of gate and up projection
+        # [t * k, 2 * ffn]; the activation [t * k, ffn]; shared experts as in a dense layer. Outputs are not kept: the
+        # router's probabilities weight the activation.
+        expert_inputs = taken * hidden
+        feed_forward = factor * (taken * decoder.expert_ffn + decoder.shared_ffn)
         activation = taken * decoder.expert_ffn + decoder.shared_ffn
     else:
-        feed_forward, activation = factor * decoder.ffn, decoder.ffn
+        expert_inputs, feed_forward, activation = 0, factor * decoder.ffn, decoder.ffn
     return _Kept(
         inputs=hidden * item,
         norms=2 * hidden * item,
@@ -165,6 +175,7 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
         attention=attention * item,
         angles=angles * item,
         gathered=gathered * item,
+        expert_inputs=expert_inputs * item,
         feed_forward=feed_forward * item,
         activation=activation * item,
     )

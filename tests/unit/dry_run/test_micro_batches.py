@@ -1,13 +1,14 @@
-"""Images of a planned step: those of its largest micro batch, and those that a rank keeps for a rollout."""
+"""The largest micro batch of a planned step, and its images; those too that a rank keeps for a rollout."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_megatron_grpo.config import BatchPlan
-from swift_megatron_grpo.dry_run.micro_batches import pictures_of
+from swift_megatron_grpo.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.dry_run.micro_batches import fullest, pictures_of
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.plan import StepPlan
+from swift_megatron_grpo.planning.activations import Tokens
 from swift_megatron_grpo.planning.towers import Pictures
 
 BATCH = BatchPlan(Layout(2), 1, 8, 16, 2, num_generations=2)
@@ -29,3 +30,31 @@ def test_completions_that_share_a_prompt_show_its_image_once() -> None:
 
 def test_prompts_without_images_need_nothing() -> None:
     assert pictures_of(PLAN, BATCH, [0] * 8) == Pictures()
+
+
+PAIRS = StepPlan([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+SAMPLES = [(2176, 2048)] * 8
+
+
+def most(plan: StepPlan, budget: int | None, layout: Layout | None = None) -> int:
+    largest = Tokens(*(sum(sample[part] for sample in SAMPLES[:2]) for part in (0, 0, 1)))
+    batch = replace(BATCH, layout=layout or Layout(2))
+    return fullest(plan, largest, batch, PackingConfig(budget, None, None, None), SAMPLES)
+
+
+def test_shorter_completions_fill_a_budget_that_full_ones_leave_empty() -> None:
+    assert most(PAIRS, 6144) == 6144
+    with_sequence_parallel = Layout(8, tensor_model_parallel_size=4, sequence_parallel=True)
+    assert most(PAIRS, 6143, with_sequence_parallel) == 6140  # padded to a multiple of 4
+
+
+def test_a_micro_batch_has_no_more_tokens_than_its_rank() -> None:
+    assert most(PAIRS, 16384) == 4 * 2176
+    alone = replace(PAIRS, assignment=[[[0, 1]], [[4, 5]]])
+    assert most(alone, 16384) == 2 * 2176
+    shared = replace(PAIRS, share_prompts=True)  # of groups of two
+    assert most(shared, 16384) == 2 * (2 * 2048 + 128)
+
+
+def test_samples_over_the_budget_and_micro_batches_by_count_stay_as_planned() -> None:
+    assert most(PAIRS, 2048) == most(PAIRS, None) == 2 * 2176
