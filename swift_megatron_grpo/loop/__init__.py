@@ -16,6 +16,7 @@ kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole c
 token_selection.py  selects the tokens of highest entropy for the policy loss
 stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models
+frozen_heap.py      keeps the objects of set-up out of the garbage collector's full collections
 phase_timer.py      the time of each phase of a step
 trace.py            phases of all ranks and requests of servers on one time line (--trace_steps)
 completion_log.py   writes completions to completions.jsonl, wandb and swanlab

@@ -22,6 +22,7 @@ from swift_megatron_grpo.images.files import image_digests
 from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary, canary_image
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
+from swift_megatron_grpo.loop.frozen_heap import freeze_heap
 from swift_megatron_grpo.loop.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
@@ -101,7 +102,7 @@ class RunInputs:
 def assemble_loop(
     config: GRPOConfig, models: LoadedModels, run: RunInputs, trainer_state: Any, total_steps: int
 ) -> GRPOLoop:
-    """Build the loop. A run that resumes continues beta, and the rollout that its checkpoint interrupted."""
+    """Build the loop, and freeze the heap. A run that resumes continues beta and the interrupted rollout."""
     unfinished = _unfinished(config, run)
     generated = run.rollouts_done + (unfinished is not None)
     steps_done: int = trainer_state.iteration
@@ -111,6 +112,7 @@ def assemble_loop(
     loop = GRPOLoop(config, stages, trainer_state, steps_done, total_steps, unfinished)
     if loop.kl_controller.adapts:
         loop.kl_controller.restore(run.checkpoints)
+    freeze_heap()
     return loop
 
 

@@ -23,6 +23,7 @@ class megatron_torn_down:
         # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
         # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
         # it, and the model once its hooks do, whose references Python's garbage collector cannot see.
+        gc.unfreeze()  # frozen objects are neither listed nor collected
         for candidate in gc.get_objects():
             if type(candidate) is DistributedDataParallel:
                 vars(candidate).clear()
