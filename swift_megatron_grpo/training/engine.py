@@ -26,6 +26,7 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
+from swift_megatron_grpo.training.megatron_fixes.flat_optimizer import flat, flatten
 from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
 from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
@@ -93,6 +94,7 @@ class MegatronEngine:
         clip_with_transformer_engine()
         bound_tensor_handles()
         copy_without_search()
+        flatten(optimizer)
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
 
@@ -109,7 +111,8 @@ class MegatronEngine:
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
 
-        with out_of_memory_advice("the optimizer's update", self.parallel.rank, _OPTIMIZER_MEMORY_ADVICE):
+        out_of_memory = out_of_memory_advice("the optimizer's update", self.parallel.rank, _OPTIMIZER_MEMORY_ADVICE)
+        with out_of_memory, flat(self.optimizer):
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: Megatron's optimizer did not update the weights")

@@ -25,7 +25,7 @@ def upstream() -> dict[str, Any]:
         from megatron.core.distributed import DistributedDataParallel, finalize_model_grads, param_and_grad_buffer
         from megatron.core.extensions import transformer_engine as extensions
         from megatron.core.fusions import fused_bias_swiglu
-        from megatron.core.optimizer import clip_grads
+        from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
         from megatron.core.packed_seq_params import PackedSeqParams
         from megatron.core.pipeline_parallel import p2p_communication, schedules
         from megatron.core.tensor_parallel import get_cuda_rng_tracker, param_is_not_tensor_parallel_duplicate
@@ -43,6 +43,9 @@ def upstream() -> dict[str, Any]:
             "distribution": importlib.metadata.version("megatron-core"),
             "parallel_state": sorted(vars(parallel_state)),
             "destroy": source(parallel_state.destroy_model_parallel),
+            "distributed_optimizer": source(distrib_optimizer.DistributedOptimizer),
+            "optimizer": source(optimizer),
+            "adam_of_optimizer": distrib_optimizer.Adam.__name__,
             "clip_grads": sorted(vars(clip_grads)),
             "loops_used": clip_grads.multi_tensor_applier is utils.local_multi_tensor_applier,
             "report": parameters(report),
@@ -102,6 +105,20 @@ def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core
     assert names <= set(upstream()["clip_grads"])
     assert ("multi_tensor_scale_tensor_impl" in upstream()["clip_grads"]) is (core >= Version("0.17"))
     assert upstream()["loops_used"] is (core >= Version("0.17"))
+
+
+def test_an_optimizer_step_reads_parameters_and_states_from_the_inner_optimizer(core: Version) -> None:
+    norm = "get_main_grads_for_grad_norm" if core < Version("0.19") else "get_grads_for_grad_norm"
+    source = upstream()["optimizer"]
+    assert f"def {norm}(self" in source
+    assert "for param_group in self.optimizer.param_groups:" in source  # get_parameters, for norm and clipping
+    assert "self.optimizer.step()" in source
+    for name in ("_copy_model_grads_to_main_grads", "_copy_main_params_to_model_params"):
+        assert f"self.{name}()" in source
+    # Adam's states are read from the same place, as tensors of each shard, which are written in place.
+    assert "self.optimizer.state[main_param]" in upstream()["distributed_optimizer"]
+    assert "dst_tensors[key].copy_(tensors[key])" in upstream()["distributed_optimizer"]
+    assert upstream()["adam_of_optimizer"] == "FusedAdam"
 
 
 def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:

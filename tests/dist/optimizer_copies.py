@@ -13,10 +13,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from swift_megatron_grpo.tools.torn_down import megatron_torn_down
 from swift_megatron_grpo.training.megatron_fixes import optimizer_copies
+from tests.dist.flat_optimizer import upstream_tensors
 from tests.dist.offloading import EVERYTHING, STEPS, Run, differing
 
 
 def main(out: str, flags: list[str]) -> None:
+    with upstream_tensors():
+        run(out, flags)
+
+
+def run(out: str, flags: list[str]) -> None:
     stock = Run(flags, EVERYTHING)
     with upstream_copies():
         expected = [stock.step(seed) for seed in range(STEPS)]

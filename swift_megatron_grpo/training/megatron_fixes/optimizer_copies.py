@@ -13,6 +13,7 @@ Tests: tests/dist/test_optimizer_copies.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,7 +28,7 @@ Pair = tuple[Any, torch.Tensor]  # a parameter, to which Megatron adds attribute
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class Places:
     """Weights that this rank's optimizer holds, and their parts of the buffers of gradients and parameters."""
 
     memory: list[int]  # of the buffers
@@ -36,7 +37,7 @@ class _Places:
     parameters: list[torch.Tensor]
 
 
-_places: WeakKeyDictionary[DistributedOptimizer, _Places] = WeakKeyDictionary()
+_places: WeakKeyDictionary[DistributedOptimizer, Places] = WeakKeyDictionary()
 
 
 def copy_without_search() -> None:
@@ -46,23 +47,24 @@ def copy_without_search() -> None:
 
 
 def _pass_gradients(self: DistributedOptimizer) -> None:
-    if not _is_covered(self):
+    if not is_covered(self):
         _upstream_gradients(self)
         return
-    places = _places_of(self)
+    places = places_of(self)
     for main, gradient in zip(places.mains, places.gradients, strict=True):
         main.grad = gradient
 
 
 def _copy_results(self: DistributedOptimizer) -> None:
-    if not _is_covered(self):
+    if not is_covered(self):
         _upstream_results(self)
         return
-    places = _places_of(self)
+    places = places_of(self)
     torch._foreach_copy_(places.parameters, places.mains)
 
 
-def _is_covered(optimizer: DistributedOptimizer) -> bool:
+def is_covered(optimizer: DistributedOptimizer) -> bool:
+    """Return True if gradients and results are moved by this file, not by upstream."""
     return not (
         optimizer.is_stub_optimizer
         or optimizer.ddp_config.use_megatron_fsdp
@@ -74,7 +76,7 @@ def _is_covered(optimizer: DistributedOptimizer) -> bool:
     )
 
 
-def _places_of(optimizer: DistributedOptimizer) -> _Places:
+def places_of(optimizer: DistributedOptimizer) -> Places:
     """Return the places, found anew if a buffer has other memory; offloading keeps it, as a storage of no bytes."""
     memory = [
         data.untyped_storage()._cdata for buffer in optimizer.buffers for data in (buffer.grad_data, buffer.param_data)
@@ -85,7 +87,18 @@ def _places_of(optimizer: DistributedOptimizer) -> _Places:
     return places
 
 
-def _find_places(optimizer: DistributedOptimizer, memory: list[int]) -> _Places:
+@contextmanager
+def using_places(optimizer: DistributedOptimizer, places: Places) -> Iterator[None]:
+    """Move gradients and results between these places inside the context: those of a few large tensors."""
+    own = places_of(optimizer)
+    _places[optimizer] = places
+    try:
+        yield
+    finally:
+        _places[optimizer] = own
+
+
+def _find_places(optimizer: DistributedOptimizer, memory: list[int]) -> Places:
     mains, gradients, parameters = [], [], []
     for parameter, main in _pairs(optimizer):
         ranges = optimizer._get_model_param_range_map(parameter)
@@ -96,7 +109,7 @@ def _find_places(optimizer: DistributedOptimizer, memory: list[int]) -> _Places:
         mains.append(main)
         gradients.append(parameter.main_grad.view(-1)[of_parameter.start : of_parameter.end])
         parameters.append(bucket.param_data.view(-1)[of_bucket.start : of_bucket.end])
-    return _Places(memory, mains, gradients, parameters)
+    return Places(memory, mains, gradients, parameters)
 
 
 def _pairs(optimizer: DistributedOptimizer) -> Iterator[Pair]:

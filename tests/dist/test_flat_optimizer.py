@@ -1,0 +1,32 @@
+"""Steps over runs of parameters give the weights of steps over single ones, bit for bit, and the same checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.conftest import Ranks
+
+ALL_EXPERTS = ["--beta", "0.1", "--target_modules", "all-linear", "--moe_grouped_gemm", "true"]
+LONGER = ["--train_iters", "8"]  # with 2, the learning rate of later steps is 0
+CASES = {
+    "adapters": (1, "moe", "lora", "bfloat16", ALL_EXPERTS),
+    "adapters on dp2": (2, "moe", "lora", "bfloat16", ALL_EXPERTS),
+    "adapters on dp2+ep2": (2, "moe", "lora", "bfloat16", [*ALL_EXPERTS, "--expert_model_parallel_size", "2"]),
+    "all weights on dp2": (2, "dense", "full", "bfloat16", ["--beta", "0.1"]),
+    "all weights in fp32": (1, "dense", "full", "float32", ["--beta", "0.1"]),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", list(CASES))
+def test_steps_equal_those_over_single_parameters(ranks: Ranks, case: str) -> None:
+    count, kind, tuner, dtype, extra = CASES[case]
+    job = f"flat-{case.replace(' ', '-')}"
+    ranks.call(job, "flat_optimizer:main", count, ranks.flags(kind, tuner, dtype, [*extra, *LONGER]))
+    for rank in range(count):
+        report = ranks.report(job, rank)
+        assert 0 < report["runs"] < report["tensors"]
+        for runs in ("same steps", "a checkpoint of upstream", "a checkpoint of runs"):
+            assert report[runs]["losses_equal"] and report[runs]["trained"]
+            assert report[runs]["norms_off"] < 1e-6
+            assert report[runs]["weights_differ"] == []
