@@ -11,7 +11,9 @@ AsyncLLM as well, because the preparation of an image would delay the next step 
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,6 +40,10 @@ logger = get_logger()
 _SHUTDOWN_SECONDS = 5
 # Seconds after which a thread that runs Python lets another one run. Python's default of 5 ms is a step of the engine.
 _SWITCH_SECONDS = 5e-4
+# Requests of a rollout arrive one by one, within some 60 ms, and whoever misses the first step ends after the others.
+# An idle engine waits for the next request for the first of these times, and for all of them no longer than the second.
+_GATHERING_SECONDS = 8e-3
+_MOST_GATHERING_SECONDS = 0.1
 
 
 class EngineFailed(RuntimeError):
@@ -178,16 +184,20 @@ class EngineThread:
 
     def _run_commands(self, engine: LLMEngine) -> bool:
         """Run the commands that wait, and wait for one if there is nothing to generate. Return False at the end."""
+        first_step = 0.0 if _has_work(engine) else math.inf  # time.monotonic() at which gathering ends
         while True:
+            patience = None  # no limit
+            if _has_work(engine):
+                now = time.monotonic()
+                first_step = min(first_step, now + _MOST_GATHERING_SECONDS)
+                patience = max(0.0, min(_GATHERING_SECONDS, first_step - now))
             try:
-                command = self._commands.get(block=not _has_work(engine))
+                command = self._commands.get(timeout=patience)
             except Empty:
                 return True
             if command is None:
                 return False
             _run_command(engine, *command)
-            if self._commands.empty():
-                return True
 
     def _fail(self, failure: EngineFailed) -> None:
         """Make all requests raise the failure, and all commands that are sent from now on."""

@@ -47,7 +47,7 @@ from swift_megatron_grpo.protocol.messages import (
     Completion,
     ServerStatus,
 )
-from swift_megatron_grpo.types import Rollout
+from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()
 Complete = Callable[[Sequence[int], Server, set[int]], Coroutine[Any, Any, None]]
@@ -77,6 +77,7 @@ class RemoteGeneration:
         self._lost_requests = LostRequests()
         self._prompts: dict[int, tuple[str, list[int]]] = {}  # server and tokens, by first place of the group
         self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
+        self._prompt_requests: dict[str, dict[str, Any]] = {}  # in JSON types, by prompt
         self._failure: BaseException | None = None
         self._wake_up = asyncio.Event()  # of `_run`: a request ended, a server came or went, or `stop` was called
         self._advanced = asyncio.Event()  # of `_next`: `_run` has woken up or ended
@@ -355,13 +356,19 @@ class RemoteGeneration:
         request = replace(request, prompt=without_images(request.prompt))
         limit = sampling.max_completion_length if sampling.limits_conversations and not one_turn else None
         return {
-            "request": asdict(infer_request(request.prompt)) if one_turn else conversation_payload(request),
+            "request": self._prompt_request(request.prompt) if one_turn else conversation_payload(request),
             "sampling": asdict(request_config(sampling, request.seed)),
             "tokens_of_all_turns": limit,
             "media": media,
             "experts": request.returns_experts,
             "weights_version": self._version,
         }
+
+    def _prompt_request(self, prompt: Prompt) -> dict[str, Any]:
+        """Return the request of one turn; completions of a prompt share it."""
+        if prompt.prompt_id not in self._prompt_requests:
+            self._prompt_requests[prompt.prompt_id] = asdict(infer_request(prompt))
+        return self._prompt_requests[prompt.prompt_id]
 
     def _retry_or_fail(self, place: int, server: Server, failure: ServerFailure) -> None:
         """Queue a request again that a healthy server did not complete. Fail the generation after MAX_ATTEMPTS."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from swift.utils import get_logger
 
-from swift_megatron_grpo.server import worker
+from swift_megatron_grpo.server import engine_thread, worker
 from swift_megatron_grpo.server.engine_thread import EngineFailed, EngineThread
 
 
@@ -25,6 +25,7 @@ class StandIn:
 
     requests: list[str] = field(default_factory=list)
     threads: set[threading.Thread] = field(default_factory=set)  # that have called it
+    first_step: list[str] | None = None  # its requests
     error: BaseException | None = None  # of a step
     output_processor: Any = None
     shut_down: bool = False
@@ -45,6 +46,7 @@ class StandIn:
 
     def step(self) -> list[Any]:
         self.threads.add(threading.current_thread())
+        self.first_step = self.first_step or list(self.requests)
         if self.error is not None:
             raise self.error
         return []
@@ -124,6 +126,27 @@ def test_a_shutdown_ends_requests_in_flight_and_commands_that_follow() -> None:
         assert not thread._thread.is_alive() and engine.shut_down
         assert await waiting == "the engine was shut down"
         assert await failure_of(thread.list_loras()) == "the engine was shut down"
+
+    run(work)
+
+
+@pytest.mark.parametrize(("gap", "most", "together"), [(1.0, 9.0, True), (0.0, 9.0, False), (1.0, 0.0, False)])
+def test_an_idle_engine_waits_for_requests_that_arrive_one_by_one(
+    gap: float, most: float, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_thread, "_GATHERING_SECONDS", gap)
+    monkeypatch.setattr(engine_thread, "_MOST_GATHERING_SECONDS", most)
+
+    async def work(thread: EngineThread, engine: StandIn) -> None:
+        waiting = []
+        for request in ("a", "b", "c"):
+            waiting.append(asyncio.create_task(failure_of(generate(thread, request))))
+            await asyncio.sleep(0.1)
+        while engine.first_step is None:
+            await asyncio.sleep(0.01)
+        assert engine.first_step == (["a", "b", "c"] if together else ["a"])
+        thread.shutdown()
+        await asyncio.gather(*waiting)
 
     run(work)
 
