@@ -15,7 +15,7 @@ With tensor parallelism, all ranks but the first leave replicated halves of adap
 with the other halves, so that no runs form there, and nothing changes. The precision-aware optimizer, float8, gradients
 that are not fp32 and optimizers on the CPU are left to upstream, too.
 
-Tests: tests/dist/test_flat_optimizer.py.
+Tests: tests/dist/test_flat_optimizer.py, on a GPU tests/gpu/test_flat_optimizer.py.
 """
 
 from __future__ import annotations
