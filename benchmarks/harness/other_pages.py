@@ -7,21 +7,23 @@ from pathlib import Path
 
 from .cells import both, gpus, has_images, images_per_second, in_words, model, peak, percent
 from .markdown import table
-from .results import Comparison, Run
+from .results import NAMES, Comparison, Run
 
 README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
+OF_PEERS = ("<!-- TRL and verl, by benchmarks/bench.py report -->\n", "<!-- end of TRL and verl -->\n")
 MEASURED = ("<!-- measured, by benchmarks/bench.py report -->\n", "<!-- end of measured -->\n")
 SHARED_PAGE, IMAGES_PAGE = Path("docs/shared_prompts.md"), Path("docs/multimodal.md")
 EXPERTS_PAGE, MODELS_PAGE = Path("docs/moe.md"), Path("docs/models.md")
-HEADLINES = ("step-best-1.7b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b", "pp2-1.7b", "tp2-1.7b",
-             "moe-4.5b", "qwen2.5-vl-3b", "qwen3-vl-2b-lora")  # fmt: skip
-BEST = "each at its best"
+HEADLINES = ("step-best-1.7b", "step-lora-8b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b",
+             "pp2-1.7b", "tp2-1.7b", "moe-4.5b", "qwen2.5-vl-3b", "qwen3-vl-2b-lora")  # fmt: skip
+BEST, PEER = "each at its best", "with a peer"
 
 
 def tables(runs: Sequence[Run]) -> list[tuple[Path, tuple[str, str], str]]:
     """Return the path, the lines around the table, and the table."""
     return [
         (README, IN_README, headlines(runs)),
+        (README, OF_PEERS, beside_peers(runs)),
         (SHARED_PAGE, MEASURED, shared_prompts(runs)),
         (IMAGES_PAGE, MEASURED, with_ms_swift([run for run in runs if has_images(run)])),
         (EXPERTS_PAGE, MEASURED, with_ms_swift([run for run in runs if run.workload["shape"].endswith("-moe")])),
@@ -50,6 +52,23 @@ def headlines(runs: Sequence[Run]) -> str:
             "speedup": lambda row: f"**{row.ratio:.2f}**",
         },
         rows,
+    )
+
+
+def beside_peers(runs: Sequence[Run]) -> str:
+    """Return the table of whole steps beside those of TRL and verl, on one H200."""
+    pairs = [pair for run in runs if run.device == "NVIDIA H200" for pair in run.comparisons() if pair.what == PEER]
+    return table(
+        {
+            "model": lambda row: model(row.ours.run),
+            "completions": lambda row: str(row.ours.run.workload["completions"]),
+            "tokens of each": lambda row: in_words(row.ours.run.workload["lengths"]),
+            "beside": lambda row: NAMES[row.other.arm],
+            "its step": lambda row: f"{row.other.median:.2f} s",
+            "this package": lambda row: f"{row.ours.median:.2f} s",
+            "speedup": lambda row: f"**{row.ratio:.2f}**",
+        },
+        pairs,
     )
 
 

@@ -194,9 +194,12 @@ def test_a_run_without_peers_has_no_section_for_them() -> None:
     assert "TRL" not in text.replace(run.goal, "").replace(run.versions["trl"], "").replace(", trl ", "")
 
 
-def test_the_readme_compares_with_ms_swift_alone() -> None:
+def test_the_readme_compares_with_ms_swift_and_with_peers_in_tables_of_their_own() -> None:
     runs = [replace(run_with_trl(), name=name) for name in other_pages.HEADLINES]
     assert other_pages.headlines(runs).count("| 8.00 s | 4.00 s | **2.00** |") == len(other_pages.HEADLINES)
+    other_card = replace(run_with_trl(), device="NVIDIA H100 80GB HBM3")
+    table = other_pages.beside_peers([run_with_trl(), other_card])
+    assert table.count("| Qwen3 TINY | 8 | 8 | TRL | 6.00 s | 4.00 s | **1.50** |") == 1 and "stock" not in table
 
 
 def test_trainers_alternate_whatever_their_number() -> None:
