@@ -40,12 +40,7 @@ WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)  # templates with which ms-swift adds one
 
 def make_checkpoint(folder: Path, shape: Shape, with_weights: bool = True) -> None:
     with random_weights() if with_weights else torch.device("meta"):
-        if shape.vision is not None:
-            tokenizer, model = make_qwen_vl(shape, shape.vision[1])
-        elif shape.delta_nets is None:
-            tokenizer, model = make_qwen3(shape)
-        else:
-            tokenizer, model = make_qwen3_5(shape, shape.delta_nets)
+        tokenizer, model = make_model(shape)
     if with_weights:
         model.save_pretrained(folder)
     else:
@@ -58,8 +53,20 @@ def make_checkpoint(folder: Path, shape: Shape, with_weights: bool = True) -> No
     (folder / TEMPLATE_TOKENS_FILE).write_text(str(count_template_tokens(tokenizer, shape.template)))
 
 
+def make_model(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    if shape.vision is not None:
+        return make_qwen_vl(shape, shape.vision[1])
+    if shape.delta_nets is not None:
+        return make_qwen3_5(shape, shape.delta_nets)
+    return make_qwen3(shape)
+
+
 def text_sizes(tokenizer: PreTrainedTokenizerFast | None, shape: Shape) -> dict[str, Any]:
-    """Return what config.json has for every kind of text model. `tokenizer`: None for the sizes alone."""
+    """Return what config.json has for every kind of text model. `tokenizer`: None for the sizes alone.
+
+    As in released Qwen3, there is no pad_token_id, for which transformers sets a row of the embedding to zero. RMSNorm
+    amplifies the gradient of such a row a thousandfold wherever a random completion contains the token.
+    """
     return {
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
@@ -72,7 +79,6 @@ def text_sizes(tokenizer: PreTrainedTokenizerFast | None, shape: Shape) -> dict[
         "tie_word_embeddings": shape.tied,
         "bos_token_id": None,
         "eos_token_id": tokenizer and tokenizer.eos_token_id,
-        "pad_token_id": tokenizer and tokenizer.pad_token_id,
         "dtype": "bfloat16",
     }
 
@@ -173,9 +179,13 @@ def qwen_vl_config(
 def random_weights() -> Iterator[None]:
     """Draw weights in bf16, on the GPU if there is one: they are billions of random numbers."""
     torch.manual_seed(0)
+    usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        yield
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def fill_vocabulary(tokenizer: PreTrainedTokenizerFast, vocabulary: int) -> PreTrainedTokenizerFast:

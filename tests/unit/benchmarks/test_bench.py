@@ -18,7 +18,7 @@ from benchmarks import bench
 from benchmarks.harness import other_pages, page, processes
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.vllm_pool import bytes_at
-from benchmarks.harness.models import count_template_tokens, fill_vocabulary
+from benchmarks.harness.models import count_template_tokens, fill_vocabulary, make_model, random_weights
 from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave, tokens_of_early_ends, visible_devices
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
@@ -362,3 +362,11 @@ def test_the_recorded_train_phase_on_one_cpu_rank_is_1_5_times_as_fast_as_ms_swi
     assert len(best.ours.steps) >= 5 and len(best.other.steps) >= 5
     assert len(run.settings("stock")) >= 3  # the best of several settings
     assert best.ours.steps[0].grad_norm == pytest.approx(best.other.steps[0].grad_norm, rel=1e-4)
+
+
+def test_no_token_of_a_random_model_has_a_zero_embedding() -> None:
+    """RMSNorm would amplify its gradient wherever a completion contains the token."""
+    for shape in ("toy", "toy-qwen3-moe", "toy-qwen3.5", "toy-qwen3-vl"):
+        with random_weights():
+            _, model = make_model(SHAPES[shape])
+        assert model.get_input_embeddings().weight.norm(dim=-1).min() > 0.01
