@@ -227,8 +227,8 @@ part() {
         "${dry_flags[@]}"
 }
 
-# two_gpus NAME ARGUMENT...      the first steps wait for rollouts that no training overlapped
-two_gpus() {
+# two_gpus_8b NAME ARGUMENT...      the first steps wait for rollouts that no training overlapped
+two_gpus_8b() {
     bench step "$1" 8b --random-weights "${fixed[@]}" --completions 128 --rounds 1 --steps 7 --warm-up 3 --timeout 420 \
         "${@:2}"
 }
@@ -372,12 +372,12 @@ group() {
             group two-colocated-256 ;;
         # Adapters of 8B, whose weights take most of a decoding step.
         two-colocated-8b)
-            two_gpus two-colocated-8b-lora-128 --ours dp2+tokens$tokens_8b+shared \
+            two_gpus_8b two-colocated-8b-lora-128 --ours dp2+tokens$tokens_8b+shared \
                 --flags "$vllm_8b --sleep_level 0 ${lora[*]}" ;;
         two-server-8b)
             with_servers 8b on "--vllm_gpu_memory_utilization 0.6" group two-behind-server-8b ;;
         two-behind-server-8b)
-            two_gpus two-server-8b-lora-128 --ours tokens$tokens_8b_alone+shared --servers "${servers[@]}" \
+            two_gpus_8b two-server-8b-lora-128 --ours tokens$tokens_8b_alone+shared --servers "${servers[@]}" \
                 --flags "--async_generate true --rollout_importance_sampling_mode token_truncate ${lora[*]}" ;;
         two-colocated-*)
             bench step "two-colocated-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \

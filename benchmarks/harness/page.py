@@ -46,9 +46,10 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
   shows that both trainers did the same work. With more than one tensor-parallel rank, ms-swift's gradient norm omits
-  some shards (docs/architecture.md). In runs with vLLM each trainer samples its own completions. Models of runs so far
-  had a padding token whose embedding is zero. Where a random completion contains it, RMSNorm amplifies the gradient of
-  that row, and norms of both Megatron trainers rise from 1.8 to 60; transformers drops this gradient.
+  some shards (docs/architecture.md). In runs with vLLM each trainer samples its own completions. Models before
+  revision 5f8e02c had a padding token whose embedding is zero. Where a random completion contains it, RMSNorm
+  amplifies the gradient of that row, and norms of both Megatron trainers rise from 1.8 to 60; transformers drops this
+  gradient.
 """
 
 WHO_RAN = {
