@@ -66,7 +66,7 @@ class Completer:
             ) from error
 
     def _encode(self, request: dict[str, Any]) -> asyncio.Future[dict[str, Any]]:
-        # the uuid differs between requests and is not part of the prompt
+        # the uuid is not part of the prompt, and other clients give every request its own
         key = json.dumps({name: value for name, value in request.items() if name != "uuid"}, sort_keys=True)
         encoding = self._encodings.get(key)
         if encoding is None:

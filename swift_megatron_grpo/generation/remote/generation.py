@@ -365,7 +365,10 @@ class RemoteGeneration:
         }
 
     def _prompt_request(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the request of one turn; completions of a prompt share it."""
+        """Return the request of one turn; completions of a prompt share it, with its uuid.
+
+        Only servers with a scheduler read the uuid, and they are refused by runs of one turn.
+        """
         if prompt.prompt_id not in self._prompt_requests:
             self._prompt_requests[prompt.prompt_id] = asdict(infer_request(prompt))
         return self._prompt_requests[prompt.prompt_id]
