@@ -56,6 +56,11 @@ VARIANTS = {
     # vLLM's second model runner has no cascade attention, so the first one is measured with it and without.
     "first_runner": Variant(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
     "cascade": Variant({"disable_cascade_attn": False}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    # On Hopper the default is version 3 of flash attention, whose tiles suit many query heads per key head.
+    "flash_attention_2": Variant({"attention_config": {"flash_attn_version": 2}}),
+    "one_split": Variant({"attention_config": {"flash_attn_max_num_splits_for_cuda_graph": 1}}),
+    "triton_attention": Variant({"attention_backend": "TRITON_ATTN"}),
+    "flashinfer": Variant({"attention_backend": "FLASHINFER"}),
 }
 
 

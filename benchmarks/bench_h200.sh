@@ -11,11 +11,14 @@
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
+#                        generation-attention-1.7b generation-attention-8b
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
-#       groups on 2 and 4 GPUs: two four qwen3.5-server two-colocated two-server sync sync-30b moe-server
-#                              dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#       groups on 2 GPUs: two qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync sync-30b
+#                         moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#       groups on 4 GPUs: four dp4-8b-lora four-colocated-8b four-server-8b moe-30b-lora-ep4 moe-30b-full-ep4
+#                         moe-35b-lora-ep4 moe-30b-server-ep2
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b* step-adapter-8b two-*
-#                       sync *-8b-lora lora-14b and moe-30b-lora-ep2; names get the suffix -h100
+#                       four-* sync *-8b-lora lora-14b and moe-*b-lora-ep*; names get the suffix -h100
 #   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -54,14 +57,14 @@ bench() {
 
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
-tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_30b=12288
+tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_ep2=12288 tokens_ep4=16384
 stock_1b=mbs16
 trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass mbs16+bf16+bypass+merged)
 case $card in
     h200) ;;
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
-        tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_30b=6144
+        tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_ep2=6144 tokens_ep4=8192
         stock_1b=mbs8
         trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass mbs8+bf16+bypass+merged) ;;
     *)
@@ -76,6 +79,7 @@ colocated=(--vllm_gpu_memory_utilization 0.4 --offload_model true --offload_opti
 
 lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-linear)
 fp8=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
+bf16_moments=(--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM does not start if less memory than its share is free, although $cache decides.
@@ -103,7 +107,7 @@ qwen3_5() {
 }
 
 # with_servers SHAPE "TRAINER..." FLAGS COMMAND...      runs the command while the rollout server of each trainer (on: this
-# package's, off: ms-swift's) is on the last GPU; the command finds their URLs in $servers
+# package's, off: ms-swift's) is on the last $server_gpus GPUs (1); the command finds their URLs in $servers
 with_servers() {
     local pids=() urls=()
     start_servers "$1" "$2" "$3"
@@ -134,7 +138,7 @@ for process in psutil.Process(int(sys.argv[1])).children():
 # start_servers SHAPE "TRAINER..." FLAGS      appends to $pids and $urls
 start_servers() {
     local shape=$1 arms=($2) flags=($3) work=${WORK:-runs/bench} dtype=bfloat16
-    local model type template arm program gpu port=$((8100 + RANDOM % 100 * 100)) # other groups may run beside
+    local model type template arm program gpus port=$((8100 + RANDOM % 100 * 100)) # other groups may run beside
     if [ -n "${DRY:-}" ]; then
         shape=$(small "$shape") arms=(on) dtype=float32 # ms-swift's server needs a GPU
         flags+=(--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.3)
@@ -145,11 +149,12 @@ from benchmarks.harness.workload import SHAPES
 shape = SHAPES[sys.argv[2]]
 folder = made_checkpoint(Path(sys.argv[1]), sys.argv[2], with_weights=False).resolve()
 print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
-    gpu=$("$python" -c 'import torch; print(max(0, torch.cuda.device_count() - 1))')
+    gpus=$("$python" -c 'import sys, torch
+print(*range(torch.cuda.device_count())[-int(sys.argv[1]) :], sep=",")' "${server_gpus:-1}")
     for arm in "${arms[@]}"; do
         program=swift.cli.rollout
         [ "$arm" = on ] || program=benchmarks.harness.stock_server
-        PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpu \
+        PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} SWIFT_MEGATRON_GRPO=$arm CUDA_VISIBLE_DEVICES=$gpus \
             "$python" -P -m $program --port $port \
             --model "$model" --model_type "$type" --template "$template" --vllm_max_model_len 1024 \
             --torch_dtype "$dtype" --vllm_engine_kwargs '{"load_format": "dummy"}' "${flags[@]}" \
@@ -227,10 +232,30 @@ part() {
         "${dry_flags[@]}"
 }
 
-# two_gpus_8b NAME ARGUMENT...      the first steps wait for rollouts that no training overlapped
-two_gpus_8b() {
-    bench step "$1" 8b --random-weights "${fixed[@]}" --completions 128 --rounds 1 --steps 7 --warm-up 3 --timeout 420 \
-        "${@:2}"
+# several_gpus_8b NAME ARGUMENT...      NAME ends with the completions of a step, 64 for each GPU. The first steps wait for
+# rollouts that no training overlapped.
+several_gpus_8b() {
+    bench step "$1" 8b --random-weights "${fixed[@]}" --completions "${1##*-}" --rounds 1 --steps 7 --warm-up 3 \
+        --timeout 420 "${@:2}"
+}
+
+# colocated_8b NAME RANKS
+colocated_8b() {
+    several_gpus_8b "$1" --ours "dp$2+tokens$tokens_8b+shared" --flags "$vllm_8b --sleep_level 0 ${lora[*]}"
+}
+
+# behind_server_8b NAME RANKS
+behind_server_8b() {
+    several_gpus_8b "$1" --ours "dp$2+tokens$tokens_8b_alone+shared" --servers "${servers[@]}" \
+        --flags "--async_generate true --rollout_importance_sampling_mode token_truncate ${lora[*]}"
+}
+
+# experts_apart NAME SHAPE TOKENS FLAGS      the train phase with the experts of a layer on several GPUs, whose number ends
+# NAME; each of them has 64 completions
+experts_apart() {
+    local ranks=${1##*-ep}
+    bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
+        --steps 3 --timeout 420 --flags "${moe[*]} $4" "${@:5}"
 }
 
 # memory SHAPE GOAL
@@ -372,13 +397,15 @@ group() {
             group two-colocated-256 ;;
         # Adapters of 8B, whose weights take most of a decoding step.
         two-colocated-8b)
-            two_gpus_8b two-colocated-8b-lora-128 --ours dp2+tokens$tokens_8b+shared \
-                --flags "$vllm_8b --sleep_level 0 ${lora[*]}" ;;
+            colocated_8b two-colocated-8b-lora-128 2 ;;
         two-server-8b)
-            with_servers 8b on "--vllm_gpu_memory_utilization 0.6" group two-behind-server-8b ;;
-        two-behind-server-8b)
-            two_gpus_8b two-server-8b-lora-128 --ours tokens$tokens_8b_alone+shared --servers "${servers[@]}" \
-                --flags "--async_generate true --rollout_importance_sampling_mode token_truncate ${lora[*]}" ;;
+            with_servers 8b on "--vllm_gpu_memory_utilization 0.6" behind_server_8b two-server-8b-lora-128 1 ;;
+        # Four GPUs generate and train, or two of them generate, each with an engine, and two train.
+        four-colocated-8b)
+            colocated_8b four-colocated-8b-lora-256 4 ;;
+        four-server-8b)
+            server_gpus=2 with_servers 8b on "--vllm_gpu_memory_utilization 0.6 --vllm_data_parallel_size 2" \
+                behind_server_8b four-server-8b-lora-256 2 ;;
         two-colocated-*)
             bench step "two-colocated-1.7b-${1##*-}" 1.7b --random-weights "${fixed[@]}" --rounds 1 --steps 6 \
                 --warm-up 2 --completions "${1##*-}" --ours dp2+tokens16384 --flags "$vllm_1b --sleep_level 0" ;;
@@ -404,8 +431,8 @@ group() {
             start_servers 30b-qwen3-moe on "$eager {$dummy,$cache}"
             while_servers_run sync sync-30b-a3b-lora 30b-qwen3-moe "${urls[0]}" "${moe[*]} ${lora[*]}" "1 s"
             stop_servers ;;
-        # One GPU, and layouts of two, with as many completions for each GPU.
-        dp1-8b-lora | dp2-8b-lora)
+        # One GPU, and layouts of two and four, with as many completions for each GPU.
+        dp1-8b-lora | dp2-8b-lora | dp4-8b-lora)
             layout_of_8b "$1" "${1%%-*}+tokens$tokens_layout" ;;
         tp2-8b-lora)
             layout_of_8b "$1" tp2+sp+tokens$((2 * tokens_layout)) ;;
@@ -446,11 +473,28 @@ group() {
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
                 --goal 2.5 --rounds 1 --steps 3 --timeout 420 --profile --flags "${moe[*]} ${lora[*]}" ;;
-        # Half of the experts on each of two GPUs, which train twice as many completions.
+        # Half or a quarter of the experts on each GPU.
         moe-30b-lora-ep2)
-            bench train moe-30b-a3b-lora-ep2 30b-qwen3-moe "${uneven[@]}" --completions 128 \
-                --ours dp2+ep2+tokens$tokens_30b --rounds 1 --steps 3 --timeout 420 --profile \
-                --flags "${moe[*]} ${lora[*]}" ;;
+            experts_apart moe-30b-a3b-lora-ep2 30b-qwen3-moe $tokens_ep2 "${lora[*]}" --profile ;;
+        moe-30b-lora-ep4)
+            experts_apart moe-30b-a3b-lora-ep4 30b-qwen3-moe $tokens_ep4 "${lora[*]}" --profile ;;
+        # All weights. With moments in fp32 they do not fit into four H200, on H100 not at all.
+        moe-30b-full-ep4)
+            experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 4096 "${bf16_moments[*]}" ;;
+        moe-35b-lora-ep4)
+            experts_apart qwen3.5-35b-a3b-lora-ep4 35b-qwen3.5-moe 8192 \
+                "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" ;;
+        # Two GPUs generate with half of the experts each, and report them; two train with the same division.
+        moe-30b-server-ep2)
+            server_gpus=2 with_servers 30b-qwen3-moe on "--vllm_tensor_parallel_size 2 --vllm_enable_expert_parallel true \
+$graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group moe-30b-behind-server ;;
+        moe-30b-behind-server)
+            for mode in R3 disabled; do
+                began=$SECONDS
+                bench step moe-30b-a3b-lora-server-ep2-$mode 30b-qwen3-moe --random-weights "${fixed[@]}" \
+                    --completions 128 --rounds 1 --steps 3 --timeout 420 --ours dp2+ep2+tokens$tokens_ep2 \
+                    --servers "${servers[@]}" --flags "${moe[*]} ${lora[*]} --router_replay_mode $mode"
+            done ;;
         # Generation behind a server and in the training process, and with other settings of vLLM.
         server-*)
             part server-"${1#*-}" bench_server --shape "${1#*-}" --profile ;;
@@ -462,6 +506,9 @@ group() {
         generation-long)
             part generation-long bench_generation --shape 1.7b --prompt-tokens 4096 --group-size 16 --tokens 256 \
                 --variants default no_prefix_caching first_runner cascade --rounds 2 ;;
+        generation-attention-*)
+            part "$1" bench_generation --shape "${1##*-}" --rounds 3 --timeout 200 --profile \
+                --variants default flash_attention_2 one_split triton_attention flashinfer ;;
         gpu-tests-*)
             "$python" -m pytest -q -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
         *)

@@ -96,17 +96,23 @@ def make_qwen3(shape: Shape) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
 
 def qwen3_config(shape: Shape, values: dict[str, Any]) -> PretrainedConfig:
     """Return the config of a dense Qwen3, or of one whose layers have experts."""
-    if shape.experts:
-        values = values | {
-            "num_experts": shape.experts,
-            "num_experts_per_tok": shape.experts_per_token,
-            "moe_intermediate_size": shape.ffn,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
-    return AutoConfig.for_model(shape.model_type, **values)
+    return AutoConfig.for_model(shape.model_type, **values, **expert_sizes(shape))
+
+
+def expert_sizes(shape: Shape) -> dict[str, Any]:
+    """Return what config.json has for experts in every layer; nothing for a dense model."""
+    if not shape.experts:
+        return {}
+    sizes = {
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "moe_intermediate_size": shape.ffn,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    return sizes | ({"shared_expert_intermediate_size": shape.shared_ffn} if shape.shared_ffn else {})
 
 
 def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
@@ -117,6 +123,7 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
     side = rotary * 3 // 8  # for height and for width; the rest is for time
     text = {
         **text_sizes(tokenizer, shape),
+        **expert_sizes(shape),
         "full_attention_interval": interval,
         "layer_types": ["full_attention" if layer % interval == 0 else "linear_attention"
                         for layer in range(1, shape.layers + 1)],

@@ -1,7 +1,7 @@
 """Sections of docs/performance.md about runs of this package that are compared with each other, by their names.
 
-two-colocated-MODEL-COMPLETIONS   both GPUs train and generate
-two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout
+two-colocated-MODEL-COMPLETIONS   both GPUs train and generate; with four- all four do
+two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout; four-: two and two
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
 NAME-fp8                          vLLM in 8 bits, against NAME
@@ -16,12 +16,12 @@ from .markdown import table
 from .planned import flag
 from .results import Measured, Run
 
-TWO = """\
-## Two GPUs: a server ahead of training
+AHEAD = """\
+## A server ahead of training
 
-One GPU trains while a server on the other one generates the next rollout (`--async_generate true`), against two
-colocated data-parallel ranks, both with the same completions in a step. *Waiting* is what the trainer waits for
-completions.
+Half of two or four GPUs train while a server on the others generates the next rollout (`--async_generate true`),
+against colocated data-parallel ranks on all of them, with the same completions in a step. A server has an engine on
+each of its GPUs. *Waiting* is what the trainer waits for completions.
 """
 RANKS = """\
 ## Layouts of one model
@@ -48,7 +48,7 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     pairs = [
         (_ours(by_name[colocated]), _ours(run))
         for name, run in by_name.items()
-        if name.startswith("two-server-") and (colocated := name.replace("two-server", "two-colocated")) in by_name
+        if re.match("(two|four)-server-", name) and (colocated := name.replace("-server-", "-colocated-")) in by_name
     ]
     ranks = [
         (_ours(by_name[one]), _ours(run))
@@ -63,7 +63,7 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     ]
     sections: list[str] = []
     if pairs:
-        sections += [TWO, _ahead(pairs)]
+        sections += [AHEAD, _ahead(pairs)]
     if len(ranks) > 1:
         sections += [RANKS, _costs_of_ranks(ranks)]
     if syncs:

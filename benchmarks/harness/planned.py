@@ -22,6 +22,8 @@ from .models import qwen3_config, qwen_vl_config, text_sizes
 from .results import SHARED, Process, Run
 from .workload import SHAPES, Workload
 
+_BYTES = {"fp32": 4, "bf16": 2}  # of a moment
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -63,6 +65,7 @@ def planned(run: Run, process: Process) -> Planned:
         plan.num_micro_batches,
         _recompute(process.setting),
         lora_rank=_number(flags, "lora_rank", 8) if flag(flags, "tuner_type") == "lora" else None,
+        optimizer_bytes=4 + sum(_BYTES[flag(flags, name) or "fp32"] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
         pictures=_pictures(run, plan, batch),
     )
     return Planned(model, batch, samples, plan, largest, training)

@@ -40,6 +40,7 @@ class Shape:
     tied: bool = True
     experts: int = 0  # of each layer, each with `ffn` channels; 0: a dense model
     experts_per_token: int = 1
+    shared_ffn: int = 0  # channels of the expert that every token passes through
     delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
     tower_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
     vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of a Qwen-VL; rows have an image
@@ -50,13 +51,13 @@ class Shape:
         if self.vision is not None:
             return self.vision[0]
         if self.delta_nets is not None:
-            return "qwen3_5"
+            return "qwen3_5_moe" if self.experts else "qwen3_5"
         return "qwen3_moe" if self.experts else "qwen3"
 
     @property
     def template(self) -> str:
         """Return ms-swift's name of the chat template."""
-        return "qwen3" if self.experts else self.model_type
+        return self.model_type.removesuffix("_moe")
 
     @property
     def image_tokens(self) -> int:
@@ -219,8 +220,47 @@ SHAPES = {
         experts=8,
         experts_per_token=2,
     ),
-    # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
+    "toy-qwen3.5-moe": Shape(
+        layers=4,
+        hidden=64,
+        ffn=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=512,
+        tied=False,
+        experts=8,
+        experts_per_token=2,
+        shared_ffn=32,
+        tower_layers=2,
+        delta_nets=DeltaNets(
+            layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+        ),
+    ),
+    # Qwen3.5-35B-A3B
+    "35b-qwen3.5-moe": Shape(
+        layers=40,
+        hidden=2048,
+        ffn=512,
+        heads=16,
+        kv_heads=2,
+        head_dim=256,
+        vocabulary=248320,
+        tied=False,
+        experts=256,
+        experts_per_token=8,
+        shared_ffn=512,
+        tower_layers=27,
+        delta_nets=DeltaNets(
+            layers=30,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+        ),
+    ),
     "30b-qwen3-moe": _QWEN3_30B_A3B,
+    # A quarter of the layers and half of the experts of Qwen3-30B-A3B.
     "4.5b-qwen3-moe": replace(_QWEN3_30B_A3B, layers=12, experts=64),
     "14b": Shape(layers=40, hidden=5120, ffn=17408, heads=40, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
     "8b": Shape(layers=36, hidden=4096, ffn=12288, heads=32, kv_heads=8, head_dim=128, vocabulary=151936, tied=False),
@@ -307,7 +347,7 @@ def training_flops(
     model = FlopsModel.of_transformer(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn * shape.experts_per_token,
+        ffn_hidden_size=shape.ffn * shape.experts_per_token + shape.shared_ffn,
         num_attention_heads=shape.heads,
         vocab_size=shape.vocabulary,
         num_query_groups=shape.kv_heads,

@@ -7,6 +7,9 @@ torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns 
 Where torch is a CPU build, every process gets a finder that makes torchvision importable, with SWIFT_MEGATRON_GRPO=off
 as well: without it `import transformers` fails next to an installed torchvision
 (platforms/cpu/torchvision_operators.py).
+
+Processes of a rollout server without a GPU get the fixes of vLLM. They are spawned, so that only an environment
+variable reaches them before vLLM checks its settings.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
 _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
+ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # set for the processes of a server, by platforms/cpu
 
 
 def arm() -> None:
@@ -29,6 +33,10 @@ def arm() -> None:
             from swift_megatron_grpo.plugin.activation import activate
 
             activate(sys.argv, sys.orig_argv, os.environ)
+        if ENGINE_ON_CPU in os.environ:
+            from swift_megatron_grpo.platforms.cpu import activate_engine
+
+            activate_engine()
     except Exception as error:
         print(f"swift-megatron-grpo: not active in this process: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -124,7 +124,7 @@ def test_faults_in_experts_and_routers_are_detected_behind_a_server_with_expert_
     folder: Path, moe: Path, dataset: Path
 ) -> None:
     sharded = ["--vllm_tensor_parallel_size", "2", "--vllm_enable_expert_parallel", "true", *REPORTS_EXPERTS]
-    server = RolloutServer(moe, folder / "faulty server.txt", ["--model_type", "qwen3_moe", *sharded]).start()
+    server = RolloutServer(moe, folder / "faulty server.txt", sharded, command=True).start()
     try:
         flags = [*EXACT, *R3, "--train_iters", "6", "--expert_model_parallel_size", "2", "--micro_batch_size", "1",
                  "--vllm_mode", "server", "--vllm_server_base_url", server.wait().url,

@@ -37,6 +37,7 @@ _ENVIRONMENT = {
     "VLLM_USE_AOT_COMPILE": "0",  # needs dynamo, which is disabled above; without it the model runs eagerly
 }
 _active = False
+_engine_active = False
 
 
 def activate() -> None:
@@ -76,18 +77,25 @@ def prepare_environment() -> None:
 
 def prepare_server_environment() -> None:
     """Set the environment of vLLM in separate processes: do not pin threads, which needs a NUMA node per worker."""
+    from swift_megatron_grpo.plugin.autoload import ENGINE_ON_CPU
+
     prepare_environment()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ[ENGINE_ON_CPU] = "1"
 
 
 def activate_engine() -> None:
-    """Install only the fixes of vLLM, in a process that runs vLLM without Megatron."""
+    """Install only the fixes of vLLM, in a process that runs vLLM without Megatron. Idempotent."""
+    global _engine_active
+    if _active or _engine_active:
+        return
     from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import fixes
 
     for module_name, fix in fixes.AFTER_IMPORT.items():
         if module_name.startswith("vllm."):
             after_import(module_name, fix)
+    _engine_active = True
 
 
 def is_active() -> bool:

@@ -366,7 +366,7 @@ def test_the_recorded_train_phase_on_one_cpu_rank_is_1_5_times_as_fast_as_ms_swi
 
 def test_no_token_of_a_random_model_has_a_zero_embedding() -> None:
     """RMSNorm would amplify its gradient wherever a completion contains the token."""
-    for shape in ("toy", "toy-qwen3-moe", "toy-qwen3.5", "toy-qwen3-vl"):
+    for shape in ("toy", "toy-qwen3-moe", "toy-qwen3.5", "toy-qwen3.5-moe", "toy-qwen3-vl"):
         with random_weights():
             _, model = make_model(SHAPES[shape])
         assert model.get_input_embeddings().weight.norm(dim=-1).min() > 0.01
