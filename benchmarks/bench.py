@@ -41,9 +41,9 @@ from benchmarks.harness.job import Job
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import PLUGIN, Plan, Setting, exit_at_sigterm, make_entry_point, measure, program
 from benchmarks.harness.results import NAMES, PHASES, SHARED, Process, Run
+from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.workload import (
     IMAGE_TOKENS,
-    SHAPES,
     TEMPLATE_TOKENS_FILE,
     Workload,
     flops_as_verl_counts,

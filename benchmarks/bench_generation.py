@@ -31,7 +31,7 @@ from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
-from benchmarks.harness.workload import SHAPES
+from benchmarks.harness.shapes import SHAPES
 
 MARK = "RESULT "
 PLAIN, WITH_LOGPROBS = "without log-probs", "with log-probs"

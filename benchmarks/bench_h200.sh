@@ -145,7 +145,7 @@ start_servers() {
     fi
     read -r model type template < <("$python" -c 'import sys; from pathlib import Path
 from benchmarks.harness.checkpoints import made_checkpoint
-from benchmarks.harness.workload import SHAPES
+from benchmarks.harness.shapes import SHAPES
 shape = SHAPES[sys.argv[2]]
 folder = made_checkpoint(Path(sys.argv[1]), sys.argv[2], with_weights=False).resolve()
 print(folder, shape.model_type, shape.template)' "$work" "$shape" | tail -1)
@@ -510,7 +510,7 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
             part "$1" bench_generation --shape "${1##*-}" --rounds 3 --timeout 200 --profile \
                 --variants default flash_attention_2 one_split triton_attention flashinfer ;;
         gpu-tests-*)
-            "$python" -m pytest -q -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
+            "$python" -m pytest -q -x -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

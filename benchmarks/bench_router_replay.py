@@ -23,7 +23,8 @@ from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import devices_locked, make_entry_point, program
-from benchmarks.harness.workload import SHAPES, TEMPLATE_TOKENS_FILE, write_dataset
+from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.workload import TEMPLATE_TOKENS_FILE, write_dataset
 
 PROMPT_TOKENS, GROUP = 64, 8
 METRICS = ("loss", "grad_norm", "rollout/k3_kl", "rollout/router_agreement", "train_speed(s/it)")

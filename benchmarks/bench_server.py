@@ -36,7 +36,7 @@ from benchmarks.harness.free_gpus import wait_until_free
 from benchmarks.harness.generation_arms import WEIGHTS_VERSION, GenerationJob, prompts_of, sampling_of
 from benchmarks.harness.paths import REPOSITORY
 from benchmarks.harness.processes import devices_locked, exit_at_sigterm, visible_devices
-from benchmarks.harness.workload import SHAPES
+from benchmarks.harness.shapes import SHAPES
 
 ARMS = "benchmarks.harness.generation_arms"
 START_SECONDS = 600.0

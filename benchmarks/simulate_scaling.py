@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.workload import SHAPES, Lengths
+from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.workload import Lengths
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
 from swift_megatron_grpo.types import Prompt, Rollout

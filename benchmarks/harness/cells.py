@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .results import SHARED, Comparison, Measured, Run
-from .workload import SHAPES
+from .shapes import SHAPES
 
 
 def model(run: Run) -> str:

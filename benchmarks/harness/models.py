@@ -1,4 +1,4 @@
-"""Make a checkpoint of a shape of workload.py with random weights; speed and memory do not depend on their values.
+"""Make a checkpoint of a shape of shapes.py with random weights; speed and memory do not depend on their values.
 
     python -m benchmarks.harness.models SHAPE FOLDER [--no-weights]
 
@@ -33,7 +33,8 @@ from swift_megatron_grpo.tools.tiny_composites import tokenizer_for_images, writ
 from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 
 from .chat import prompt_text
-from .workload import IMAGE_TOKENS, SHAPES, TEMPLATE_TOKENS_FILE, Shape
+from .shapes import SHAPES, Shape
+from .workload import IMAGE_TOKENS, TEMPLATE_TOKENS_FILE
 
 WITH_SYSTEM_PROMPT = ("qwen2_5_vl",)  # templates with which ms-swift adds one
 

@@ -20,7 +20,8 @@ from swift_megatron_grpo.planning.towers import Pictures
 
 from .models import qwen3_config, qwen_vl_config, text_sizes
 from .results import SHARED, Process, Run
-from .workload import SHAPES, Workload
+from .shapes import SHAPES
+from .workload import Workload
 
 _BYTES = {"fp32": 4, "bf16": 2}  # of a moment
 

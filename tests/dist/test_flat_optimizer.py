@@ -26,7 +26,7 @@ def test_steps_equal_those_over_single_parameters(ranks: Ranks, case: str) -> No
     for rank in range(count):
         report = ranks.report(job, rank)
         assert 0 < report["runs"] < report["tensors"]
-        for runs in ("same steps", "a checkpoint of upstream", "a checkpoint of runs"):
-            assert report[runs]["losses_equal"] and report[runs]["trained"]
+        for runs in ("upstream again", "same steps", "a checkpoint of upstream", "a checkpoint of runs"):
+            assert report[runs]["losses_equal"] and report[runs]["trained"], report
             assert report[runs]["norms_off"] < 1e-6
-            assert report[runs]["weights_differ"] == []
+            assert report[runs]["weights_differ"] == [], report

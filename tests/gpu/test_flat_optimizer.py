@@ -28,7 +28,7 @@ def test_steps_equal_those_over_single_parameters(case: str, tmp_path: Path, mon
     launch(1, [task("tests.dist.flat_optimizer:main", out=str(tmp_path / "steps"), flags=flags)], tmp_path)
     report = json.loads((tmp_path / "steps.0.json").read_text())
     assert 0 < report["runs"] < report["tensors"]
-    for runs in ("same steps", "a checkpoint of upstream", "a checkpoint of runs"):
-        assert report[runs]["losses_equal"] and report[runs]["trained"]
-        assert report[runs]["norms_off"] < 1e-5
-        assert report[runs]["weights_differ"] == []
+    for runs in ("upstream again", "same steps", "a checkpoint of upstream", "a checkpoint of runs"):
+        assert report[runs]["losses_equal"] and report[runs]["trained"], report
+        assert report[runs]["norms_off"] < 1e-5, report
+        assert report[runs]["weights_differ"] == [], report

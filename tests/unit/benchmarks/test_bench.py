@@ -22,10 +22,9 @@ from benchmarks.harness.models import count_template_tokens, fill_vocabulary, ma
 from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave, tokens_of_early_ends, visible_devices
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
+from benchmarks.harness.shapes import SHAPES, Shape
 from benchmarks.harness.workload import (
-    SHAPES,
     Lengths,
-    Shape,
     Workload,
     flops_as_verl_counts,
     row_of,

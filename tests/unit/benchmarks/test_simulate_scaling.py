@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.harness.workload import SHAPES
+from benchmarks.harness.shapes import SHAPES
 from benchmarks.simulate_scaling import RESULT, Speeds, count_weights, simulate, table
 from tests.paths import REPOSITORY
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.harness.planned import flag, planned
 from benchmarks.harness.results import Process, Run
-from benchmarks.harness.workload import SHAPES
+from benchmarks.harness.shapes import SHAPES
 from swift_megatron_grpo.dry_run.micro_batches import saved_by_sharing
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.memory import OUTSIDE_BYTES
