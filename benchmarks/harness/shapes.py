@@ -69,6 +69,19 @@ _QWEN3_30B_A3B = Shape(
     experts=128,
     experts_per_token=8,
 )
+_TOY_QWEN3_5 = Shape(
+    layers=4,
+    hidden=64,
+    ffn=128,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    vocabulary=512,
+    tower_layers=2,
+    delta_nets=DeltaNets(
+        layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+    ),
+)
 SHAPES = {
     "toy-qwen3-vl": Shape(
         layers=4,
@@ -160,19 +173,7 @@ SHAPES = {
     "tiny": Shape(layers=2, hidden=256, ffn=768, heads=4, kv_heads=2, head_dim=64, vocabulary=32768),
     "0.6b": Shape(layers=28, hidden=1024, ffn=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
     "1.7b": Shape(layers=28, hidden=2048, ffn=6144, heads=16, kv_heads=8, head_dim=128, vocabulary=151936),
-    "toy-qwen3.5": Shape(
-        layers=4,
-        hidden=64,
-        ffn=128,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        vocabulary=512,
-        tower_layers=2,
-        delta_nets=DeltaNets(
-            layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
-        ),
-    ),
+    "toy-qwen3.5": _TOY_QWEN3_5,
     "2b-qwen3.5": Shape(
         layers=24,
         hidden=2048,
@@ -202,23 +203,7 @@ SHAPES = {
         experts=8,
         experts_per_token=2,
     ),
-    "toy-qwen3.5-moe": Shape(
-        layers=4,
-        hidden=64,
-        ffn=32,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        vocabulary=512,
-        tied=False,
-        experts=8,
-        experts_per_token=2,
-        shared_ffn=32,
-        tower_layers=2,
-        delta_nets=DeltaNets(
-            layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
-        ),
-    ),
+    "toy-qwen3.5-moe": replace(_TOY_QWEN3_5, ffn=32, tied=False, experts=8, experts_per_token=2, shared_ffn=32),
     # Qwen3.5-35B-A3B
     "35b-qwen3.5-moe": Shape(
         layers=40,
