@@ -20,7 +20,7 @@ from typing import Any
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
 _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
-ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # set for the processes of a server, by platforms/cpu
+_ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # that of platforms/cpu, whose import would take too long here
 
 
 def arm() -> None:
@@ -33,7 +33,7 @@ def arm() -> None:
             from swift_megatron_grpo.plugin.activation import activate
 
             activate(sys.argv, sys.orig_argv, os.environ)
-        if ENGINE_ON_CPU in os.environ:
+        if _ENGINE_ON_CPU in os.environ:
             from swift_megatron_grpo.platforms.cpu import activate_engine
 
             activate_engine()

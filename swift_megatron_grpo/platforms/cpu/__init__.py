@@ -36,6 +36,7 @@ _ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_USE_AOT_COMPILE": "0",  # needs dynamo, which is disabled above; without it the model runs eagerly
 }
+ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # set for the processes of a server; plugin/autoload.py reads it
 _active = False
 _engine_active = False
 
@@ -77,8 +78,6 @@ def prepare_environment() -> None:
 
 def prepare_server_environment() -> None:
     """Set the environment of vLLM in separate processes: do not pin threads, which needs a NUMA node per worker."""
-    from swift_megatron_grpo.plugin.autoload import ENGINE_ON_CPU
-
     prepare_environment()
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ[ENGINE_ON_CPU] = "1"
