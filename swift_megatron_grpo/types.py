@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 # The experts that routers have chosen, by token and layer: [rows, layers of the model, k]. There may be fewer rows than
 # tokens: an engine does not run the last token. Layers without experts have zeros.
-ExpertRows = NDArray[np.integer[Any]]
+# Not numpy's NDArray, which is no class from numpy 2.5 on: messages compare the types of their fields with values.
+ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -35,6 +35,12 @@ def test_a_completion_carries_them_both_ways() -> None:
     back = Completion.from_json(json.loads(json.dumps(completion.to_json())))
     assert back == completion and np.array_equal(back.routed_experts, ROWS)  # type: ignore[arg-type]
     assert encode_rows(None) is None and decode_rows(None) is None
+
+
+def test_their_type_is_a_class_with_every_numpy() -> None:
+    """numpy 2.5 on Python 3.12 has made NDArray an alias of another kind, and servers refused completions with rows."""
+    rows, nothing = get_args(get_type_hints(Completion)["routed_experts"])
+    assert get_origin(rows) is np.ndarray and nothing is type(None)
 
 
 def message(**changes: Any) -> dict[str, Any]:
