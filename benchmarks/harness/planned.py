@@ -15,7 +15,7 @@ from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.gpus import find_gpu
-from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory
+from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
 from swift_megatron_grpo.planning.towers import Pictures
 
 from .models import qwen3_config, qwen_vl_config, text_sizes
@@ -66,7 +66,7 @@ def planned(run: Run, process: Process) -> Planned:
         plan.num_micro_batches,
         _recompute(process.setting),
         lora_rank=_number(flags, "lora_rank", 8) if flag(flags, "tuner_type") == "lora" else None,
-        optimizer_bytes=4 + sum(_BYTES[flag(flags, name) or "fp32"] for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+        optimizer_bytes=_optimizer_bytes(flags),
         pictures=_pictures(run, plan, batch),
     )
     return Planned(model, batch, samples, plan, largest, training)
@@ -91,6 +91,11 @@ def flag(flags: Sequence[str], name: str) -> str | None:
 
 def _number(flags: Sequence[str], name: str, default: int) -> int:
     return int(flag(flags, name) or default)
+
+
+def _optimizer_bytes(flags: Sequence[str]) -> int:
+    moments = sum(_BYTES[flag(flags, name) or "fp32"] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    return moments + master_bytes(4, flag(flags, "use_precision_aware_optimizer") == "true", bf16=True)
 
 
 def _recompute(setting: str) -> Recompute:

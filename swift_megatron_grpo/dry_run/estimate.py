@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
@@ -19,7 +21,7 @@ from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_that_fit
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
-from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
 from swift_megatron_grpo.planning.throughput import (
     Generation,
     StepWork,
@@ -110,7 +112,8 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
     item = args.torch_dtype.itemsize
     states = [args.exp_avg_dtype.itemsize, args.exp_avg_sq_dtype.itemsize] if args.optimizer == "adam" else [4]
     if args.torch_dtype.itemsize < 4 or args.use_distributed_optimizer:
-        states.append(args.main_params_dtype.itemsize)
+        bf16 = args.torch_dtype == torch.bfloat16
+        states.append(master_bytes(args.main_params_dtype.itemsize, args.use_precision_aware_optimizer, bf16))
     return Training(
         layout=config.batch.layout,
         tokens=largest,

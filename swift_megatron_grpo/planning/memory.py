@@ -198,6 +198,14 @@ def _optimizer_states(trained: Count, training: Training) -> float:
     return (trained.shared / sharing + trained.experts / max(1, sharing_experts)) * training.optimizer_bytes
 
 
+def master_bytes(main_params: int, precision_aware: bool, bf16: bool) -> int:
+    """Return the bytes of a trained parameter's master, which `main_params` would take by itself.
+
+    Beside a bf16 weight, the precision-aware optimizer keeps only the lower half of a master in fp32.
+    """
+    return 2 if precision_aware and bf16 and main_params == 4 else main_params
+
+
 def with_budget(training: Training, packed: int) -> Training:
     """Return the same run with micro batches of this many tokens; the step has as many more as it takes."""
     share = packed / training.tokens.packed

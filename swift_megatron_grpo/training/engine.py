@@ -26,6 +26,7 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
+from swift_megatron_grpo.training.megatron_fixes.adam_portions import step_adam_in_portions
 from swift_megatron_grpo.training.megatron_fixes.flat_optimizer import flat, flatten
 from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
@@ -93,6 +94,7 @@ class MegatronEngine:
         config.grad_scale_func = optimizer.scale_loss
         clip_with_transformer_engine()
         bound_tensor_handles()
+        step_adam_in_portions()
         copy_without_search()
         flatten(optimizer)
         # Megatron's rank order puts the last pipeline stage on the last rank.

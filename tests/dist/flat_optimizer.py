@@ -38,7 +38,8 @@ class Steps:
 @dataclass(frozen=True)
 class Comparison:
     losses_equal: bool
-    norms_off: float  # relative
+    first_norm_off: float  # relative; weights are equal so far
+    norms_off: float  # of all steps
     weights_differ: list[str]
     trained: bool
 
@@ -111,9 +112,11 @@ def compare(expected: Steps, actual: Steps) -> Comparison:
     pairs = list(zip(expected.done[actual.first :], actual.done, strict=True))
     norms = [(a.metrics.pop("grad_norm"), b.metrics.pop("grad_norm")) for a, b in copy.deepcopy(pairs)]
     without = [({**a.metrics, "grad_norm": 0.0}, {**b.metrics, "grad_norm": 0.0}) for a, b in pairs]
+    off = [abs(a - b) / a for a, b in norms]
     return Comparison(
         losses_equal=all(a == b for a, b in without),
-        norms_off=max(abs(a - b) / a for a, b in norms),
+        first_norm_off=off[0],
+        norms_off=max(off),
         weights_differ=sorted({name for a, b in pairs for name in differing(a, b)}),
         trained=all(norm > 0 for norm, _ in norms) and len(differing(actual.done[0], actual.done[-1])) > 0,
     )

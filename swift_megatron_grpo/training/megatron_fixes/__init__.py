@@ -6,6 +6,7 @@
     gradient_clipping.py      clipping with Transformer Engine's kernels
     many_tensors.py           adapters of experts, which are more tensors than Transformer Engine takes in one call
     optimizer_copies.py       gradients and results of the distributed optimizer, copied tensor by tensor
+    adam_portions.py          moments in bf16, which Transformer Engine's Adam copies to fp32 all at once
     flat_optimizer.py         thousands of small tensors, which the optimizer handles one by one
     linear_attention.py       two gradients of gated delta nets with tensor parallelism
     linear_attention_context.py  context parallelism of gated delta nets

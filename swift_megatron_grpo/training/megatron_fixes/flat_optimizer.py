@@ -4,16 +4,15 @@ Upstream: gradient norm, clipping, and Transformer Engine's FusedAdam loop over 
 for each in a step (benchmarks: moe-30b-a3b-lora), and adapters on all experts of Qwen3-30B-A3B are almost 25,000
 tensors, which the GPU updates in a few milliseconds.
 
-Fix: parameters that follow each other in Megatron's buffers and are treated alike make a run: same group (learning
-rate, weight decay), and all or none of them in this rank's gradient norm. During an optimizer step Adam has one tensor
-for each run. Adam is elementwise, so its results are the same bit by bit; the norm adds in another order.
+Fix: parameters of a group (learning rate, weight decay) that follow each other in Megatron's buffers make a run, for
+which Adam has one tensor during an optimizer step. Adam is elementwise, so its results are the same bit by bit. The
+gradient norm has the gradients that upstream would count, joined where they follow each other. It adds them in another
+order, so that its last bit may differ, and with it all gradients that are clipped.
 
 Between steps everything is as upstream left it: the groups contain one shard for each parameter, with states of its own
 for checkpoints and offloading. The memory is that of the runs: a shard and its states are views.
 
-With tensor parallelism, all ranks but the first leave replicated halves of adapters out of the norm. They alternate
-with the other halves, so that no runs form there, and nothing changes. The precision-aware optimizer, float8, gradients
-that are not fp32 and optimizers on the CPU are left to upstream, too.
+The precision-aware optimizer, float8, gradients that are not fp32 and optimizers on the CPU are left to upstream.
 
 Tests: tests/dist/test_flat_optimizer.py, on a GPU tests/gpu/test_flat_optimizer.py.
 """
@@ -21,7 +20,7 @@ Tests: tests/dist/test_flat_optimizer.py, on a GPU tests/gpu/test_flat_optimizer
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,16 +34,14 @@ from swift_megatron_grpo.training.megatron_fixes.optimizer_copies import Places,
 
 LARGEST = 2**26  # numbers of a run: building one needs as much memory a second time, 256 MiB in fp32
 
-# From megatron-core 0.19 on, parameters of groups with norms of their own are left out; an attribute marks them.
-_gradients_for_norm: Callable[[Any], list[torch.Tensor]] = (
-    DistributedOptimizer.get_grads_for_grad_norm
-    if hasattr(DistributedOptimizer, "get_grads_for_grad_norm")
-    else DistributedOptimizer.get_main_grads_for_grad_norm
+# From megatron-core 0.19 on, the method has another name, and can return the gradients of a group with its own norm.
+NORM_METHOD = next(
+    name for name in ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm") if name in vars(MegatronOptimizer)
 )
 
 States = defaultdict[torch.Tensor, dict[str, Any]]
-# Read by nothing between here and the norm, whose result for each parameter is compared instead.
-_MARKS = {"tensor_model_parallel", "partition_dim", "partition_stride"}
+# Read by the norm alone, which has its own list.
+_MARKS = {"tensor_model_parallel", "partition_dim", "partition_stride", "shared"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ class _Flat:
 
     places: Places  # of whole runs
     groups: list[list[Run]]  # for each group of parameters, which may be empty
+    for_norm: list[torch.Tensor]  # gradients that this rank counts
     whole_states: States = field(default_factory=lambda: defaultdict(dict))
     shard_states: States | None = None  # the optimizer's own; None: not seen yet
     shards_with_states: int = 0
@@ -103,6 +101,8 @@ def _stepping(link: DistributedOptimizer) -> Iterator[None]:
     for group, of_group in zip(inner.param_groups, runs.groups, strict=True):
         group["params"] = [run.whole for run in of_group]
     inner.state = runs.whole_states
+    upstream = getattr(link, NORM_METHOD)
+    setattr(link, NORM_METHOD, lambda *group: upstream(*group) if any(group) else list(runs.for_norm))
     try:
         with using_places(link, runs.places):
             yield
@@ -110,6 +110,7 @@ def _stepping(link: DistributedOptimizer) -> Iterator[None]:
         for group, params in zip(inner.param_groups, of_groups, strict=True):
             group["params"] = params
         inner.state = shard_states
+        delattr(link, NORM_METHOD)
         for run in _runs(runs):
             run.whole.grad = None
         if len(shard_states) < sum(len(params) for params in of_groups):  # Adam creates states in its first step
@@ -136,7 +137,6 @@ def _find_runs(link: DistributedOptimizer) -> _Flat:
 @torch.no_grad()
 def _join_neighbours(link: DistributedOptimizer, places: Places) -> _Flat:
     index_of = {id(main): index for index, main in enumerate(places.mains)}
-    counted = _counted_in_norm(link, places)
     wholes: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     parameters: list[torch.Tensor] = []
@@ -144,23 +144,23 @@ def _join_neighbours(link: DistributedOptimizer, places: Places) -> _Flat:
     for group in link.optimizer.param_groups:
         groups.append([])
         indices = [index_of[id(main)] for main in group["params"]]
-        for run in _split(indices, places, counted):
+        for run in _split(indices, places):
             shards = [places.mains[index] for index in run]
             numel = sum(shard.numel() for shard in shards)
             gradients.append(_spanning(places.gradients[run[0]], numel))
             parameters.append(_spanning(places.parameters[run[0]], numel))
             wholes.append(_join_weights(shards, parameters[-1]))
             groups[-1].append(Run(shards, wholes[-1]))
-    return _Flat(Places(places.memory, wholes, gradients, parameters), groups)
+    return _Flat(Places(places.memory, wholes, gradients, parameters), groups, _joined(_counted_in_norm(link, places)))
 
 
-def _split(indices: Sequence[int], places: Places, counted: set[int]) -> Iterator[list[int]]:
+def _split(indices: Sequence[int], places: Places) -> Iterator[list[int]]:
     """Divide the parameters of a group, in the order of their buffers, into runs."""
     run: list[int] = []
     numel = 0
     for index in indices:
         size = places.mains[index].numel()
-        if run and (numel + size > LARGEST or not _joins(run[-1], index, places, counted)):
+        if run and (numel + size > LARGEST or not _joins(run[-1], index, places)):
             yield run
             run, numel = [], 0
         run.append(index)
@@ -169,11 +169,10 @@ def _split(indices: Sequence[int], places: Places, counted: set[int]) -> Iterato
         yield run
 
 
-def _joins(one: int, other: int, places: Places, counted: set[int]) -> bool:
+def _joins(one: int, other: int, places: Places) -> bool:
     return (
         _adjacent(places.gradients[one], places.gradients[other])
         and _adjacent(places.parameters[one], places.parameters[other])
-        and (one in counted) == (other in counted)
         and _attributes(places.mains[one]) == _attributes(places.mains[other])
     )
 
@@ -187,14 +186,25 @@ def _attributes(main: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(main).items() if name not in _MARKS}
 
 
-def _counted_in_norm(link: DistributedOptimizer, places: Places) -> set[int]:
-    """Return which parameters Megatron counts on this rank: neither shared nor replicas of another rank's."""
+def _counted_in_norm(link: DistributedOptimizer, places: Places) -> list[torch.Tensor]:
+    """Return the gradients that Megatron counts on this rank: neither shared nor replicas of another rank's."""
     for main, gradient in zip(places.mains, places.gradients, strict=True):
         main.grad = gradient
-    chosen = {id(gradient) for gradient in _gradients_for_norm(link)}
+    counted: list[torch.Tensor] = getattr(link, NORM_METHOD)()
     for main in places.mains:
         main.grad = None
-    return {index for index, gradient in enumerate(places.gradients) if id(gradient) in chosen}
+    return counted
+
+
+def _joined(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the same gradients, one for those that follow each other."""
+    spans: list[torch.Tensor] = []
+    for gradient in gradients:
+        if spans and _adjacent(spans[-1], gradient):
+            spans[-1] = _spanning(spans[-1], spans[-1].numel() + gradient.numel())
+        else:
+            spans.append(gradient)
+    return spans
 
 
 def _spanning(first: torch.Tensor, numel: int) -> torch.Tensor:

@@ -55,7 +55,10 @@ class FusedAdam(Optimizer):
             exp_avg_sq_dtype=_unless_float(exp_avg_sq_dtype),
             set_grad_none=set_grad_none is not None,
         )
-        self._dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype,
+        }  # fmt: skip
+        self.capturable = capturable
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
@@ -120,10 +123,10 @@ class FusedAdam(Optimizer):
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
-            self.state[param][name] = torch.zeros_like(param, dtype=self._dtypes[name])
+            self.state[param][name] = torch.zeros_like(param, dtype=self.name_to_dtype_map[name])
         if self.master_weights:
             self.state[param]["master_param"] = torch.zeros_like(
-                param, dtype=torch.int16 if self._has_remainder(param) else self._dtypes["master_param"]
+                param, dtype=torch.int16 if self._has_remainder(param) else self.name_to_dtype_map["master_param"]
             )
             if not self._has_remainder(param):
                 self._write(param, "master_param", param.detach().float())
