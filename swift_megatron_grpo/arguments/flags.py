@@ -146,10 +146,10 @@ class GRPOFlags(MegatronRLHFArguments):
         default=True,
         metadata={
             "help": "Multiply all experts of a layer in one kernel, without expert parallelism do not sort tokens that "
-            "are sorted by expert already, and add adapters inside the products of their layers. On GPUs, also use "
-            "Transformer Engine's kernels for rotary embedding, SwiGLU, norms and the accumulation of weight "
-            "gradients, and this package's for SwiGLU of experts, where they compute the same as Megatron's. false: "
-            "use Megatron's. Default: true."
+            "are sorted by expert already, with it send a token's row once to a rank, and add adapters inside the "
+            "products of their layers. On GPUs, also use Transformer Engine's kernels for rotary embedding, SwiGLU, "
+            "norms and the accumulation of weight gradients, and this package's for SwiGLU of experts, where they "
+            "compute the same as Megatron's. false: use Megatron's. Default: true."
         },
     )
     recompute_elementwise: bool = field(

@@ -8,6 +8,7 @@
     torch_attention.py   torch's flash kernel, where Transformer Engine has none
     expert_layers.py     the layers of a model that have experts
     expert_chunks.py     skips sorting tokens by expert where they arrive sorted
+    row_dispatch.py      sends a token's row once to each rank that has some of its experts
     router_replay.py     routers that weigh given experts instead of choosing, and record what they choose
     recorded_routing.py  recorded experts of parallel ranks as rows of whole samples
     attention_check.py   attention kernels against exact arithmetic, before training (--check_attention)

@@ -10,6 +10,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
 * SwiGLU of experts: kernels of this package (weighted_swiglu.py)
 * experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (expert_chunks.py)
+* experts with expert parallelism, also on a CPU: a token's row is sent once to a rank (row_dispatch.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
 * adapters: their products add to those of the frozen layer (adapter_layers.py), also on a CPU
@@ -33,6 +34,7 @@ from megatron.core.transformer.mlp import MLP
 from swift_megatron_grpo.training.expert_chunks import skip_sorting
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
 from swift_megatron_grpo.training.rms_norm import NormSettings, RMSNorm
+from swift_megatron_grpo.training.row_dispatch import send_rows_once
 
 # Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
 MIN_TOKENS_TO_RECOMPUTE = 4096
@@ -46,6 +48,7 @@ def use_fast_kernels(models: Iterable[GPTModel], trained: bool, recompute_elemen
     """
     for model in models:
         skip_sorting(model)
+        send_rows_once(model)
         if not next(model.parameters()).is_cuda:
             continue
         config = model.config

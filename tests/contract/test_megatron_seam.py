@@ -6,6 +6,7 @@ version: if it fails, upstream has changed, and docs/versions.md is wrong.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -191,6 +192,16 @@ def test_a_dispatcher_of_one_rank_reads_its_number_of_experts_only_to_decide_whe
         "if self.num_local_experts > 1 and not self.config.moe_permute_fusion:",
     ]
     assert "token_dispatcher.num_local_experts" not in upstream()["moe_layer"]
+
+
+def test_a_layer_of_experts_calls_six_methods_of_its_dispatcher() -> None:
+    """training/row_dispatch.py replaces the dispatcher."""
+    called = set(re.findall(r"self\.token_dispatcher\.(\w+)", upstream()["moe_layer"]))
+    of_stages = {f"{stage}_{part}" for stage in ("dispatch", "combine") for part in ("preprocess", "postprocess")}
+    at_the_start, while_serving = {"set_shared_experts"}, {"routing_map"}
+    of_the_base = {"get_expert_zero_copy_buffers"}  # from megatron-core 0.19 on
+    assert of_stages | {"token_dispatch", "token_combine"} <= called
+    assert called <= of_stages | {"token_dispatch", "token_combine"} | at_the_start | while_serving | of_the_base
 
 
 def test_swiglu_of_experts_is_a_class_of_its_own() -> None:

@@ -11,15 +11,9 @@ from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist
 TP2 = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
-# By number of ranks: layouts whose tokens arrive sorted, and others.
+# By number of ranks: layouts whose tokens arrive sorted, and others. See also test_row_dispatch.py.
 SORTED = {1: {"one": [], "one+permute": ["--moe_permute_fusion", "true"]}, 2: {"tp2+sp": TP2}}
-UNSORTED = {
-    2: {
-        "tp2+sp+etp2": [*TP2, "--expert_tensor_parallel_size", "2"],
-        "dp2+ep2": ["--expert_model_parallel_size", "2"],
-        "tp2+sp+ep2": [*TP2, "--expert_model_parallel_size", "2"],
-    }
-}
+UNSORTED = {2: {"tp2+sp+etp2": [*TP2, "--expert_tensor_parallel_size", "2"]}}
 
 
 def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -277,6 +277,7 @@ _CONTRADICTIONS = """
 --tuner_type lora --lora_alpha nan -> lora_alpha
 --tuner_type lora --target_modules nothing_like_this -> target_modules
 --tuner_type lora --expert_tensor_parallel_size 2 -> expert_tensor_parallel_size
+--moe_pad_expert_input_to_capacity true --expert_model_parallel_size 2 -> moe_pad_expert_input_to_capacity
 --use_ray true -> use_ray
 --quant_bits 4 -> quant_bits
 --check_gpu Z999 --check true -> check_gpu

@@ -1,0 +1,168 @@
+"""Sends the hidden state of a token once to each GPU that has some of its experts (--fast_kernels).
+
+Megatron's alltoall dispatcher sends a row for each pair of a token and an expert, also where a GPU has several of a
+token's experts. On four H200 with adapters of Qwen3-30B-A3B these transfers were 1.53 of the 3.9 s of a GPU's kernels
+(benchmarks/h200/parts/moe-30b-a3b-lora-ep4-kernels.txt). A token has 8 of 128 experts there, on 3.6 of 4 GPUs, so that
+6 rows leave a GPU where 2.7 would do; with two GPUs 4 where 1 would do.
+
+Here a row is sent once to a GPU, with the router's scores of that GPU's experts, 4 bytes each. The receiver copies it
+for each expert, and adds their outputs before they are sent back. Sums are the same in another order. In bf16 the sum
+of a GPU's experts is rounded once more, as in DeepEP.
+
+n tokens of this rank, g expert-parallel ranks, e experts of a rank, h hidden size, s rows that this rank sends,
+r rows that it receives, p pairs of a received row and an expert of this rank.
+
+Tests: tests/dist/test_row_dispatch.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import permute, unpermute
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher, MoETokenDispatcher
+
+ABSENT = -1.0  # the score of an expert that a token does not go to; no router computes it
+
+
+def send_rows_once(model: torch.nn.Module) -> None:
+    """Replace the dispatchers of layers whose experts are on several GPUs."""
+    for module in model.modules():
+        if isinstance(module, MoELayer) and _is_covered(module.token_dispatcher):
+            module.token_dispatcher = RowDispatcher(module.token_dispatcher)
+
+
+def _is_covered(dispatcher: Any) -> bool:
+    """Return False also for experts that tensor parallelism divides, or whose tokens are padded to fixed numbers."""
+    return (
+        type(dispatcher) is MoEAlltoAllTokenDispatcher
+        and dispatcher.ep_size > 1
+        and dispatcher.tp_size == 1
+        and dispatcher.shared_experts is None  # otherwise they are computed while tokens are sent
+        and not dispatcher.drop_and_pad
+        and not dispatcher.config.fp8
+        and not dispatcher.config.fp4
+        and dispatcher.config.cuda_graph_impl == "none"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Routing:
+    """Where the rows of one layer go, and where they come from."""
+
+    shape: torch.Size  # of the layer's input
+    to_ranks: torch.Tensor  # [n, g] bool
+    sent: list[int]  # [g] rows
+    received: list[int]  # [g] rows
+    tokens_per_expert: list[int]  # [e] of this rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """The copies of received rows for the experts of this rank."""
+
+    shape: torch.Size  # of the received rows
+    to_experts: torch.Tensor  # [r, e] bool
+    places: torch.Tensor  # of the copies; its form depends on the kernel
+    fused: bool
+
+
+class RowDispatcher(MoETokenDispatcher):
+    """The dispatcher of one layer. Megatron calls its methods one after the other, and passes only rows from each."""
+
+    def __init__(self, upstream: MoEAlltoAllTokenDispatcher) -> None:
+        groups = SimpleNamespace(ep=upstream.ep_group, expt_tp=upstream.tp_group, tp_ep=upstream.tp_ep_group)
+        super().__init__(upstream.config, groups)
+        self._fused = upstream.config.moe_permute_fusion
+        self._routing: _Routing
+        self._sent_places: torch.Tensor
+        self._copies: _Copies
+
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows to send, [s, h], sorted by rank, and the scores of that rank's experts, [s, e]."""
+        routing = self._routing = self._exchange_counts(hidden_states.shape, routing_map)
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        sent, _, self._sent_places, *_ = permute(
+            rows, routing.to_ranks, num_out_tokens=sum(routing.sent), fused=self._fused
+        )
+        return sent, _scores_by_rank(probs, routing_map, routing)
+
+    def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Send both. Return what this rank receives: [r, h] and [r, e]."""
+        sent, received = self._routing.sent, self._routing.received
+        rows, scores = (all_to_all(self.ep_group, values, received, sent) for values in (hidden_states, probs))
+        return rows, scores
+
+    def dispatch_postprocess(
+        self, hidden_states: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the copies of rows, [p, h], sorted by expert, their number for each expert, [e], and their scores."""
+        tokens_per_expert = self._routing.tokens_per_expert
+        to_experts = probs.detach() != ABSENT
+        fused = self._fused and len(hidden_states) > 0  # Transformer Engine's gradients of nothing are wrong
+        copies, scores, places, *_ = permute(
+            hidden_states,
+            to_experts,
+            probs=probs.masked_fill(~to_experts, 0),
+            num_out_tokens=sum(tokens_per_expert),
+            fused=fused,
+        )
+        self._copies = _Copies(hidden_states.shape, to_experts, places, fused)
+        return copies, torch.tensor(tokens_per_expert), scores
+
+    def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the outputs of this rank's experts, [p, h], for each received row: [r, h]."""
+        copies = self._copies
+        sums: torch.Tensor = unpermute(
+            hidden_states,
+            copies.places,
+            restore_shape=copies.shape,
+            routing_map=copies.to_experts,
+            fused=copies.fused,
+        )
+        return sums
+
+    def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Send the sums back: [s, h]."""
+        sums: torch.Tensor = all_to_all(self.ep_group, hidden_states, self._routing.sent, self._routing.received)
+        return sums
+
+    def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Add the sums of all ranks, in the shape of the layer's input."""
+        routing = self._routing
+        output: torch.Tensor = unpermute(
+            hidden_states,
+            self._sent_places,
+            restore_shape=torch.Size([routing.shape[:-1].numel(), routing.shape[-1]]),
+            routing_map=routing.to_ranks,
+            fused=self._fused,
+        )
+        del self._routing, self._sent_places, self._copies  # autograd has what backward needs
+        return output.view(routing.shape)
+
+    def _exchange_counts(self, shape: torch.Size, routing_map: torch.Tensor) -> _Routing:
+        """Tell each rank how many rows it will receive, and how many of them each of its experts has."""
+        by_rank = routing_map.view(len(routing_map), self.ep_size, -1)  # [n, g, e]
+        to_ranks = by_rank.any(-1)
+        mine = torch.cat([to_ranks.sum(0)[:, None], by_rank.sum(0)], 1)  # [g, 1 + e]
+        theirs = torch.empty_like(mine)
+        torch.distributed.all_to_all_single(theirs, mine, group=self.ep_group)
+        numbers = torch.cat([mine[:, 0], theirs[:, 0], theirs[:, 1:].sum(0)]).tolist()  # the only wait for the GPU
+        sent, received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
+        return _Routing(shape, to_ranks, sent, received, numbers[2 * self.ep_size :])
+
+
+def _scores_by_rank(probs: torch.Tensor, routing_map: torch.Tensor, routing: _Routing) -> torch.Tensor:
+    """Return for each row to send the scores of the experts of the rank that it goes to, [s, e]."""
+    tokens, ranks = routing.to_ranks.shape
+    marked = probs.masked_fill(~routing_map, ABSENT).view(tokens, ranks, -1)
+    by_rank = marked.transpose(0, 1).reshape(ranks * tokens, -1)
+    chosen = torch.nonzero_static(routing.to_ranks.T.reshape(-1), size=sum(routing.sent))
+    return by_rank.index_select(0, chosen[:, 0])
