@@ -116,7 +116,7 @@ def generate(args: argparse.Namespace, model: Path) -> dict[str, Any]:
 
     def run(tokens: int, logprobs: int | None) -> None:
         sampling = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
-                                  logprobs=logprobs)  # fmt: skip
+                                  logprobs=logprobs, flat_logprobs=True)  # fmt: skip
         outputs = llm.generate(prompts_of(args, next(rounds)), sampling, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == tokens for output in outputs)
 

@@ -59,14 +59,14 @@ bench() {
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
 tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_ep2=12288 tokens_ep4=16384
 stock_1b=mbs16
-trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass+merged mbs16+bf16+bypass)
+trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass+merged mbs32+bf16+bypass+merged)
 case $card in
     h200) ;;
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
         tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_ep2=6144 tokens_ep4=8192
         stock_1b=mbs8
-        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass+merged mbs8+bf16+bypass) ;;
+        trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass+merged mbs16+bf16+bypass+merged) ;;
     *)
         echo "bench_h200: CARD=$card is unknown; use h200 or h100" >&2
         exit 2 ;;
@@ -481,7 +481,7 @@ group() {
             experts_apart moe-30b-a3b-lora-ep4 30b-qwen3-moe $tokens_ep4 "${lora[*]}" --profile ;;
         # All weights. With moments in fp32 they do not fit into four H200, on H100 not at all.
         moe-30b-full-ep4)
-            experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 4096 "${bf16_moments[*]}" ;;
+            experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 6144 "${bf16_moments[*]}" ;;
         moe-35b-lora-ep4)
             experts_apart qwen3.5-35b-a3b-lora-ep4 35b-qwen3.5-moe 8192 \
                 "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" ;;
