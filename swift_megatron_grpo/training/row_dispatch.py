@@ -2,8 +2,8 @@
 
 Megatron's alltoall dispatcher sends a row for each pair of a token and an expert, also where a GPU has several of a
 token's experts. On four H200 with adapters of Qwen3-30B-A3B these transfers were 1.53 of the 3.9 s of a GPU's kernels
-(benchmarks/h200/parts/moe-30b-a3b-lora-ep4-before-kernels.txt). A token has 8 of 128 experts there, on 3.6 of 4 GPUs, so that
-6 rows leave a GPU where 2.7 would do; with two GPUs 4 where 1 would do.
+(benchmarks/h200/parts/moe-30b-a3b-lora-ep4-before-kernels.txt). A token has 8 of 128 experts there, on 3.6 of 4 GPUs,
+so that 6 rows leave a GPU where 2.7 would do; with two GPUs 4 where 1 would do.
 
 Here a row is sent once to a GPU, with the router's scores of that GPU's experts, 4 bytes each. The receiver copies it
 for each expert, and adds their outputs before they are sent back. Sums are the same in another order. In bf16 the sum
