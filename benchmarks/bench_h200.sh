@@ -329,7 +329,7 @@ group() {
         # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
             bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
-                --ours tokens$tokens_1b+shared --stock mbs8 mbs4 --trl mbs4+awake mbs8+awake --rounds 1 \
+                --ours tokens$tokens_1b+shared --stock mbs8 mbs4 --trl mbs4 mbs2+awake --rounds 1 \
                 --steps 4 --flags "$vllm_1b --sleep_level 2" ;;
         # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most. TRL with Liger's kernels took 9.0 s
         # where it took 7.8 s without. In 80 GB its vLLM has to sleep for micro batches of 8.
@@ -509,7 +509,7 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
                 --variants default no_prefix_caching first_runner cascade --rounds 2 ;;
         generation-attention-*)
             part "$1" bench_generation --shape "${1##*-}" --rounds 2 --timeout 300 --profile \
-                --variants default triton_attention flashinfer one_split flash_attention_2 ;;
+                --variants default triton_attention one_split flashinfer flash_attention_2 ;;
         gpu-tests-*)
             "$python" -m pytest -q -x -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
         *)

@@ -6,8 +6,8 @@ were measured on H200 and H100.
 
 Rows of experts: t tokens with k experts each are t * k rows, and a row is kept where its expert is. With expert
 parallelism a rank sends rows and receives others; if routing is even, the same number, and what it keeps of a row is
-the same as with one rank. The rows before the all-to-all, [t * k, hidden], those after it and before the sort by local
-expert, and the outputs on their way back are freed in forward: permutation, all-to-all and sort keep only the indices.
+the same as with one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
+expert, and the outputs on their way back are freed in forward: only indices are kept of these steps.
 tests/dist/test_saved_by_experts.py counts the tensors that the real layers save.
 """
 
