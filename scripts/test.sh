@@ -109,6 +109,7 @@ replay=(tests/unit/training/test_router_replay.py
     "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]")
 newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
 optimizer=(tests/dist/test_optimizer_copies.py tests/dist/test_flat_optimizer.py)
+experts=tests/dist/test_row_dispatch.py
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
     local stack="$PWD/.stacks/megatron-core-$1"
@@ -123,14 +124,14 @@ core-0.18.2() {
     other_core 0.18.2 "${seams[@]}" tests/unit/platforms tests/unit/training/memory tests/unit/training/head/test_logprob.py \
         tests/unit/training/test_trained_weights.py tests/unit/arguments/test_flags.py \
         tests/unit/arguments/test_grpo_arguments.py tests/unit/test_import_hooks.py tests/unit/plugin/test_autoload.py \
-        "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" tests/dist/test_engine_runs.py tests/e2e/test_cli.py \
+        "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts tests/dist/test_engine_runs.py tests/e2e/test_cli.py \
         tests/e2e/test_parity.py "$@"
 }
 
 core-0.19.2() {
     local selected
     mapfile -t selected < <(layouts dense-full-tp2+sp "${moe[@]}")
-    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" "$@"
+    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "$@"
 }
 
 if [ -n "$quick" ]; then
