@@ -148,7 +148,7 @@ class RowDispatcher(MoETokenDispatcher):
         return output.view(routing.shape)
 
     def _exchange_counts(self, shape: torch.Size, routing_map: torch.Tensor) -> _Routing:
-        """Tell each rank how many rows it will receive, and how many of them each of its experts has."""
+        """Exchange how many rows each rank will receive, and how many of them each of its experts has."""
         by_rank = routing_map.reshape(len(routing_map), self.ep_size, -1)  # [n, g, e]
         to_ranks = by_rank.any(-1)
         mine = torch.cat([to_ranks.sum(0)[:, None], by_rank.sum(0)], 1)  # [g, 1 + e]
