@@ -25,6 +25,7 @@ from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, mast
 from swift_megatron_grpo.planning.throughput import (
     Generation,
     StepWork,
+    seconds_of_exchanges,
     seconds_of_generation,
     seconds_of_training,
     work_of,
@@ -169,14 +170,18 @@ def _train_seconds(
 ) -> float:
     old = config.num_iterations > 1 or config.batch.steps_per_generation > 1
     reference = config.reference.beta != 0
-    return seconds_of_training(
+    recomputes, passes = training.recompute.granularity == "full", old + reference
+    computing = seconds_of_training(
         work,
         gpu,
         config.batch.layout.world_size,
-        recomputes=training.recompute.granularity == "full",
+        recomputes=recomputes,
         trains_adapters=args.has_adapter,
         has_experts=bool(model.decoder.expert_layers),
-        passes=old + reference,
+        passes=passes,
+    )
+    return computing + seconds_of_exchanges(
+        work, model.decoder, training.layout, item=training.weight_bytes, recomputes=recomputes, passes=passes
     )
 
 

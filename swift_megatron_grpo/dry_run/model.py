@@ -109,6 +109,7 @@ def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Dec
         tied=tied,
         normed_heads=latent or any(".self_attn.q_norm." in name for name in names),
         rotary=2 * sum(rotary.get("mrope_section") or ()),
+        experts=experts,
         expert_layers=_expert_layers(text, layers) if experts else frozenset(),
         expert_ffn=expert_ffn if experts else 0,
         experts_per_token=_first(text, "num_experts_per_tok", "top_k") or 0,

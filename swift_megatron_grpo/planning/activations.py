@@ -5,8 +5,8 @@ without dropout, with attention whose scores are never stored. tests/unit/planni
 were measured on H200 and H100.
 
 Rows of experts: t tokens with k experts each are t * k rows, and a row is kept where its expert is. With expert
-parallelism a rank sends rows and receives others; if routing is even, the same number, and what it keeps of a row is
-the same as with one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
+parallelism a rank sends rows and receives others, the fullest one more (experts.py), and what it keeps of a row is the
+same as with one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
 expert, and the outputs on their way back are freed in forward: only indices are kept of these steps.
 tests/dist/test_saved_by_experts.py counts the tensors that the real layers save.
 """
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.experts import share_of_fullest
 
 _HEAD_CHUNK_BYTES = 5 * 2**28  # of logits that exist at one time: training/head/chunk_size.py
 
@@ -35,6 +36,7 @@ class Decoder:
     gated: bool = True  # the feed-forward has a gate
     normed_heads: bool = True  # queries and keys have a norm
     rotary: int = 0  # channels of a head with positions of three axes, for which there is no fused kernel
+    experts: int = 0  # of a layer; 0: their number is unknown, and they have even loads
     expert_layers: frozenset[int] = frozenset()
     expert_ffn: int = 0
     experts_per_token: int = 0
@@ -82,16 +84,17 @@ class _Kept:
     attention: int
     angles: int  # cosines and sines, which every tensor-parallel rank has
     gathered: int  # per gathered key, in place of the packed ones
-    expert_inputs: int  # rows of experts, of which every expert-tensor-parallel rank has all
-    feed_forward: int
-    activation: int  # the output of the feed-forward's activation function
+    expert_inputs: float  # rows of experts, of which every expert-tensor-parallel rank has all
+    feed_forward: float
+    activation: float  # the output of the feed-forward's activation function
 
 
 def bytes_of_layers(decoder: Decoder, layers: Sequence[int], tokens: Tokens, layout: Layout, how: Recompute,
                     item: int = 2) -> LayerBytes:  # fmt: skip
     """Return the bytes of these layers of one rank. `item`: bytes of a number."""
     ordered = sorted(layers)
-    kept = [_kept(decoder, layer, item) for layer in ordered]
+    fullest = share_of_fullest(decoder.experts, layout.expert_model_parallel_size)
+    kept = [_kept(decoder, layer, item, fullest) for layer in ordered]
     if how.granularity != "full":
         return LayerBytes(sum(_without(one, tokens, layout, how) for one in kept))
     whole = [_without(one, tokens, layout, Recompute()) for one in kept]
@@ -146,7 +149,7 @@ def _without(kept: _Kept, tokens: Tokens, layout: Layout, how: Recompute) -> flo
     return outside + (inside / tensor + kept.angles * tokens.packed) / context
 
 
-def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
+def _kept(decoder: Decoder, layer: int, item: int, fullest: float) -> _Kept:
     hidden, queries, keys = decoder.hidden, decoder.queries, decoder.keys
     if layer in decoder.delta_layers:
         # Inputs of the convolution and its output, the gate, the rule's output and the gated norm of it.
@@ -163,9 +166,10 @@ def _kept(decoder: Decoder, layer: int, item: int) -> _Kept:
         # Of t tokens: inputs of experts [t * k, hidden], sorted by expert; products of gate and up projection
         # [t * k, 2 * ffn]; the activation [t * k, ffn]; shared experts as in a dense layer. Outputs are not kept: the
         # router's probabilities weight the activation.
-        expert_inputs = taken * hidden
-        feed_forward = factor * (taken * decoder.expert_ffn + decoder.shared_ffn)
-        activation = taken * decoder.expert_ffn + decoder.shared_ffn
+        rows = taken * fullest
+        expert_inputs = rows * hidden
+        feed_forward = factor * (rows * decoder.expert_ffn + decoder.shared_ffn)
+        activation = rows * decoder.expert_ffn + decoder.shared_ffn
     else:
         expert_inputs, feed_forward, activation = 0, factor * decoder.ffn, decoder.ffn
     return _Kept(

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.planning.activations import Decoder
+from swift_megatron_grpo.planning.experts import rows_that_leave
 from swift_megatron_grpo.planning.gpus import Gpu
 
 DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
 EXPERTS_SHARE = 0.37  # the same with mixtures of experts, as measured with 64 experts of 4.5B and --fast_kernels
 ADAPTED_EXPERTS_SHARE = 0.22  # the same with an adapter on each of 128 experts, as measured with 30B-A3B
 BANDWIDTH_SHARE = 0.6  # of peak bandwidth while vLLM generates
+EXCHANGED_GB = 150.0  # that a GPU sends per second to others of its node, waiting included, as four H200 with 30B-A3B
 SECONDS_PER_TOKEN = 0.0025  # of vLLM's scheduler and launches, for one step of all sequences
 
 
@@ -49,6 +53,18 @@ def seconds_of_training(
     factor = 1 + (1 if trains_adapters else 2) + (1 if recomputes else 0) + passes
     share = (ADAPTED_EXPERTS_SHARE if trains_adapters else EXPERTS_SHARE) if has_experts else DENSE_SHARE
     return work.training_flops * factor / (ranks * gpu.bf16_tflops * 1e12 * share)
+
+
+def seconds_of_exchanges(
+    work: StepWork, decoder: Decoder, layout: Layout, *, item: int, recomputes: bool, passes: int
+) -> float:
+    """Return the seconds in which a rank sends rows to the experts of other ranks, and their results back."""
+    if layout.expert_model_parallel_size == 1 or not decoder.expert_layers:
+        return 0.0
+    rows = work.tokens * len(decoder.expert_layers) / layout.world_size
+    rows *= rows_that_leave(decoder.experts, decoder.experts_per_token, layout.expert_model_parallel_size)
+    transfers = 2 * (2 + (1 if recomputes else 0) + passes)
+    return rows * decoder.hidden * item * transfers / (EXCHANGED_GB * 1e9)
 
 
 def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:

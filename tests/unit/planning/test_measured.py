@@ -14,7 +14,7 @@ from benchmarks.harness.shapes import SHAPES
 from swift_megatron_grpo.dry_run.micro_batches import saved_by_sharing
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.memory import OUTSIDE_BYTES
-from swift_megatron_grpo.planning.throughput import seconds_of_training, work_of
+from swift_megatron_grpo.planning.throughput import seconds_of_exchanges, seconds_of_training, work_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks"
 MEMORY_BOUND = 0.05  # the goal is 0.1; worst seen: 0.041
@@ -71,14 +71,19 @@ def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Proc
     if budget is None or int(budget) < 8192 or "0.6b" in run.name:
         pytest.skip("short micro batches")
     step = planned(run, process)
+    work, recomputes = work_of(step.samples, step.model.flops), "recompute" in process.setting
     seconds = seconds_of_training(
-        work_of(step.samples, step.model.flops),
+        work,
         find_gpu(run.device),
         run.ranks,
-        recomputes="recompute" in process.setting,
+        recomputes=recomputes,
         trains_adapters=flag(run.flags, "tuner_type") == "lora",
         has_experts=bool(step.model.decoder.expert_layers),
         passes=0,
-    ) * (1 - saved_by_sharing(step.plan, step.batch, step.model, step.samples))
+    )
+    seconds += seconds_of_exchanges(
+        work, step.model.decoder, step.batch.layout, item=2, recomputes=recomputes, passes=0
+    )
+    seconds *= 1 - saved_by_sharing(step.plan, step.batch, step.model, step.samples)
     compute = process.steps[-1].phases["forward_backward"]
     assert compute / TIME_FACTOR < seconds < compute * TIME_FACTOR, f"guessed {seconds:.2f} s, measured {compute:.2f} s"
