@@ -32,7 +32,8 @@ from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer
 
 from swift_megatron_grpo.training.megatron_fixes.optimizer_copies import Places, is_covered, places_of, using_places
 
-LARGEST = 2**26  # numbers of a run: building one needs as much memory a second time, 256 MiB in fp32
+# Numbers of a run: building one needs as much memory a second time, 256 MiB in fp32, and kernels count in 32 bits.
+LARGEST = 2**26
 
 # From megatron-core 0.19 on, the method has another name, and can return the gradients of a group with its own norm.
 NORM_METHOD = next(
@@ -197,10 +198,10 @@ def _counted_in_norm(link: DistributedOptimizer, places: Places) -> list[torch.T
 
 
 def _joined(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return views of the same gradients, one for those that follow each other."""
+    """Return views of the same gradients, one for those that follow each other, up to the largest size."""
     spans: list[torch.Tensor] = []
     for gradient in gradients:
-        if spans and _adjacent(spans[-1], gradient):
+        if spans and _adjacent(spans[-1], gradient) and spans[-1].numel() + gradient.numel() <= LARGEST:
             spans[-1] = _spanning(spans[-1], spans[-1].numel() + gradient.numel())
         else:
             spans.append(gradient)
