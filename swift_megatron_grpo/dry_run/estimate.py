@@ -235,7 +235,5 @@ def _weights_of_a_step(model: Model, sequences: int) -> float:
     experts = sum(tensor.size for tensor in model.tensors if ".experts." in tensor.name)
     if not experts:
         return model.parameters
-    width = model.decoder.expert_ffn * model.decoder.hidden * 3 * len(model.decoder.expert_layers)
-    number = max(1, round(experts / width))
-    missed = (1 - model.decoder.experts_per_token / number) ** sequences
+    missed = (1 - model.decoder.experts_per_token / model.decoder.experts) ** sequences
     return model.parameters - experts * missed

@@ -34,7 +34,8 @@ def test_steps_equal_those_over_single_parameters(ranks: Ranks, case: str) -> No
     ranks.call(job, "flat_optimizer:main", count, ranks.flags(kind, tuner, dtype, [*extra, *LONGER, *UNCLIPPED]))
     for rank in range(count):
         report = ranks.report(job, rank)
-        assert 0 < report["runs"] < report["tensors"]
+        # A rank has one buffer, and with expert or tensor parallelism one more of experts.
+        assert 0 < report["runs"] <= (2 if tuner == "lora" else report["tensors"] - 1)
         for runs in ("upstream again", "same steps", "a checkpoint of upstream", "a checkpoint of runs"):
             assert report[runs]["losses_equal"] and report[runs]["trained"], report
             assert report[runs]["norms_off"] < 1e-6

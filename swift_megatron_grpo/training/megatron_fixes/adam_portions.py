@@ -52,11 +52,10 @@ def in_portions(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_group(adam: Any, group: dict[str, Any], whole: Callable[..., Any], grad_scaler: Any) -> None:
-    parameters, before = group["params"], {name: group[name] for name in ("step",) if name in group}
+    parameters, steps = group["params"], group.get("step", 0)
     try:
         for portion in portions(parameters):
-            group.pop("step", None)
-            group.update(before, params=portion)  # every call counts a step
+            group.update(params=portion, step=steps)  # every call counts a step
             whole(adam, None, grad_scaler)
     finally:
         group["params"] = parameters

@@ -103,7 +103,7 @@ def _stepping(link: DistributedOptimizer) -> Iterator[None]:
         group["params"] = [run.whole for run in of_group]
     inner.state = runs.whole_states
     upstream = getattr(link, NORM_METHOD)
-    setattr(link, NORM_METHOD, lambda *group: upstream(*group) if any(group) else list(runs.for_norm))
+    setattr(link, NORM_METHOD, lambda *group: upstream(*group) if any(group) else runs.for_norm)
     try:
         with using_places(link, runs.places):
             yield
