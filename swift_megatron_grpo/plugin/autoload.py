@@ -1,8 +1,9 @@
 """The entry point (group `torch.backends`) that torch calls at the end of `import torch`, in every process.
 
-Its cost must stay far below a millisecond. It therefore compares only the name of the program, and imports the rest of
-this folder for the few programs that this package may change: a rank of `megatron rlhf`, `swift rollout`,
-torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all of that off.
+Its cost must stay that of a few empty files, below a millisecond on most machines. It therefore compares only the
+name of the program, and imports the rest of this folder for the few programs that this package may change: a rank of
+`megatron rlhf`, `swift rollout`, torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all
+of that off.
 
 Where torch is a CPU build, every process gets a finder that makes torchvision importable, with SWIFT_MEGATRON_GRPO=off
 as well: without it `import transformers` fails next to an installed torchvision
