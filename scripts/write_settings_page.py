@@ -16,23 +16,27 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of, tower_of
+from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of, flops_of, tower_of
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.planning.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN
 from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.gpus import Gpu, find_gpu
 from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory
 from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
+from swift_megatron_grpo.planning.throughput import seconds_of_training
 from swift_megatron_grpo.planning.towers import Pictures, Tower
+from swift_megatron_grpo.planning.work import Passes, work_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing_settings.md"
 BEGIN = "<!-- settings, by scripts/write_settings_page.py -->\n"
 END = "<!-- end of settings -->\n"
 PROMPT, COMPLETION, COMPLETIONS, GROUP = 1024, 4096, 512, 8  # tokens, tokens, of a step, of a prompt
 GPUS, KINDS = (1, 8, 16, 64), ("H100-80G", "H200-141G")
-# Factors of a step's time, by which settings that fit are ordered.
-TENSOR_PARALLEL, PIPELINE, RECOMPUTED, SMALL_BUDGET, OFFLOADED, ON_CPU = 1.12, 1.05, 4 / 3, 1.04, 1.02, 1.3
+# Settings that fit are ordered by the guessed time of the train phase, and factors for what the guess leaves out.
+SMALL_BUDGET, OFFLOADED, ON_CPU, ENGINE_RANKS = 1.04, 1.02, 1.3, 1.03
+EQUAL = 1.05  # times that differ by less count as equal
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B": (
@@ -64,6 +68,7 @@ class Shapes:
 
     tensors: list[Tensor]
     decoder: Decoder
+    flops: FlopsModel
     cached: int
     key_heads: int
     tower: Tower | None
@@ -77,7 +82,7 @@ class Choice:
     vllm: Vllm
     engine: Engine
     flags: list[str]
-    cost: float
+    seconds: float
 
 
 def read_shapes(name: str) -> Shapes:
@@ -91,23 +96,24 @@ def read_shapes(name: str) -> Shapes:
     values = (config.text_config if sees_images else config).to_dict()
     tower = tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
     decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
-    return Shapes(tensors_of(shapes), decoder, cached_channels(values, decoder), values["num_key_value_heads"], tower)
+    cached, flops = cached_channels(values, decoder), flops_of(values, decoder)
+    return Shapes(tensors_of(shapes), decoder, flops, cached, values["num_key_value_heads"], tower)
 
 
-def choices(shapes: Shapes, gpus: int, lora: bool) -> Iterator[Choice]:
-    """Yield settings in the order of their cost."""
+def choices(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> Iterator[Choice]:
+    """Yield settings in the order of their guessed time."""
     experts = [1] if not shapes.decoder.expert_layers else [1, 2, 4, 8]
     found = [
         choice
         for tensor, pipeline, expert, ranks in product((1, 2, 4, 8), (1, 2, 4), experts, (1, 2, 4))
         for budget, switches in product((32768, 16384, 8192), product((False, True), repeat=3))
-        if (choice := _choice(shapes, gpus, lora, tensor, pipeline, expert, ranks, budget, *switches))
+        if (choice := _choice(shapes, gpus, lora, gpu, tensor, pipeline, expert, ranks, budget, *switches))
     ]
-    yield from sorted(found, key=lambda choice: choice.cost)
+    yield from sorted(found, key=lambda choice: choice.seconds)
 
 
-def _choice(shapes: Shapes, gpus: int, lora: bool, tensor: int, pipeline: int, expert: int, ranks: int, budget: int,
-            recompute: bool, offload: bool, on_cpu: bool) -> Choice | None:  # fmt: skip
+def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeline: int, expert: int, ranks: int,
+            budget: int, recompute: bool, offload: bool, on_cpu: bool) -> Choice | None:  # fmt: skip
     allowed = (
         gpus % (tensor * pipeline) == 0
         and gpus % (expert * pipeline) == 0
@@ -149,11 +155,11 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, tensor: int, pipeline: int, e
     flags += ["--offload_model true --offload_optimizer true --offload_grad true"] if offload else []
     flags += ["--optimizer_cpu_offload true"] if on_cpu else []
     flags += [f"--vllm_tensor_parallel_size {ranks}"] if ranks > 1 else []
-    cost = TENSOR_PARALLEL ** (tensor.bit_length() - 1) * PIPELINE ** (pipeline.bit_length() - 1)
-    cost *= TENSOR_PARALLEL ** ((expert.bit_length() - 1) / 4) * 1.03 ** (ranks.bit_length() - 1)
-    cost *= (RECOMPUTED if recompute else 1) * (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1)
-    cost *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
-    return Choice(training, Vllm(0.5, 2), engine, flags, cost)
+    work = work_of([(PROMPT + COMPLETION, COMPLETION)] * COMPLETIONS, shapes.flops)
+    seconds = seconds_of_training(work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
+    seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
+    seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
+    return Choice(training, Vllm(0.5, 2), engine, flags, seconds)
 
 
 def _pictures(layout: Layout, budget: int) -> Pictures:
@@ -162,19 +168,31 @@ def _pictures(layout: Layout, budget: int) -> Pictures:
     return Pictures(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
 
 
-def first_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str, int]:
-    """Return flags and peak of the cheapest settings that fit, with the largest of three shares for vLLM."""
-    limit = gpu.memory_bytes * (1 - MARGIN)
-    for choice in choices(shapes, gpus, lora):
-        for share in (0.6, 0.4, 0.3):
-            vllm, engine = replace(choice.vllm, utilization=share), replace(choice.engine, utilization=share)
-            if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
-                continue
-            ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.tower)
-            if max(rank.peak for rank in ranks) <= limit:
-                peak = max(rank.peak for rank in ranks) / 1e9
-                return f"`{' '.join([*choice.flags, f'--vllm_gpu_memory_utilization {share}'])}`", round(peak)
-    return "none fits", 0
+def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str, int]:
+    """Return flags and peak of the settings with the fewest flags among the fastest that fit."""
+    found: list[tuple[Choice, str, float]] = []
+    for choice in choices(shapes, gpus, lora, gpu):
+        if found and choice.seconds > EQUAL * found[0][0].seconds:
+            break
+        if fitting := _largest_share(shapes, choice, gpu):
+            found.append((choice, *fitting))
+    if not found:
+        return "none fits", 0
+    choice, share, peak = min(found, key=lambda one: len(one[0].flags))  # the first, which is the fastest of these
+    return f"`{' '.join([*choice.flags, share])}`", round(peak / 1e9)
+
+
+def _largest_share(shapes: Shapes, choice: Choice, gpu: Gpu) -> tuple[str, float] | None:
+    """Return the largest share of vLLM with which settings fit, as a flag, and their peak."""
+    for share in (0.6, 0.4, 0.3):
+        vllm, engine = replace(choice.vllm, utilization=share), replace(choice.engine, utilization=share)
+        if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
+            continue
+        ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.tower)
+        peak = max(rank.peak for rank in ranks)
+        if peak <= gpu.memory_bytes * (1 - MARGIN):
+            return f"--vllm_gpu_memory_utilization {share}", peak
+    return None
 
 
 def table(models: Iterable[str] = MODELS) -> str:
@@ -186,7 +204,7 @@ def table(models: Iterable[str] = MODELS) -> str:
             numbers: dict[str, list[int]] = {}
             peaks: dict[str, int] = {}
             for gpus in GPUS:
-                flags, peak = first_that_fits(shapes, gpus, lora, find_gpu(kind))
+                flags, peak = best_that_fits(shapes, gpus, lora, find_gpu(kind))
                 numbers.setdefault(flags, []).append(gpus)
                 peaks[flags] = max(peak, peaks.get(flags, 0))
             trained = "LoRA 16" if lora else "all weights"

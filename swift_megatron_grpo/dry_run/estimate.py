@@ -22,14 +22,8 @@ from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_th
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
-from swift_megatron_grpo.planning.throughput import (
-    Generation,
-    StepWork,
-    seconds_of_exchanges,
-    seconds_of_generation,
-    seconds_of_training,
-    work_of,
-)
+from swift_megatron_grpo.planning.throughput import Generation, seconds_of_generation, seconds_of_training
+from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
 
 
 @dataclass(frozen=True)
@@ -170,18 +164,9 @@ def _train_seconds(
 ) -> float:
     old = config.num_iterations > 1 or config.batch.steps_per_generation > 1
     reference = config.reference.beta != 0
-    recomputes, passes = training.recompute.granularity == "full", old + reference
-    computing = seconds_of_training(
-        work,
-        gpu,
-        config.batch.layout.world_size,
-        recomputes=recomputes,
-        trains_adapters=args.has_adapter,
-        has_experts=bool(model.decoder.expert_layers),
-        passes=passes,
-    )
-    return computing + seconds_of_exchanges(
-        work, model.decoder, training.layout, item=training.weight_bytes, recomputes=recomputes, passes=passes
+    passes = Passes(args.has_adapter, training.recompute.granularity == "full", old + reference)
+    return seconds_of_training(
+        work, gpu, model.decoder, training.layout, training.micro_batches, passes, training.weight_bytes
     )
 
 

@@ -7,6 +7,8 @@
     memory.py       memory by rank and phase
     engine.py       weights and cache of vLLM
     gpus.py         memory and speed of GPUs
+    work.py         FLOPs, tokens and passes of a step
+    exchanges.py    seconds in which ranks send activations to each other
     throughput.py   seconds of a step
     advice.py       the nearest settings that fit
 

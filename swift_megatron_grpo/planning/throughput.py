@@ -1,4 +1,4 @@
-"""Estimate how long the phases of a step take, from FLOPs and memory bandwidth. Pure Python.
+"""Estimate how long the phases of a step take, from FLOPs, memory bandwidth and exchanged bytes. Pure Python.
 
 The shares of a GPU's peak below are those that docs/performance.md has for dense models on one H200. They are the same
 for every GPU, so the result is a first guess, to see by what factor a layout is too small.
@@ -9,26 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.planning.activations import Decoder
-from swift_megatron_grpo.planning.experts import rows_that_leave
+from swift_megatron_grpo.planning.exchanges import seconds_of_exchanges
 from swift_megatron_grpo.planning.gpus import Gpu
+from swift_megatron_grpo.planning.parameters import stages_of
+from swift_megatron_grpo.planning.work import Passes, StepWork
 
 DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
 EXPERTS_SHARE = 0.37  # the same with mixtures of experts, as measured with 64 experts of 4.5B and --fast_kernels
 ADAPTED_EXPERTS_SHARE = 0.22  # the same with an adapter on each of 128 experts, as measured with 30B-A3B
 BANDWIDTH_SHARE = 0.6  # of peak bandwidth while vLLM generates
-EXCHANGED_GB = 150.0  # that a GPU sends per second to others of its node, waiting included, as four H200 with 30B-A3B
 SECONDS_PER_TOKEN = 0.0025  # of vLLM's scheduler and launches, for one step of all sequences
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """The work of one optimizer step, on all ranks."""
-
-    training_flops: float  # forward of all samples, once
-    tokens: int
-    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +35,30 @@ class Generation:
 
 
 def seconds_of_training(
-    work: StepWork, gpu: Gpu, ranks: int, *, recomputes: bool, trains_adapters: bool, has_experts: bool, passes: int
+    work: StepWork, gpu: Gpu, decoder: Decoder, layout: Layout, micro_batches: int, passes: Passes, item: int
 ) -> float:
-    """Return the seconds of the train phase. `passes`: forward-only passes for old and reference log-probs.
+    """Return the seconds of the train phase. `micro_batches`: of a data-parallel rank. `item`: bytes of an activation.
 
     Backward takes twice the FLOPs of forward, and once where frozen weights need no gradient.
     """
-    factor = 1 + (1 if trains_adapters else 2) + (1 if recomputes else 0) + passes
-    share = (ADAPTED_EXPERTS_SHARE if trains_adapters else EXPERTS_SHARE) if has_experts else DENSE_SHARE
-    return work.training_flops * factor / (ranks * gpu.bf16_tflops * 1e12 * share)
+    factor = passes.forward + (1 if passes.trains_adapters else 2)
+    products = work.training_flops * factor / (layout.world_size * gpu.bf16_tflops * 1e12 * _share(decoder, passes))
+    of_a_stage = products + seconds_of_exchanges(work, decoder, layout, passes, item)
+    return of_a_stage * (fullest_stage(work, decoder, layout) + bubble(layout, micro_batches))
 
 
-def seconds_of_exchanges(
-    work: StepWork, decoder: Decoder, layout: Layout, *, item: int, recomputes: bool, passes: int
-) -> float:
-    """Return the seconds in which a rank sends rows to the experts of other ranks, and their results back."""
-    if layout.expert_model_parallel_size == 1 or not decoder.expert_layers:
-        return 0.0
-    rows = work.tokens * len(decoder.expert_layers) / layout.world_size
-    rows *= rows_that_leave(decoder.experts, decoder.experts_per_token, layout.expert_model_parallel_size)
-    transfers = 2 * (2 + (1 if recomputes else 0) + passes)
-    return rows * decoder.hidden * item * transfers / (EXCHANGED_GB * 1e9)
+def fullest_stage(work: StepWork, decoder: Decoder, layout: Layout) -> float:
+    """Return the work of the pipeline's fullest stage, relative to the mean. The last stage has the output layer."""
+    stages = stages_of(layout, decoder.layers)
+    of_a_layer = (work.training_flops - work.head_flops) / decoder.layers
+    flops = [of_a_layer * len(stage.layers) + (work.head_flops if stage.has_head else 0) for stage in stages]
+    return max(flops) * len(stages) / work.training_flops
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Return how long a stage waits, relative to its work: for the first micro batch and for the last gradients."""
+    stages, parts = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    return (stages - 1) / (parts * micro_batches)
 
 
 def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:
@@ -74,10 +68,7 @@ def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:
     return generation.waves * generation.steps * step
 
 
-def work_of(samples: list[tuple[int, int]], flops: FlopsModel) -> StepWork:
-    """Return the work of samples of (tokens, completion tokens)."""
-    return StepWork(
-        training_flops=sum(flops.of_sequence(tokens, completion) for tokens, completion in samples),
-        tokens=sum(tokens for tokens, _ in samples),
-        completion_tokens=sum(completion for _, completion in samples),
-    )
+def _share(decoder: Decoder, passes: Passes) -> float:
+    if not decoder.expert_layers:
+        return DENSE_SHARE
+    return ADAPTED_EXPERTS_SHARE if passes.trains_adapters else EXPERTS_SHARE

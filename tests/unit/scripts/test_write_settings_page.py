@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scripts.write_settings_page import GPUS, KINDS, MODELS, PAGE, first_that_fits, read_shapes, table
+from scripts.write_settings_page import GPUS, KINDS, MODELS, PAGE, best_that_fits, read_shapes, table
 from swift_megatron_grpo.planning.gpus import find_gpu
 
 
@@ -15,5 +15,5 @@ def test_the_page_has_the_settings_of_the_dense_model() -> None:
 
 def test_more_memory_needs_no_more_parallelism() -> None:
     shapes = read_shapes("Qwen3-8B")
-    small, large = (first_that_fits(shapes, GPUS[1], lora=False, gpu=find_gpu(kind))[0] for kind in KINDS)
+    small, large = (best_that_fits(shapes, GPUS[1], lora=False, gpu=find_gpu(kind))[0] for kind in KINDS)
     assert "--pipeline_model_parallel_size 2" in small and "parallel_size" not in large

@@ -1,0 +1,42 @@
+"""Estimate how long the ranks of a model copy send activations to each other. Pure Python.
+
+Gradients and pipelines are left out: data parallelism sends gradients once per step, and a pipeline sends one tensor of
+a micro batch between stages.
+"""
+
+from __future__ import annotations
+
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.activations import Decoder
+from swift_megatron_grpo.planning.experts import rows_that_leave
+from swift_megatron_grpo.planning.work import Passes, StepWork
+
+# GB that a GPU sends per second to others of its machine, waiting included, as four H200 sent rows of experts of
+# 30B-A3B. With tensor parallelism of 1.7B (H200) and 8B (H100) it includes what smaller matrix products lose.
+EXCHANGED_GB = 150.0
+
+
+def seconds_of_exchanges(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes, item: int) -> float:
+    """Return the seconds in which a rank exchanges activations of `item` bytes a value."""
+    values = _between_tensor_ranks(work, decoder, layout, passes) + _between_expert_ranks(work, decoder, layout, passes)
+    return values * item / (EXCHANGED_GB * 1e9)
+
+
+def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes) -> float:
+    """Return the values that a rank gathers from its tensor-parallel group, or reduces for it.
+
+    Attention and a dense feed-forward gather their input and reduce their output. Backward does both for the gradients
+    and gathers the input once more. Experts take the tokens as they are divided among the ranks.
+    """
+    blocks = 2 * decoder.layers - len(decoder.expert_layers)
+    rows = work.tokens * blocks * (layout.tensor_model_parallel_size - 1) / layout.world_size
+    return rows * decoder.hidden * (2 * passes.forward + 3)
+
+
+def _between_expert_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes) -> float:
+    """Return the values that a rank sends to the experts of other ranks, and sends back to the tokens' ranks."""
+    if layout.expert_model_parallel_size == 1 or not decoder.expert_layers:
+        return 0.0
+    rows = work.tokens * len(decoder.expert_layers) / layout.world_size
+    rows *= rows_that_leave(decoder.experts, decoder.experts_per_token, layout.expert_model_parallel_size)
+    return rows * decoder.hidden * 2 * (passes.forward + 1)

@@ -1,0 +1,54 @@
+"""The guessed time of a pipeline is that of its schedule, simulated micro batch by micro batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.activations import Decoder
+from swift_megatron_grpo.planning.gpus import find_gpu
+from swift_megatron_grpo.planning.throughput import bubble, fullest_stage, seconds_of_training
+from swift_megatron_grpo.planning.work import Passes, StepWork
+
+DECODER = Decoder(8, 64, 64, 64, 128, 256, False)
+WORK = StepWork(1e15, 2e14, tokens=8192, completion_tokens=4096)  # the head takes as much as two layers
+
+
+def simulated(stages: list[float], micro_batches: int) -> float:
+    """Return when the last micro batch has left the last stage, if stage s takes stages[s] for each."""
+    free = [0.0] * len(stages)
+    for _ in range(micro_batches):
+        arrival = 0.0
+        for place, seconds in enumerate(stages):
+            arrival = free[place] = max(free[place], arrival) + seconds
+    return free[-1]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4, 32])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_even_stages_take_as_long_as_the_simulated_schedule(stages: int, micro_batches: int) -> None:
+    work = StepWork(1e15, 0.0, 8192, 4096)
+    layout = Layout(stages, pipeline_model_parallel_size=stages)
+    seconds = [
+        seconds_of_training(work, find_gpu("H200-141G"), DECODER, one, micro_batches, Passes(), item=2)
+        for one in (layout, Layout(stages))
+    ]
+    schedule = simulated([1.0] * stages, micro_batches) / micro_batches
+    assert seconds[0] / seconds[1] == pytest.approx(schedule)
+
+
+def test_many_micro_batches_take_as_long_as_on_the_stage_with_the_head() -> None:
+    layout = Layout(4, pipeline_model_parallel_size=4)
+    assert fullest_stage(WORK, DECODER, layout) == pytest.approx((2 + 2) / (10 / 4))
+    schedule = simulated([2.0, 2.0, 2.0, 4.0], 1000) / 1000 / (10 / 4)
+    assert fullest_stage(WORK, DECODER, layout) + bubble(layout, 1000) == pytest.approx(schedule, rel=0.01)
+
+
+def test_fewer_layers_beside_the_head_even_the_stages() -> None:
+    layout = Layout(2, pipeline_model_parallel_size=2, last_stage_layers=3)
+    assert fullest_stage(WORK, DECODER, layout) == pytest.approx(1)
+
+
+def test_a_virtual_pipeline_waits_for_smaller_parts() -> None:
+    sizes = dict(pipeline_model_parallel_size=4)
+    assert bubble(Layout(4, **sizes), 6) == 2 * bubble(Layout(4, virtual_pipeline_model_parallel_size=2, **sizes), 6)
