@@ -116,8 +116,8 @@ def test_shapes_have_as_many_parameters_as_their_names_say() -> None:
 # ---- clock
 
 
-@pytest.mark.alone
 def test_every_moment_of_a_step_belongs_to_one_phase() -> None:
+    """A sleep may last longer, so phases are compared with the time that all sleeps together took too long."""
     clock = Clock()
     clock.switch("before any step: not counted")
     inner = clock.timed("inner", lambda: time.sleep(0.03), then="after")
@@ -129,8 +129,13 @@ def test_every_moment_of_a_step_belongs_to_one_phase() -> None:
             inner()
             time.sleep(0.04)
         time.sleep(0.01)
-    assert time.perf_counter() - began == pytest.approx(record["seconds"], abs=0.005)
-    assert record["phases"] == pytest.approx({"other": 0.02, "outer": 0.02, "inner": 0.03, "after": 0.04}, abs=0.008)
+    ended = time.perf_counter()
+    slept = {"other": 0.02, "outer": 0.02, "inner": 0.03, "after": 0.04}
+    late = ended - began - sum(slept.values())
+    assert record["phases"].keys() == slept.keys()
+    assert all(slept[phase] <= record["phases"][phase] <= slept[phase] + late for phase in slept)
+    assert sum(record["phases"].values()) == pytest.approx(record["seconds"], abs=1e-4)
+    assert sum(slept.values()) <= record["seconds"] <= ended - began
     with clock.step() as record:
         pass
     assert set(record["phases"]) == {"other"} and len(clock.steps) == 2
