@@ -3,9 +3,8 @@
 # finish in time are missing from the group's file.
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
-#                        held-out step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b step-lora-30b
-#                        step-lora-30b-fp8
-#                        colocated-sync-8b colocated-sync-8b-fp8
+#                        held-out held-out-trl step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b
+#                        step-lora-30b step-lora-30b-fp8 colocated-sync-8b colocated-sync-8b-fp8
 #                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
@@ -17,7 +16,7 @@
 #                         moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #       groups on 4 GPUs: four dp4-8b-lora four-colocated-8b four-server-8b moe-30b-lora-ep4 moe-30b-full-ep4
 #                         moe-35b-lora-ep4 moe-30b-server-ep2
-#   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out step-lora-8b* step-adapter-8b two-*
+#   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
 #                       four-* sync *-8b-lora lora-14b and moe-*b-lora-ep*; names get the suffix -h100
 #   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
@@ -201,6 +200,12 @@ step_30b() {
         --timeout 420 --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $2"
 }
 
+# held_out NAME ARGUMENT...      long prompts of large groups, and one completion of 20 times the length of the others
+held_out() {
+    bench step "$1" 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
+        --ours tokens$tokens_1b+shared "${@:2}" --rounds 1 --steps 4 --flags "$vllm_1b --sleep_level 2"
+}
+
 # step_lora_8b NAME FLAGS ARGUMENT...      the whole step of adapters of 8B, beside a vLLM that stays awake
 step_lora_8b() {
     bench step "$1" 8b "${fixed[@]}" --completions 64 --ours tokens$tokens_8b+shared --rounds 1 --steps 4 \
@@ -326,11 +331,11 @@ group() {
             bench step step-verl-1.7b 1.7b "${fixed[@]}" --ours tokens$tokens_1b+shared \
                 --verl mbs16+bypass mbs8+awake+bypass mbs32+bypass mbs16 --rounds 1 --steps 5 \
                 --goal "1.5 over verl" --flags "$vllm_1b --sleep_level 2" --ours-flags "--sleep_level 0" ;;
-        # Long prompts of large groups, and one completion of 20 times the length of the others.
         held-out)
-            bench step held-out-1.7b 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
-                --ours tokens$tokens_1b+shared --stock mbs8 mbs4 --trl mbs4 mbs2+awake --rounds 1 \
-                --steps 4 --flags "$vllm_1b --sleep_level 2" ;;
+            held_out held-out-1.7b --stock mbs8 mbs4 ;;
+        # With an awake vLLM micro batches of 4 do not fit beside TRL's trainer.
+        held-out-trl)
+            held_out held-out-trl-1.7b --trl mbs4 mbs2+awake ;;
         # 8 prompts allow ms-swift's trainer micro batches of 8 completions at most. TRL with Liger's kernels took 9.0 s
         # where it took 7.8 s without. In 80 GB its vLLM has to sleep for micro batches of 8.
         step-lora-8b)

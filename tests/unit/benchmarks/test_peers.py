@@ -119,7 +119,7 @@ def test_the_train_phase_has_no_trl_arm(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_settings_of_the_h200_script_are_valid_for_their_workload() -> None:
     script = (REPOSITORY / "benchmarks" / "bench_h200.sh").read_text().replace("\\\n", " ")
-    in_groups = re.findall(r"--(trl|verl) ([a-z\d+ ]+?) --", script)
+    in_groups = re.findall(r"--(trl|verl) ([a-z\d+ ]+?) (?:--|;;)", script)
     of_cards = re.findall(r"(trl|verl)_\db=\((.+?)\)", script)
     searches = [(trainer, settings.split()) for trainer, settings in in_groups + of_cards]
     assert Counter(trainer for trainer, _ in searches) == {"trl": 5, "verl": 3}
