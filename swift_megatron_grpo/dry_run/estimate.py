@@ -22,8 +22,17 @@ from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_th
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
+from swift_megatron_grpo.planning.stages import fullest_stage, with_even_stages
 from swift_megatron_grpo.planning.throughput import Generation, seconds_of_generation, seconds_of_training
 from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
+
+
+@dataclass(frozen=True)
+class EvenStages:
+    """Layers of the last pipeline stage with which the stages have more even work."""
+
+    layers: int
+    fullest_stage: float
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class Estimate:
     engine_changes: list[str]  # flags with which vLLM fits into its share
     work: StepWork  # of a step whose completions have half of --max_completion_length
     train_seconds: float
+    fullest_stage: float  # work of the pipeline's fullest stage, relative to the mean
+    even_stages: EvenStages | None  # None: nothing is gained
     generation_seconds: float | None  # None: servers generate
 
 
@@ -85,6 +96,8 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         else [flags for flags, _ in engines_that_fit(engine, gpu.memory_bytes, config.batch.layout.world_size)],
         work=work,
         train_seconds=_train_seconds(args, config, run.training, model, gpu, work) * (1 - saved),
+        fullest_stage=fullest_stage(work, run.decoder, run.training.layout),
+        even_stages=_even_stages(run, work, gpu, _divides(args)),
         generation_seconds=None
         if engine is None or not engine_fits
         else _generation_seconds(args, config, model, gpu, prompts, engine),
@@ -168,6 +181,17 @@ def _train_seconds(
     return seconds_of_training(
         work, gpu, model.decoder, training.layout, training.micro_batches, passes, training.weight_bytes
     )
+
+
+def _even_stages(run: Run, work: StepWork, gpu: Gpu, divides: Callable[[Layout], bool]) -> EvenStages | None:
+    def allows(layout: Layout) -> bool:
+        other = replace(run, training=replace(run.training, layout=layout))
+        return divides(layout) and all(other.fits(phase, gpu.memory_bytes) for phase in ("generation", "train"))
+
+    layout = with_even_stages(work, run.decoder, run.training.layout, allows)
+    if layout is None or layout.last_stage_layers is None:
+        return None
+    return EvenStages(layout.last_stage_layers, fullest_stage(work, run.decoder, layout))
 
 
 def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:

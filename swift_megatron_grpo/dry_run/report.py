@@ -22,7 +22,7 @@ def report(notes: Sequence[str], rows: Rows, rewards: Sequence[Reward], model: M
     elif result is not None:
         sections[1].insert(0, _row("model", f"{model.name}, {_count(model.parameters)} parameters"))
         sections[1].extend(_micro_batches(result))
-        sections += [_memory(gpu, result), _time(result), _verdict(gpu, result)]
+        sections += [_memory(gpu, result), [*_time(result), *_stages(result)], _verdict(gpu, result)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -101,6 +101,16 @@ def _time(result: Estimate) -> list[str]:
             f"a guess: {train}, generation {result.generation_seconds:.3g} s per step, "
             f"{rate:,.0f} completion tokens/s; completions of half the maximal length, the longest at it",
         )
+    ]
+
+
+def _stages(result: Estimate) -> list[str]:
+    if result.even_stages is None:
+        return []
+    now, then = (round(100 * (share - 1)) for share in (result.fullest_stage, result.even_stages.fullest_stage))
+    return [
+        _row("", f"the pipeline waits for the stage with the output layer, which has {now} % more work than the mean;"),
+        _row("", f"with --decoder_last_pipeline_num_layers {result.even_stages.layers} the fullest has {then} % more"),
     ]
 
 

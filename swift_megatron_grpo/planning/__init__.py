@@ -8,6 +8,7 @@
     engine.py       weights and cache of vLLM
     gpus.py         memory and speed of GPUs
     work.py         FLOPs, tokens and passes of a step
+    stages.py       work of pipeline stages
     exchanges.py    seconds in which ranks send activations to each other
     throughput.py   seconds of a step
     advice.py       the nearest settings that fit

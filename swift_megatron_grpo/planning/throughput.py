@@ -12,7 +12,7 @@ from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.exchanges import seconds_of_exchanges
 from swift_megatron_grpo.planning.gpus import Gpu
-from swift_megatron_grpo.planning.parameters import stages_of
+from swift_megatron_grpo.planning.stages import bubble, fullest_stage
 from swift_megatron_grpo.planning.work import Passes, StepWork
 
 DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
@@ -45,20 +45,6 @@ def seconds_of_training(
     products = work.training_flops * factor / (layout.world_size * gpu.bf16_tflops * 1e12 * _share(decoder, passes))
     of_a_stage = products + seconds_of_exchanges(work, decoder, layout, passes, item)
     return of_a_stage * (fullest_stage(work, decoder, layout) + bubble(layout, micro_batches))
-
-
-def fullest_stage(work: StepWork, decoder: Decoder, layout: Layout) -> float:
-    """Return the work of the pipeline's fullest stage, relative to the mean. The last stage has the output layer."""
-    stages = stages_of(layout, decoder.layers)
-    of_a_layer = (work.training_flops - work.head_flops) / decoder.layers
-    flops = [of_a_layer * len(stage.layers) + (work.head_flops if stage.has_head else 0) for stage in stages]
-    return max(flops) * len(stages) / work.training_flops
-
-
-def bubble(layout: Layout, micro_batches: int) -> float:
-    """Return how long a stage waits, relative to its work: for the first micro batch and for the last gradients."""
-    stages, parts = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
-    return (stages - 1) / (parts * micro_batches)
 
 
 def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:

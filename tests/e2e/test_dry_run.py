@@ -76,6 +76,19 @@ def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> No
     assert code == 0 and "The run fits: " in output, output[-4000:]
 
 
+def test_proposed_layers_of_the_last_stage_make_the_pipeline_faster(folder: Path, large: Path, dataset: Path) -> None:
+    flags = [*SIZES, "--max_tokens_per_micro_batch", "4096", "--pipeline_model_parallel_size", "4",
+             "--tuner_type", "lora", "--target_modules", "all-linear"]  # fmt: skip
+    arguments = grpo_flags(large, dataset, folder / "unused", flags)
+    code, output = check(arguments, 8)
+    assert code == 0 and "waits for the stage with the output layer" in output
+    [layers] = re.findall(r"with --decoder_last_pipeline_num_layers (\d+) the fullest", output)
+    code, evener = check([*arguments, "--decoder_last_pipeline_num_layers", layers], 8)
+    assert code == 0 and "output layer" not in evener
+    before, after = (float(re.findall(r"train phase ([\d.]+) s", text)[0]) for text in (output, evener))
+    assert after < before
+
+
 def test_prompts_have_the_tokens_of_their_images(folder: Path) -> None:
     """The larger of two images has 250 x 250 pixels, so 9 x 9 tokens of 28 x 28 pixels after rounding."""
     model, rows = make_model(folder / "qwen2_5_vl", "qwen2_5_vl"), folder / "images.jsonl"

@@ -1,0 +1,56 @@
+"""The work of stages is compared with sums by hand, and the layers of the last stage with all other numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.activations import Decoder
+from swift_megatron_grpo.planning.stages import bubble, fullest_stage, with_even_stages
+from swift_megatron_grpo.planning.work import StepWork
+
+DECODER = Decoder(8, 64, 64, 64, 128, 256, False)
+WORK = StepWork(1e15, 2e14, tokens=8192, completion_tokens=4096)  # the head takes as much as two layers
+TWO = Layout(2, pipeline_model_parallel_size=2)
+
+
+def test_the_last_stage_has_the_head() -> None:
+    assert fullest_stage(WORK, DECODER, Layout(4, pipeline_model_parallel_size=4)) == pytest.approx((2 + 2) / (10 / 4))
+    assert fullest_stage(WORK, DECODER, replace(TWO, last_stage_layers=3)) == pytest.approx(1)
+    assert fullest_stage(WORK, DECODER, Layout(4)) == 1
+
+
+def test_a_virtual_pipeline_waits_for_smaller_parts() -> None:
+    sizes = dict(pipeline_model_parallel_size=4)
+    assert bubble(Layout(4, **sizes), 6) == 2 * bubble(Layout(4, virtual_pipeline_model_parallel_size=2, **sizes), 6)
+    assert bubble(Layout(4), 6) == 0
+
+
+def test_the_last_stage_gets_fewer_layers_beside_the_head() -> None:
+    even = with_even_stages(WORK, DECODER, TWO, lambda layout: True)
+    assert even == replace(TWO, last_stage_layers=3)
+
+
+def test_only_allowed_layouts_are_proposed() -> None:
+    assert with_even_stages(WORK, DECODER, TWO, lambda layout: layout.last_stage_layers == 2) is None  # worse than 4
+    assert with_even_stages(WORK, DECODER, TWO, lambda layout: False) is None
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(2),
+        replace(TWO, last_stage_layers=4),
+        replace(TWO, first_stage_layers=4),
+        replace(TWO, stages="Etttt|ttttL"),
+        replace(TWO, extra_layers=2),
+    ],
+)
+def test_stages_that_flags_have_chosen_are_kept(layout: Layout) -> None:
+    assert with_even_stages(WORK, DECODER, layout, lambda layout: True) is None
+
+
+def test_a_small_head_needs_no_flag() -> None:
+    assert with_even_stages(replace(WORK, head_flops=2e13), DECODER, TWO, lambda layout: True) is None
