@@ -17,7 +17,7 @@ from tests.forking.client import fork_server
 
 TUNERS = ["full", "lora"]
 LAYOUTS = {
-    ("dense", "full"): [*DENSE, "dp2+ep2", "dp2+cpu_adam", "dp2+overlap_param", "pp2+uneven", "pp2+uneven_vpp"],
+    ("dense", "full"): [*DENSE, "dp2+ep2", "dp2+cpu_adam", "dp2+overlap_param", "pp2+last1", "pp2+uneven_vpp"],
     ("dense", "lora"): ["mbs1", "tokens64", "tp2+sp", "pp2+vpp2", "cp2", "dp2+overlap", "tp2+pp2"],
     ("moe", "full"): ["tokens64", *MOE, "dp2+ep2+cpu_adam", "tp2+sp+dp2+ep2+permute", "pp2+uneven"],
     ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge does not support LoRA with ETP
