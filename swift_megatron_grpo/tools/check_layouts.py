@@ -56,9 +56,8 @@ SWITCHES = {
     "elementwise": ["--recompute_elementwise", "true"],
     "cpu_adam": ["--optimizer_cpu_offload", "true", "--use_distributed_optimizer", "false"],
     "permute": ["--moe_permute_fusion", "true"],
-    "uneven": ["--pipeline_model_parallel_layout", "Et|tttL"],  # of models with four layers
     "last1": ["--decoder_last_pipeline_num_layers", "1"],
-    "uneven_vpp": ["--pipeline_model_parallel_layout", "E|t|tt|tL"],
+    "uneven_vpp": ["--pipeline_model_parallel_layout", "E|t|tt|tL"],  # of models with four layers
     "shared": ["--share_prompts", "true"],
     "overlap_param": ["--overlap_grad_reduce", "true", "--overlap_param_gather", "true"],
 }

@@ -19,7 +19,7 @@ TUNERS = ["full", "lora"]
 LAYOUTS = {
     ("dense", "full"): [*DENSE, "dp2+ep2", "dp2+cpu_adam", "dp2+overlap_param", "pp2+last1", "pp2+uneven_vpp"],
     ("dense", "lora"): ["mbs1", "tokens64", "tp2+sp", "pp2+vpp2", "cp2", "dp2+overlap", "tp2+pp2"],
-    ("moe", "full"): ["tokens64", *MOE, "dp2+ep2+cpu_adam", "tp2+sp+dp2+ep2+permute", "pp2+uneven"],
+    ("moe", "full"): ["tokens64", *MOE, "dp2+ep2+cpu_adam", "tp2+sp+dp2+ep2+permute", "pp2+uneven_vpp"],
     ("moe", "lora"): ["mbs1", "tp2+sp", "dp2+ep2", "pp2+vpp2"],  # mcore-bridge does not support LoRA with ETP
 }
 # The trained model in one layout, its frozen reference copy in another.
