@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of, flops_of, tower_of
 from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.planning.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.planning.advice import MARGIN
 from swift_megatron_grpo.planning.engine import Engine
@@ -27,7 +26,7 @@ from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory
 from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
 from swift_megatron_grpo.planning.throughput import seconds_of_training
 from swift_megatron_grpo.planning.towers import Pictures, Tower
-from swift_megatron_grpo.planning.work import Passes, work_of
+from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing_settings.md"
 BEGIN = "<!-- settings, by scripts/write_settings_page.py -->\n"
@@ -68,7 +67,7 @@ class Shapes:
 
     tensors: list[Tensor]
     decoder: Decoder
-    flops: FlopsModel
+    work: StepWork
     cached: int
     key_heads: int
     tower: Tower | None
@@ -96,8 +95,9 @@ def read_shapes(name: str) -> Shapes:
     values = (config.text_config if sees_images else config).to_dict()
     tower = tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
     decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
-    cached, flops = cached_channels(values, decoder), flops_of(values, decoder)
-    return Shapes(tensors_of(shapes), decoder, flops, cached, values["num_key_value_heads"], tower)
+    work = work_of([(PROMPT + COMPLETION, COMPLETION)] * COMPLETIONS, flops_of(values, decoder))
+    cached = cached_channels(values, decoder)
+    return Shapes(tensors_of(shapes), decoder, work, cached, values["num_key_value_heads"], tower)
 
 
 def choices(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> Iterator[Choice]:
@@ -155,8 +155,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
     flags += ["--offload_model true --offload_optimizer true --offload_grad true"] if offload else []
     flags += ["--optimizer_cpu_offload true"] if on_cpu else []
     flags += [f"--vllm_tensor_parallel_size {ranks}"] if ranks > 1 else []
-    work = work_of([(PROMPT + COMPLETION, COMPLETION)] * COMPLETIONS, shapes.flops)
-    seconds = seconds_of_training(work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
+    seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
     seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
     seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
     return Choice(training, Vllm(0.5, 2), engine, flags, seconds)

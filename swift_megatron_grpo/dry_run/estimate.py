@@ -22,17 +22,9 @@ from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_th
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
-from swift_megatron_grpo.planning.stages import fullest_stage, with_even_stages
+from swift_megatron_grpo.planning.stages import EvenStages, even_stages
 from swift_megatron_grpo.planning.throughput import Generation, seconds_of_generation, seconds_of_training
 from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
-
-
-@dataclass(frozen=True)
-class EvenStages:
-    """Layers of the last pipeline stage with which the stages have more even work."""
-
-    layers: int
-    fullest_stage: float
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,6 @@ class Estimate:
     engine_changes: list[str]  # flags with which vLLM fits into its share
     work: StepWork  # of a step whose completions have half of --max_completion_length
     train_seconds: float
-    fullest_stage: float  # work of the pipeline's fullest stage, relative to the mean
     even_stages: EvenStages | None  # None: nothing is gained
     generation_seconds: float | None  # None: servers generate
 
@@ -79,6 +70,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     engine_fits = engine is None or engine.fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
+    halved, _ = micro_batches(config.batch, config.packing, model, half)
     saved = saved_by_sharing(plan, config.batch, model, samples)
     return Estimate(
         longest=longest,
@@ -95,9 +87,8 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         if engine is None or engine_fits
         else [flags for flags, _ in engines_that_fit(engine, gpu.memory_bytes, config.batch.layout.world_size)],
         work=work,
-        train_seconds=_train_seconds(args, config, run.training, model, gpu, work) * (1 - saved),
-        fullest_stage=fullest_stage(work, run.decoder, run.training.layout),
-        even_stages=_even_stages(run, work, gpu, _divides(args)),
+        train_seconds=_train_seconds(args, config, run.training, halved, model, gpu, work) * (1 - saved),
+        even_stages=even_stages(work, run.decoder, run.training.layout, _fits(run, gpu, _divides(args))),
         generation_seconds=None
         if engine is None or not engine_fits
         else _generation_seconds(args, config, model, gpu, prompts, engine),
@@ -169,29 +160,26 @@ def _divides(args: GRPOArguments) -> Callable[[Layout], bool]:
     return allows
 
 
+def _fits(run: Run, gpu: Gpu, divides: Callable[[Layout], bool]) -> Callable[[Layout], bool]:
+    def fits(layout: Layout) -> bool:
+        other = replace(run, training=replace(run.training, layout=layout))
+        return divides(layout) and all(other.fits(phase, gpu.memory_bytes) for phase in ("generation", "train"))
+
+    return fits
+
+
 # ---- time
 
 
 def _train_seconds(
-    args: GRPOArguments, config: GRPOConfig, training: Training, model: Model, gpu: Gpu, work: StepWork
+    args: GRPOArguments, config: GRPOConfig, training: Training, plan: StepPlan, model: Model, gpu: Gpu, work: StepWork
 ) -> float:
     old = config.num_iterations > 1 or config.batch.steps_per_generation > 1
     reference = config.reference.beta != 0
     passes = Passes(args.has_adapter, training.recompute.granularity == "full", old + reference)
     return seconds_of_training(
-        work, gpu, model.decoder, training.layout, training.micro_batches, passes, training.weight_bytes
+        work, gpu, model.decoder, training.layout, plan.num_micro_batches, passes, training.weight_bytes
     )
-
-
-def _even_stages(run: Run, work: StepWork, gpu: Gpu, divides: Callable[[Layout], bool]) -> EvenStages | None:
-    def allows(layout: Layout) -> bool:
-        other = replace(run, training=replace(run.training, layout=layout))
-        return divides(layout) and all(other.fits(phase, gpu.memory_bytes) for phase in ("generation", "train"))
-
-    layout = with_even_stages(work, run.decoder, run.training.layout, allows)
-    if layout is None or layout.last_stage_layers is None:
-        return None
-    return EvenStages(layout.last_stage_layers, fullest_stage(work, run.decoder, layout))
 
 
 def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:

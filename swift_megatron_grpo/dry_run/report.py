@@ -105,12 +105,13 @@ def _time(result: Estimate) -> list[str]:
 
 
 def _stages(result: Estimate) -> list[str]:
-    if result.even_stages is None:
+    even = result.even_stages
+    if even is None:
         return []
-    now, then = (round(100 * (share - 1)) for share in (result.fullest_stage, result.even_stages.fullest_stage))
+    now, then = (round(100 * (share - 1)) for share in (even.fullest_before, even.fullest))
     return [
         _row("", f"the pipeline waits for the stage with the output layer, which has {now} % more work than the mean;"),
-        _row("", f"with --decoder_last_pipeline_num_layers {result.even_stages.layers} the fullest has {then} % more"),
+        _row("", f"with --decoder_last_pipeline_num_layers {even.layers} the fullest has {then} % more"),
     ]
 
 

@@ -26,7 +26,8 @@ def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, pass
     """Return the values that a rank gathers from its tensor-parallel group, or reduces for it.
 
     Attention and a dense feed-forward gather their input and reduce their output. Backward does both for the gradients
-    and gathers the input once more. Experts take the tokens as they are divided among the ranks.
+    and gathers the input once more, as with sequence parallelism. Experts take the tokens as they are divided among
+    the ranks, as without --expert_tensor_parallel_size.
     """
     blocks = 2 * decoder.layers - len(decoder.expert_layers)
     rows = work.tokens * blocks * (layout.tensor_model_parallel_size - 1) / layout.world_size

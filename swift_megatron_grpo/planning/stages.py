@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.parameters import stages_of
 from swift_megatron_grpo.planning.work import StepWork
 
-_SMALLEST_GAIN = 0.03  # of the train phase, below which other stages are not worth a flag
+_SMALLEST_GAIN = 0.03  # of the mean work of a stage, below which other stages are not worth a flag
+
+
+@dataclass(frozen=True, slots=True)
+class EvenStages:
+    """Layers of the last stage that leave less work to the fullest one. Its work is relative to the mean."""
+
+    layers: int
+    fullest_before: float
+    fullest: float
 
 
 def fullest_stage(work: StepWork, decoder: Decoder, layout: Layout) -> float:
-    """Return the work of the pipeline's fullest stage, relative to the mean."""
+    """Return the work of the pipeline's fullest stage, relative to the mean. All layers count the same."""
     stages = stages_of(layout, decoder.layers)
     of_a_layer = (work.training_flops - work.head_flops) / decoder.layers
     flops = [of_a_layer * len(stage.layers) + (work.head_flops if stage.has_head else 0) for stage in stages]
@@ -27,17 +36,22 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     return (stages - 1) / (parts * micro_batches)
 
 
-def with_even_stages(
+def even_stages(
     work: StepWork, decoder: Decoder, layout: Layout, allows: Callable[[Layout], bool]
-) -> Layout | None:
-    """Return the layout whose last stage has the number of layers that leaves the least work to the fullest stage.
+) -> EvenStages | None:
+    """Return the layers of the last stage with which the stages are most even.
 
-    None: the stages are even enough, or flags have chosen them. `allows`: whether a layout is valid and fits.
+    None: they are even enough, or flags have chosen them. `allows`: whether a layout is valid and fits.
     """
     chosen = (layout.first_stage_layers, layout.last_stage_layers, layout.stages) != (None, None, None)
     if layout.pipeline_model_parallel_size == 1 or chosen or layout.extra_layers:
         return None
-    others = [replace(layout, last_stage_layers=layers) for layers in range(1, decoder.layers)]
-    best = min(filter(allows, others), key=lambda other: fullest_stage(work, decoder, other), default=layout)
-    gain = fullest_stage(work, decoder, layout) - fullest_stage(work, decoder, best)
-    return best if gain >= _SMALLEST_GAIN else None
+    before = fullest_stage(work, decoder, layout)
+    others = {layers: replace(layout, last_stage_layers=layers) for layers in range(1, decoder.layers)}
+    fullest = {layers: fullest_stage(work, decoder, other) for layers, other in others.items()}
+    for layers in sorted(others, key=lambda layers: fullest[layers]):
+        if before - fullest[layers] < _SMALLEST_GAIN:
+            return None
+        if allows(others[layers]):
+            return EvenStages(layers, before, fullest[layers])
+    return None

@@ -8,7 +8,7 @@ import pytest
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
-from swift_megatron_grpo.planning.stages import bubble, fullest_stage, with_even_stages
+from swift_megatron_grpo.planning.stages import EvenStages, bubble, even_stages, fullest_stage
 from swift_megatron_grpo.planning.work import StepWork
 
 DECODER = Decoder(8, 64, 64, 64, 128, 256, False)
@@ -29,13 +29,16 @@ def test_a_virtual_pipeline_waits_for_smaller_parts() -> None:
 
 
 def test_the_last_stage_gets_fewer_layers_beside_the_head() -> None:
-    even = with_even_stages(WORK, DECODER, TWO, lambda layout: True)
-    assert even == replace(TWO, last_stage_layers=3)
+    even = even_stages(WORK, DECODER, TWO, lambda layout: True)
+    assert even == EvenStages(3, pytest.approx(1.2), pytest.approx(1))  # type: ignore[arg-type]
 
 
-def test_only_allowed_layouts_are_proposed() -> None:
-    assert with_even_stages(WORK, DECODER, TWO, lambda layout: layout.last_stage_layers == 2) is None  # worse than 4
-    assert with_even_stages(WORK, DECODER, TWO, lambda layout: False) is None
+def test_the_best_of_the_allowed_layouts_is_proposed() -> None:
+    """The head takes as much as four of eight layers; with one layer, the last stage has 5, and the first one 7."""
+    work = replace(WORK, head_flops=WORK.training_flops / 3)
+    even = even_stages(work, DECODER, TWO, lambda layout: layout.last_stage_layers in (1, 4))
+    assert even == EvenStages(1, pytest.approx(8 / 6), pytest.approx(7 / 6))  # type: ignore[arg-type]
+    assert even_stages(work, DECODER, TWO, lambda layout: False) is None
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,8 @@ def test_only_allowed_layouts_are_proposed() -> None:
     ],
 )
 def test_stages_that_flags_have_chosen_are_kept(layout: Layout) -> None:
-    assert with_even_stages(WORK, DECODER, layout, lambda layout: True) is None
+    assert even_stages(WORK, DECODER, layout, lambda layout: True) is None
 
 
 def test_a_small_head_needs_no_flag() -> None:
-    assert with_even_stages(replace(WORK, head_flops=2e13), DECODER, TWO, lambda layout: True) is None
+    assert even_stages(replace(WORK, head_flops=2e13), DECODER, TWO, lambda layout: True) is None
