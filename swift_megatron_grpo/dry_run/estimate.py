@@ -229,8 +229,8 @@ def _bytes_of_a_step(args: GRPOArguments, config: GRPOConfig, model: Model, sequ
 
 def _weights_of_a_step(model: Model, sequences: int) -> float:
     """Return the parameters that a step of so many sequences reads; of experts, those that some sequence takes."""
-    experts = sum(tensor.size for tensor in model.tensors if ".experts." in tensor.name)
-    if not experts:
+    if not model.decoder.experts:
         return model.parameters
+    experts = sum(tensor.size for tensor in model.tensors if ".experts." in tensor.name)
     missed = (1 - model.decoder.experts_per_token / model.decoder.experts) ** sequences
     return model.parameters - experts * missed

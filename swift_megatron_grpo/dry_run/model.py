@@ -96,9 +96,12 @@ def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Dec
     rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
     kinds = text.get("layer_types") or ["full_attention"] * layers
     delta = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-    experts = _first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0
+    experts = _first(text, "num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts") or 0
     expert_ffn = text.get("moe_intermediate_size") or text.get("intermediate_size", 0)
-    shared = text.get("shared_expert_intermediate_size") or (text.get("n_shared_experts") or 0) * expert_ffn
+    shared = (
+        text.get("shared_expert_intermediate_size")
+        or (_first(text, "n_shared_experts", "moe_num_shared_experts") or 0) * expert_ffn
+    )
     return Decoder(
         layers=layers,
         hidden=hidden,
@@ -112,7 +115,7 @@ def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Dec
         experts=experts,
         expert_layers=_expert_layers(text, layers) if experts else frozenset(),
         expert_ffn=expert_ffn if experts else 0,
-        experts_per_token=_first(text, "num_experts_per_tok", "top_k") or 0,
+        experts_per_token=_first(text, "num_experts_per_tok", "moe_topk", "moe_k", "top_k") or 0,
         shared_ffn=shared if experts else 0,
         delta_layers=delta,
         delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
@@ -165,8 +168,9 @@ def cached_channels(text: Mapping[str, Any], decoder: Decoder) -> int:
 
 
 def _expert_layers(text: Mapping[str, Any], layers: int) -> frozenset[int]:
-    dense = set(text.get("mlp_only_layers") or []) | set(range(text.get("first_k_dense_replace") or 0))
-    step = text.get("decoder_sparse_step") or 1
+    first_sparse = _first(text, "first_k_dense_replace", "moe_layer_start_index") or 0
+    dense = set(text.get("mlp_only_layers") or []) | set(range(first_sparse))
+    step = _first(text, "decoder_sparse_step", "moe_layer_interval") or 1
     return frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
 
 

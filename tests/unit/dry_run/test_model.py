@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from swift_megatron_grpo.dry_run.model import read_model
 from swift_megatron_grpo.planning.parameters import Part
@@ -30,6 +31,18 @@ def test_every_tensor_has_a_part_and_a_layer(model_type: str, tmp_path: Path) ->
     assert any(tensor.is_tower for tensor in model.tensors) == ("_5" in model_type)
     embeddings = [tensor for tensor in model.tensors if tensor.part is Part.EMBEDDING]
     assert [tensor.shape for tensor in embeddings] == [(decoder.vocabulary, decoder.hidden)]
+
+
+def test_other_names_of_experts_are_read(tmp_path: Path) -> None:
+    """ERNIE's, as mcore-bridge reads them: its first layer is dense by another key."""
+    values = AutoConfig.for_model("ernie4_5_moe", num_hidden_layers=6).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": ["Ernie4_5_MoeForCausalLM"]}))
+    model = read_model(tmp_path)
+    decoder = model.decoder
+    assert (decoder.experts, decoder.experts_per_token) == (values["moe_num_experts"], values["moe_k"]) == (64, 6)
+    assert decoder.shared_ffn == 2 * decoder.expert_ffn == 2 * values["moe_intermediate_size"]
+    of_experts = {tensor.layer for tensor in model.tensors if tensor.part is Part.EXPERTS}
+    assert decoder.expert_layers == of_experts == {1, 2, 3, 4, 5}
 
 
 def test_weights_of_layers_take_half_the_memory_in_8_bits(tmp_path: Path) -> None:
