@@ -12,8 +12,8 @@
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
 #                        generation-attention-1.7b generation-attention-8b
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
-#       groups on 2 GPUs: two qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync sync-30b
-#                         moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
+#                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #       groups on 4 GPUs: four dp4-8b-lora four-colocated-8b four-server-8b moe-30b-lora-ep4 moe-30b-full-ep4
 #                         moe-35b-lora-ep4 moe-30b-server-ep2
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
@@ -375,6 +375,11 @@ group() {
                 --goal 1.5 --rounds 1
             bench train tp2-1.7b 1.7b "${fixed[@]}" --ours tp2+sp+tokens16384 tp2+sp+tokens32768 \
                 --stock tp2+sp+mbs8 tp2+sp+mbs16 --goal 1.5 --rounds 1 ;;
+        # Two stages of 14 layers, and of 17 and 11: the last stage has the output layer, with the work of 5.5 layers.
+        pp2-stages)
+            bench train pp2-1.7b-even 1.7b "${fixed[@]}" --ours pp2+tokens8192 --rounds 1
+            bench train pp2-1.7b-last-11 1.7b "${fixed[@]}" --ours pp2+tokens8192 --rounds 1 \
+                --flags "--decoder_last_pipeline_num_layers $([ -n "${DRY:-}" ] && echo 1 || echo 11)" ;;
         four)
             bench train dp4-1.7b 1.7b "${long[@]}" --ours dp4+tokens16384 --stock dp4+mbs4 dp4+mbs2 \
                 --goal "1.8, ranks within 3 %" ;;
