@@ -5,6 +5,7 @@ bench_h200.sh               all runs of bench.py on H200
 bench_lanes.sh              groups of bench_h200.sh side by side, so that no GPU waits for a start
 bench_head.py               time and memory of the output layer with its log-probs
 bench_experts.py            the experts of one layer: Transformer Engine's products, and one kernel for all experts
+bench_dispatch.py           tokens on their way to the experts of other GPUs and back, without the experts
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync

@@ -13,11 +13,14 @@
 #                        generation-attention-1.7b generation-attention-8b
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
-#                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2 step-lora-30b-ep2
+#                         step-lora-30b-ep2-fp8
 #       groups on 4 GPUs: four dp4-8b-lora four-colocated-8b four-server-8b moe-30b-lora-ep4 moe-30b-full-ep4
 #                         moe-35b-lora-ep4 moe-30b-server-ep2
+#       group on 2 GPUs and more: dispatch
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
-#                       four-* sync *-8b-lora lora-14b and moe-*b-lora-ep*; names get the suffix -h100
+#                       four-* sync *-8b-lora lora-14b step-lora-30b-ep2* and moe-*b-lora-ep*; names get the suffix
+#                       -h100
 #   OUT=folder          folder for the JSON files (default: benchmarks/$CARD)
 #   ROUNDS=2            rounds of each run
 #   DEADLINE=570        seconds for each group
@@ -57,6 +60,7 @@ bench() {
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
 tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_ep2=12288 tokens_ep4=16384
+tokens_35b=12288 tokens_30b_ep2=12288
 stock_1b=mbs16
 trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass mbs16+bf16+bypass+merged)
 case $card in
@@ -64,6 +68,7 @@ case $card in
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
         tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_ep2=6144 tokens_ep4=8192
+        tokens_35b=6144 tokens_30b_ep2=4096
         stock_1b=mbs8
         trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass mbs8+bf16+bypass+merged) ;;
     *)
@@ -194,10 +199,16 @@ sync_8b_and_4b() {
     esac
 }
 
-# step_30b NAME FLAGS      the whole step of adapters of Qwen3-30B-A3B
+# step_30b NAME SETTING COMPLETIONS FLAGS      the whole step of adapters of Qwen3-30B-A3B
 step_30b() {
-    bench step "$1" 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens12288 --rounds 1 --steps 3 \
-        --timeout 420 --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $2"
+    bench step "$1" 30b-qwen3-moe --random-weights "${fixed[@]}" --completions "$3" --ours "$2" --rounds 1 --steps 3 \
+        --timeout 420 --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${lora[*]} $4"
+}
+
+# step_30b_ep2 NAME FLAGS      the same on two GPUs: the trainer has half of the experts on each, vLLM half of each expert
+step_30b_ep2() {
+    step_30b "$1" "dp2+ep2+tokens$tokens_30b_ep2" 128 \
+        "--vllm_tensor_parallel_size 2 --offload_model true --offload_optimizer true --offload_grad true $2"
 }
 
 # held_out NAME ARGUMENT...      long prompts of large groups, and one completion of 20 times the length of the others
@@ -259,7 +270,8 @@ behind_server_8b() {
 # NAME; each of them has 64 completions
 experts_apart() {
     local ranks=${1##*-ep}
-    bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
+    # as in the templates: rows of experts have another number in each micro batch
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
         --steps 3 --timeout 420 --flags "${moe[*]} $4" "${@:5}"
 }
 
@@ -354,9 +366,13 @@ group() {
             step_lora_8b step-adapter-8b "--vllm_enable_lora true" ;;
         # The trainer and vLLM hold 61 GB each in bf16, so that the trainer's weights have to leave the GPU in turns.
         step-lora-30b)
-            step_30b step-lora-30b "--offload_model true" ;;
+            step_30b step-lora-30b tokens12288 64 "--offload_model true" ;;
         step-lora-30b-fp8)
-            step_30b step-lora-30b-fp8 "${fp8[*]}" ;;
+            step_30b step-lora-30b-fp8 tokens12288 64 "${fp8[*]}" ;;
+        step-lora-30b-ep2)
+            step_30b_ep2 step-lora-30b-ep2 "" ;;
+        step-lora-30b-ep2-fp8)
+            step_30b_ep2 step-lora-30b-ep2-fp8 "${fp8[*]}" ;;
         # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
         colocated-sync-8b)
             colocated_sync colocated-sync-8b "" ;;
@@ -484,6 +500,11 @@ group() {
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
                 --goal 2.5 --rounds 1 --steps 3 --timeout 420 --profile --flags "${moe[*]} ${lora[*]}" ;;
+        # What a layer does but its experts, for all GPUs that are visible.
+        dispatch)
+            ranks=$([ -n "${DRY:-}" ] && echo 2 || "$python" -c "import torch; print(torch.cuda.device_count())")
+            "$python" -m torch.distributed.run --standalone --nproc_per_node "$ranks" -m benchmarks.bench_dispatch \
+                --json "$out/parts/dispatch-$ranks$suffix.json" ${DRY:+--dry} ;;
         # Half or a quarter of the experts on each GPU.
         moe-30b-lora-ep2)
             experts_apart moe-30b-a3b-lora-ep2 30b-qwen3-moe $tokens_ep2 "${lora[*]}" --profile ;;
@@ -493,7 +514,7 @@ group() {
         moe-30b-full-ep4)
             experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 6144 "${bf16_moments[*]}" ;;
         moe-35b-lora-ep4)
-            experts_apart qwen3.5-35b-a3b-lora-ep4 35b-qwen3.5-moe 8192 \
+            experts_apart qwen3.5-35b-a3b-lora-ep4 35b-qwen3.5-moe $tokens_35b \
                 "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" ;;
         # Two GPUs generate with half of the experts each, and report them; two train with the same division.
         moe-30b-server-ep2)

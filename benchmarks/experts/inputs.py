@@ -62,11 +62,18 @@ class Loads:
     counts: list[int]
 
 
-def draw_routing(sizes: Sizes, unevenness: float, empty: Sequence[int] = ()) -> torch.Tensor:
-    """Return which experts each token goes to, [tokens, experts], with no token for the experts in `empty`."""
+def draw_routing(
+    sizes: Sizes, unevenness: float, empty: Sequence[int] = (), tokens_seed: int | None = None
+) -> torch.Tensor:
+    """Return which experts each token goes to, [tokens, experts], with no token for the experts in `empty`.
+
+    `tokens_seed`: of these tokens alone; the favoured experts are the same for all.
+    """
     generator = torch.Generator().manual_seed(0)
     favour = unevenness * torch.randn(sizes.experts, generator=generator)
     favour[list(empty)] = -torch.inf
+    if tokens_seed is not None:
+        generator.manual_seed(1 + tokens_seed)
     scores = torch.randn(sizes.tokens, sizes.experts, generator=generator) + favour
     routing = torch.zeros(sizes.tokens, sizes.experts, dtype=torch.bool)
     return routing.scatter_(1, scores.topk(sizes.topk, dim=1).indices, True)

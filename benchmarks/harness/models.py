@@ -119,11 +119,19 @@ def expert_sizes(shape: Shape) -> dict[str, Any]:
 def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
     """Return a model with its image part, as released checkpoints have it."""
     tokenizer = fill_vocabulary(tokenizer_for_images(shape.model_type), shape.vocabulary)
+    tokens = {name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()}
+    config = qwen3_5_config(shape, nets, text_sizes(tokenizer, shape), tokens)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+    return tokenizer, model
+
+
+def qwen3_5_config(shape: Shape, nets: DeltaNets, values: dict[str, Any], tokens: dict[str, int]) -> PretrainedConfig:
+    """Return the config of a Qwen3.5. `tokens`: ids of those around images."""
     interval = shape.layers // (shape.layers - nets.layers)
     rotary = shape.head_dim // 8  # pairs of channels, of a quarter of the head
     side = rotary * 3 // 8  # for height and for width; the rest is for time
     text = {
-        **text_sizes(tokenizer, shape),
+        **values,
         **expert_sizes(shape),
         "full_attention_interval": interval,
         "layer_types": ["full_attention" if layer % interval == 0 else "linear_attention"
@@ -144,16 +152,14 @@ def make_qwen3_5(shape: Shape, nets: DeltaNets) -> tuple[PreTrainedTokenizerFast
               "num_heads": width // 64, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
               "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": shape.hidden,
               "deepstack_visual_indexes": []}  # fmt: skip
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         shape.model_type,
         text_config=text,
         vision_config=vision,
         tie_word_embeddings=shape.tied,
         dtype="bfloat16",
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in IMAGE_TOKENS.items()},
+        **tokens,
     )
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
-    return tokenizer, model
 
 
 def make_qwen_vl(shape: Shape, vision: dict[str, Any]) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,20 +57,32 @@ def headlines(runs: Sequence[Run]) -> str:
 
 
 def beside_peers(runs: Sequence[Run]) -> str:
-    """Return the table of whole steps beside those of TRL and verl, on one H200."""
-    pairs = [pair for run in runs if run.device == "NVIDIA H200" for pair in run.comparisons() if pair.what == PEER]
+    """Return the table of whole steps beside those of TRL and verl, on H200 where one measured them."""
+    pairs = [pair for run in runs for pair in run.comparisons() if pair.what == PEER]
+    on_h200 = {_work_beside(pair) for pair in pairs if _on_h200(pair)}
     return table(
         {
             "model": lambda row: model(row.ours.run),
             "completions": lambda row: str(row.ours.run.workload["completions"]),
+            "prompt tokens": lambda row: in_words(row.ours.run.workload["prompt_lengths"]),
             "tokens of each": lambda row: in_words(row.ours.run.workload["lengths"]),
+            "GPU": lambda row: "H200" if _on_h200(row) else "H100",
             "beside": lambda row: NAMES[row.other.arm],
             "its step": lambda row: f"{row.other.median:.2f} s",
             "this package": lambda row: f"{row.ours.median:.2f} s",
             "speedup": lambda row: f"**{row.ratio:.2f}**",
         },
-        pairs,
+        [pair for pair in pairs if _on_h200(pair)]
+        + [pair for pair in pairs if not _on_h200(pair) and _work_beside(pair) not in on_h200],
     )
+
+
+def _on_h200(pair: Comparison) -> bool:
+    return "H200" in pair.ours.run.device
+
+
+def _work_beside(pair: Comparison) -> tuple[str, str]:
+    return json.dumps(pair.ours.run.workload, sort_keys=True), pair.other.arm
 
 
 def shared_prompts(runs: Sequence[Run]) -> str:

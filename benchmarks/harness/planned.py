@@ -18,7 +18,7 @@ from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
 from swift_megatron_grpo.planning.towers import Pictures
 
-from .models import qwen3_config, qwen_vl_config, text_sizes
+from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes
 from .results import SHARED, Process, Run
 from .shapes import SHAPES
 from .workload import Workload
@@ -53,7 +53,7 @@ class Planned:
 
 
 def planned(run: Run, process: Process) -> Planned:
-    """Plan the step of a process. Its shape is a Qwen3, a Qwen3-MoE or a Qwen-VL."""
+    """Plan the step of a process. Its shape is a Qwen3, a Qwen3-MoE, a Qwen3.5 or a Qwen-VL."""
     flags, model = process.flags + run.flags, model_of(run.workload["shape"])
     batch, samples = _batch(run, flags), _samples(run)
     budget = flag(flags, "max_tokens_per_micro_batch")
@@ -76,10 +76,13 @@ def planned(run: Run, process: Process) -> Planned:
 def model_of(name: str) -> Model:
     """Return the sizes of a shape, read from a config.json as a run reads them."""
     shape = SHAPES[name]
-    if shape.delta_nets is not None:
-        raise ValueError(f"shape {name}: the plan of linear attention has not been compared")
     text = text_sizes(None, shape)
-    config = qwen3_config(shape, text) if shape.vision is None else qwen_vl_config(shape, shape.vision[1], text, {})
+    if shape.delta_nets is not None:
+        config = qwen3_5_config(shape, shape.delta_nets, text, {})
+    elif shape.vision is not None:
+        config = qwen_vl_config(shape, shape.vision[1], text, {})
+    else:
+        config = qwen3_config(shape, text)
     with TemporaryDirectory() as folder:
         config.save_pretrained(Path(folder))
         return read_model(folder)
@@ -113,6 +116,7 @@ def _batch(run: Run, flags: Sequence[str]) -> BatchPlan:
         expert_model_parallel_size=_number(flags, "expert_model_parallel_size", 1),
         expert_tensor_parallel_size=_number(flags, "expert_tensor_parallel_size", 1),
         sequence_parallel=flag(flags, "sequence_parallel") == "true",
+        last_stage_layers=_number(flags, "decoder_last_pipeline_num_layers", 0) or None,
     )
     workload = Workload(**run.workload)
     size = _number(flags, "micro_batch_size", 1)

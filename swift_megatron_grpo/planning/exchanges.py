@@ -11,15 +11,18 @@ from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.experts import rows_that_leave
 from swift_megatron_grpo.planning.work import Passes, StepWork
 
-# GB that a GPU sends per second to others of its machine, waiting included, as four H200 sent rows of experts of
-# 30B-A3B. With tensor parallelism of 1.7B (H200) and 8B (H100) it includes what smaller matrix products lose.
-EXCHANGED_GB = 150.0
+# GB that a GPU sends per second to others of its machine, with tensor parallelism of 1.7B (H200) and 8B (H100). It
+# includes what smaller matrix products lose.
+TENSOR_GB = 150.0
+# The same for rows of experts, as four H100 sent those of 30B-A3B. It includes that ranks wait for the fullest one.
+ROWS_GB = 75.0
 
 
 def seconds_of_exchanges(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes, item: int) -> float:
     """Return the seconds in which a rank exchanges activations of `item` bytes a value."""
-    values = _between_tensor_ranks(work, decoder, layout, passes) + _between_expert_ranks(work, decoder, layout, passes)
-    return values * item / (EXCHANGED_GB * 1e9)
+    between_tensor_ranks = _between_tensor_ranks(work, decoder, layout, passes) / TENSOR_GB
+    rows = _between_expert_ranks(work, decoder, layout, passes) / ROWS_GB
+    return (between_tensor_ranks + rows) * item / 1e9
 
 
 def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes) -> float:

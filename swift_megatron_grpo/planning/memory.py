@@ -19,7 +19,10 @@ from swift_megatron_grpo.planning.towers import Pictures, Tower, bytes_of_block,
 
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
 BESIDE_BYTES = 0.2e9  # buffers of communication, positions, statistics of norms
-OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch's
+OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch's; 0.9 GiB on a single H100 or H200
+# The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with adapters of Qwen3-30B-A3B, 5.6 GiB of
+# each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
+OUTSIDE_BYTES_WITH_EXPERTS = 6.0e9
 ASLEEP_BYTES = 1.2e9  # what vLLM keeps while it sleeps: CUDA graphs and buffers
 
 
@@ -74,6 +77,7 @@ class RankMemory:
     in_backward: float  # logits, or layers that are recomputed
     vllm: float  # while it generates
     vllm_asleep: float
+    outside: float  # of PyTorch
     offloaded: float  # while vLLM generates
     parameters: Count
 
@@ -86,8 +90,8 @@ class RankMemory:
     def phases(self) -> dict[str, float]:
         """Peak of each phase."""
         return {
-            "generation": self.states - self.offloaded + self.vllm + OUTSIDE_BYTES,
-            "train": self.states + self.activations + self.in_backward + self.vllm_asleep + OUTSIDE_BYTES,
+            "generation": self.states - self.offloaded + self.vllm + self.outside,
+            "train": self.states + self.activations + self.in_backward + self.vllm_asleep + self.outside,
         }
 
     @property
@@ -156,6 +160,7 @@ def _of_rank(
         in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
+        outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
         offloaded=offloaded,
         parameters=parameters,
     )

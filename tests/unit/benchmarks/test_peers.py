@@ -197,9 +197,11 @@ def test_a_run_without_peers_has_no_section_for_them() -> None:
 def test_the_readme_compares_with_ms_swift_and_with_peers_in_tables_of_their_own() -> None:
     runs = [replace(run_with_trl(), name=name) for name in other_pages.HEADLINES]
     assert other_pages.headlines(runs).count("| 8.00 s | 4.00 s | **2.00** |") == len(other_pages.HEADLINES)
-    other_card = replace(run_with_trl(), device="NVIDIA H100 80GB HBM3")
-    table = other_pages.beside_peers([run_with_trl(), other_card])
-    assert table.count("| Qwen3 TINY | 8 | 8 | TRL | 6.00 s | 4.00 s | **1.50** |") == 1 and "stock" not in table
+    on_h100 = replace(run_with_trl(), device="NVIDIA H100 80GB HBM3")
+    longer = replace(on_h100, workload=on_h100.workload | {"completions": 16})
+    table = other_pages.beside_peers([run_with_trl(), on_h100, longer])
+    assert table.count("| Qwen3 TINY | 8 | 4 | 8 | H200 | TRL | 6.00 s | 4.00 s | **1.50** |") == 1
+    assert table.count("| H100 |") == table.count("| Qwen3 TINY | 16 | 4 | 8 | H100 |") == 1 and "stock" not in table
 
 
 def test_trainers_alternate_whatever_their_number() -> None:

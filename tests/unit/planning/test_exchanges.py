@@ -6,7 +6,7 @@ import pytest
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
-from swift_megatron_grpo.planning.exchanges import EXCHANGED_GB, seconds_of_exchanges
+from swift_megatron_grpo.planning.exchanges import ROWS_GB, TENSOR_GB, seconds_of_exchanges
 from swift_megatron_grpo.planning.experts import rows_that_leave
 from swift_megatron_grpo.planning.work import Passes, StepWork
 
@@ -19,7 +19,7 @@ WORK = StepWork(1.0, 0.0, tokens=1000, completion_tokens=0)
 )
 def test_rows_go_to_experts_and_back_in_every_pass(passes: Passes, transfers: int) -> None:
     layout = Layout(4, expert_model_parallel_size=4)
-    once = 250 * 3 * rows_that_leave(8, 2, 4) * 64 * 2 / (EXCHANGED_GB * 1e9)
+    once = 250 * 3 * rows_that_leave(8, 2, 4) * 64 * 2 / (ROWS_GB * 1e9)
     assert seconds_of_exchanges(WORK, DECODER, layout, passes, item=2) == pytest.approx(once * transfers)
 
 
@@ -29,7 +29,7 @@ def test_rows_go_to_experts_and_back_in_every_pass(passes: Passes, transfers: in
 def test_tensor_ranks_gather_and_reduce_in_attention_and_in_dense_layers(passes: Passes, transfers: int) -> None:
     """Each of two ranks of a group gets half of the tokens from the other one, in 4 + 1 blocks."""
     layout = Layout(4, tensor_model_parallel_size=2, sequence_parallel=True)
-    once = 500 / 2 * (4 + 1) * 64 * 2 / (EXCHANGED_GB * 1e9)
+    once = 500 / 2 * (4 + 1) * 64 * 2 / (TENSOR_GB * 1e9)
     assert seconds_of_exchanges(WORK, DECODER, layout, passes, item=2) == pytest.approx(once * transfers)
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from benchmarks.harness.planned import flag, planned
 from benchmarks.harness.results import Process, Run
-from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.shapes import SHAPES, Shape
 from swift_megatron_grpo.dry_run.micro_batches import saved_by_sharing
 from swift_megatron_grpo.planning.gpus import find_gpu
-from swift_megatron_grpo.planning.memory import OUTSIDE_BYTES
 from swift_megatron_grpo.planning.throughput import seconds_of_training
 from swift_megatron_grpo.planning.work import Passes, work_of
 
@@ -23,13 +22,12 @@ TIME_FACTOR = 1.3  # seen: 0.80 to 1.25
 LAYOUT_BOUND = 0.12  # worst seen: 0.096
 
 
-def measured(kind: str, with_images: bool) -> Iterator[Any]:
-    """Yield every setting of this trainer, but on linear attention, with its file."""
+def measured(kind: str, *families: str) -> Iterator[Any]:
+    """Yield every setting of this trainer with a model of these families, with its file."""
     patterns = ("h200/*.json", "h200/parts/moe-30b-a3b-lora-ep4-before.json", "h100/*.json")
     for file in [file for pattern in patterns for file in sorted(RESULTS.glob(pattern))]:
         run = Run.read(file)
-        shape = SHAPES[run.workload["shape"]]
-        if run.kind != kind or shape.delta_nets is not None or (shape.vision is not None) != with_images:
+        if run.kind != kind or family(SHAPES[run.workload["shape"]]) not in families:
             continue
         seen = set()
         for process in run.processes:
@@ -38,16 +36,22 @@ def measured(kind: str, with_images: bool) -> Iterator[Any]:
                 yield pytest.param(run, process, id=f"{file.stem}-{process.setting}")
 
 
-@pytest.mark.parametrize(("run", "process"), list(measured("train", with_images=False)))
+def family(shape: Shape) -> str:
+    if shape.vision is not None:
+        return "images"
+    return "text" if shape.delta_nets is None else "delta nets"
+
+
+@pytest.mark.parametrize(("run", "process"), list(measured("train", "text")))
 def test_the_planned_peak_is_near_the_measured_one(run: Run, process: Process) -> None:
     # measured: PyTorch's memory alone
-    expected = max(rank.phases["train"] - OUTSIDE_BYTES for rank in planned(run, process).memory(run.device)) / 1e9
+    expected = max(rank.phases["train"] - rank.outside for rank in planned(run, process).memory(run.device)) / 1e9
     peak = max(process.steps[-1].peak_gb.values())
     assert abs(expected / peak - 1) < MEMORY_BOUND, f"planned {expected:.1f} GB, measured {peak:.1f} GB"
 
 
-@pytest.mark.parametrize(("run", "process"), list(measured("step", with_images=True)))
-def test_what_forward_and_backward_take_with_images_is_near_the_measured_peak(run: Run, process: Process) -> None:
+@pytest.mark.parametrize(("run", "process"), list(measured("step", "images", "delta nets")))
+def test_what_forward_and_backward_take_is_near_the_measured_peak(run: Run, process: Process) -> None:
     """Compare what the train phase adds to weights, states of the optimizer and the memory of a vLLM that sleeps."""
     [rank] = planned(run, process).memory(run.device)
     expected = (rank.activations + rank.in_backward) / 1e9
@@ -56,18 +60,18 @@ def test_what_forward_and_backward_take_with_images_is_near_the_measured_peak(ru
     assert abs(expected / added - 1) < MEMORY_BOUND, f"planned {expected:.1f} GB, measured {added:.1f} GB"
 
 
-@pytest.mark.parametrize(("run", "process"), list(measured("step", with_images=True)))
+@pytest.mark.parametrize(("run", "process"), list(measured("step", "images")))
 def test_the_whole_peak_beside_a_vllm_that_sleeps_is_near_the_measured_one(run: Run, process: Process) -> None:
     step = process.steps[-1]
     if step.vllm_gb is None:
         pytest.skip("measured before the memory of vLLM was")
     [rank] = planned(run, process).memory_beside_vllm(run.device)
-    expected = (rank.phases["train"] - OUTSIDE_BYTES) / 1e9
+    expected = (rank.phases["train"] - rank.outside) / 1e9
     peak = step.train_peak_gb - step.vllm_gb
     assert abs(expected / peak - 1) < MEMORY_BOUND, f"planned {expected:.1f} GB, measured {peak:.1f} GB"
 
 
-@pytest.mark.parametrize(("run", "process"), list(measured("train", with_images=False)))
+@pytest.mark.parametrize(("run", "process"), [*measured("train", "text"), *measured("step", "delta nets")])
 def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Process) -> None:
     """The guess is for long micro batches: settings by count and of short sequences are left out."""
     budget = flag(process.flags, "max_tokens_per_micro_batch")
