@@ -39,7 +39,16 @@ import torch
 from benchmarks.harness.checkpoints import made_checkpoint
 from benchmarks.harness.job import Job
 from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.processes import PLUGIN, Plan, Setting, exit_at_sigterm, make_entry_point, measure, program
+from benchmarks.harness.processes import (
+    PLUGIN,
+    Plan,
+    Setting,
+    allocator,
+    exit_at_sigterm,
+    make_entry_point,
+    measure,
+    program,
+)
 from benchmarks.harness.results import NAMES, PHASES, SHARED, Process, Run
 from benchmarks.harness.shapes import SHAPES
 from benchmarks.harness.workload import (
@@ -232,10 +241,11 @@ def describe(result: Run, process: Process) -> str:
     seconds = " ".join(f"{step:.3f}" for step in measured.seconds)
     phases = ", ".join(f"{name} {measured.phase(name):.3f}" for name in PHASES if measured.phase(name))
     last = process.steps[-1]
+    retries = sum(step.allocator_retries or 0 for step in process.steps)
     cores = ", ".join("-" if step.busy_cores is None else f"{step.busy_cores:.0f}" for step in process.steps)
     return (
         f"{line}{seconds} s ({phases}); {measured.peak_gb:.1f} GB, loss {last.loss:.6g}, grad norm {last.grad_norm:.6g}"
-        f", busy cores {cores}"
+        f", busy cores {cores}{f', allocator retries {retries}' if retries else ''}"
     )
 
 
@@ -291,6 +301,7 @@ def run(args: argparse.Namespace) -> int:
         if any(SHARED in setting.name for setting in settings)
         else None,
         flops_as_verl_counts=flops_as_verl_counts(shape, prompts, completions),
+        allocator=allocator() if gpu else None,
     )
     for process in measure(plan, settings, result):
         print(describe(result, process), flush=True)

@@ -270,8 +270,7 @@ behind_server_8b() {
 # NAME; each of them has 64 completions
 experts_apart() {
     local ranks=${1##*-ep}
-    # as in the templates: rows of experts have another number in each micro batch
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
+    bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
         --steps 3 --timeout 420 --flags "${moe[*]} $4" "${@:5}"
 }
 

@@ -178,11 +178,12 @@ def _describe(run: Run) -> str:
     work = run.workload
     tokens = f"{run.prompt_tokens:,} prompt tokens and {run.completion_tokens:,} completion tokens"
     cap = "no memory cap" if run.memory_cap_gb is None else f"at most {run.memory_cap_gb:g} GB of each GPU"
+    allocator = f", `PYTORCH_CUDA_ALLOC_CONF={run.allocator}`" if run.allocator else ""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return f"""\
 **{run.name}**: {run.ranks} x {run.device}; {model(run)}; {work["completions"]} completions in groups of
 {work["generations"]}, lengths {work["lengths"]}, prompts {work["prompt_lengths"]}, seed {work["seed"]}:
-{tokens} per step, {run.flops:.3g} FLOPs; {cap}; `{" ".join(run.flags)}`.
+{tokens} per step, {run.flops:.3g} FLOPs; {cap}; `{" ".join(run.flags)}`{allocator}.
 {versions}.
 """
 

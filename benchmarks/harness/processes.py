@@ -36,6 +36,7 @@ REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up star
 LOG_OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[?[IWE]\d{4} \d\d:")  # of processes that end
 MAX_REASON = 400  # characters of a failure's reason
 LOCKS = Path(tempfile.gettempdir())
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
     paths = [str(REPOSITORY), str(plan.folder), os.environ.get("PYTHONPATH")]
     environment = {
         **os.environ,
+        **({ALLOCATOR: allocator()} if setting.arm in ("ours", "stock") else {}),
         VARIABLE: str(job),
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "SWIFT_MEGATRON_GRPO": switch_of(setting.arm, plan.gpu),
@@ -165,6 +167,11 @@ def start(plan: Plan, setting: Setting) -> tuple[Path, subprocess.Popen[bytes]]:
         process = subprocess.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT,
                                    start_new_session=True)  # fmt: skip
     return folder, process
+
+
+def allocator() -> str:
+    """Return the settings of PyTorch's allocator for both Megatron trainers, whose scripts set them."""
+    return os.environ.get(ALLOCATOR, "expandable_segments:True")
 
 
 def make_entry_point(folder: Path) -> None:

@@ -35,6 +35,9 @@ class Step:
     vllm_gb: float | None = None
     # Cores of the machine that worked, on average. Other jobs ran beside a step that has more than others have.
     busy_cores: float | None = None
+    # On the fullest rank, of NCCL, CUDA and vLLM, and of other processes on the GPU. None: not recorded.
+    outside_gb: float | None = None
+    allocator_retries: int | None = None  # of the rank with the most; each waits for the GPU
 
     @property
     def train_seconds(self) -> float:
@@ -77,6 +80,7 @@ class Run:
     processes: list[Process]
     flops_with_shared_prompts: float | None = None  # of one step; None: no setting shares prompts
     flops_as_verl_counts: float | None = None  # of one step; None: not recorded, or verl has no formula
+    allocator: str | None = None  # PYTORCH_CUDA_ALLOC_CONF of both Megatron trainers; None: not set
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,7 +229,10 @@ def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:
 def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
     phases = {phase for rank in ranks for phase in rank["phases"]}
     losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
-    vllm = [rank["vllm_bytes"] for rank in ranks if rank["vllm_bytes"] is not None]
+    vllm, outside, retries = (
+        [rank[name] for rank in ranks if rank[name] is not None]
+        for name in ("vllm_bytes", "outside_bytes", "allocator_retries")
+    )
     return Step(
         seconds=round(max(rank["seconds"] for rank in ranks), 5),
         phases={
@@ -244,4 +251,6 @@ def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
         grad_norm=ranks[0]["grad_norm"],
         vllm_gb=round(max(vllm) / 1e9, 3) if vllm else None,
         busy_cores=None if ranks[0]["busy_cores"] is None else round(ranks[0]["busy_cores"], 1),
+        outside_gb=round(max(outside) / 1e9, 3) if outside else None,
+        allocator_retries=max(retries, default=None),
     )

@@ -40,7 +40,9 @@ def _step_of(row: Mapping[str, float]) -> dict[str, Any]:
         "phases": phases,
         "peak_bytes": {"forward_backward": row["actor/perf/max_memory_allocated_gb"] * 2**30},  # of all steps so far
         "reserved_bytes": row["actor/perf/max_memory_reserved_gb"] * 2**30,
-        "vllm_bytes": None,  # not logged, nor is the next one
+        "vllm_bytes": None,  # not logged, nor are the next ones
+        "outside_bytes": None,
+        "allocator_retries": None,
         "busy_cores": None,
         "loss": row["actor/loss"],
         "grad_norm": row["actor/grad_norm"],

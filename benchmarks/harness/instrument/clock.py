@@ -26,6 +26,19 @@ def busy_core_seconds() -> float:
     return float(times.user + times.nice + times.system)
 
 
+def allocator_retries() -> int:
+    """Return how often PyTorch gave its cache back to the GPU, and waited for it, to find room."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
+def bytes_outside() -> int | None:
+    """Return what the GPU holds beside PyTorch's memory, of all processes; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
+
+
 class Clock:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
@@ -43,7 +56,7 @@ class Clock:
         self._reserved = 0
         record: dict[str, Any] = {}
         self._start(REST)
-        busy = busy_core_seconds()
+        busy, retries = busy_core_seconds(), allocator_retries()
         yield record
         self.switch(None)
         busy = busy_core_seconds() - busy
@@ -52,6 +65,8 @@ class Clock:
             "phases": dict(self._seconds),
             "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
+            "outside_bytes": bytes_outside(),
+            "allocator_retries": allocator_retries() - retries,
             "vllm_bytes": vllm_bytes(),  # within peak_bytes
             "busy_cores": busy / sum(self._seconds.values()),  # of the machine, with those of other jobs
         }

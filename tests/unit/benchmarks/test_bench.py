@@ -196,16 +196,17 @@ def test_ranks_are_merged_into_steps_without_the_warm_up() -> None:
     def rank(scale: float, loss: float | None, vllm: int | None = None) -> dict[str, object]:
         return {"steps": [{"seconds": scale * n, "phases": {"forward_backward": scale * n, "other": 0.5},
                            "peak_bytes": {"forward_backward": 1e9 * scale, "other": 1e9}, "reserved_bytes": 2e9,
-                           "vllm_bytes": vllm, "busy_cores": 3.0, "loss": loss,
-                           "grad_norm": float(n)} for n in (1, 2)]}  # fmt: skip
+                           "vllm_bytes": vllm, "busy_cores": 3.0, "outside_bytes": vllm and 1e9 * scale,
+                           "allocator_retries": int(scale), "loss": loss, "grad_norm": float(n)}
+                          for n in (1, 2)]}  # fmt: skip
 
     (merged,) = merge_ranks([rank(1.0, None), rank(3.0, 0.25)], warm_up=1)
     assert merged.seconds == 6.0 and merged.compute == [2.0, 6.0] and merged.phases["forward_backward"] == 4.0
     assert merged.peak_gb == {"forward_backward": 3.0, "other": 1.0} and merged.reserved_gb == 2.0
     assert merged.loss == 0.25 and merged.grad_norm == 2.0  # only the last pipeline stage has the loss
-    assert merged.vllm_gb is None
+    assert merged.vllm_gb is None and merged.outside_gb is None and merged.allocator_retries == 3
     (merged,) = merge_ranks([rank(1.0, 0.25, 42 * 10**9), rank(1.0, 0.25, 41 * 10**9)], warm_up=1)
-    assert merged.vllm_gb == 42.0
+    assert merged.vllm_gb == 42.0 and merged.outside_gb == 1.0
 
 
 def test_memory_of_vllm_is_what_its_segments_hold() -> None:
