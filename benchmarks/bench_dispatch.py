@@ -21,6 +21,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -31,6 +32,7 @@ import torch.distributed as dist
 
 from benchmarks.bench import PACKAGES, machine, revision
 from benchmarks.experts.inputs import Sizes, draw_routing
+from benchmarks.harness.processes import devices_locked
 
 WAYS = ("each", "once")
 WARM_UP = 3
@@ -57,6 +59,12 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
+    is_first = os.environ["RANK"] == "0"
+    with devices_locked() if is_first else nullcontext():  # the other ranks wait for the first one
+        measure(args, is_first)
+
+
+def measure(args: argparse.Namespace, writes: bool) -> None:
     if args.dry:
         from swift_megatron_grpo.platforms.cpu import activate
 
@@ -72,9 +80,9 @@ def main() -> None:
         times = timed(passes, args.repeats)
         for way in WAYS:
             rows.append({"way": way, "tokens": tokens, "unevenness": unevenness, **times[way]})
-            if dist.get_rank() == 0:
+            if writes:
                 print(json.dumps(rows[-1]), flush=True)
-    if dist.get_rank() == 0:
+    if writes:
         device, versions = machine(revision(), PACKAGES)
         settings = {name: getattr(args, name) for name in ("experts", "topk", "hidden", "repeats")}
         report = {"device": device, "ranks": dist.get_world_size(), "versions": versions, "settings": settings}

@@ -2,6 +2,7 @@
 
     installing.py  replaces ms-swift's callback and its PNG files for the time of a run
     callback.py    the callback: logging.jsonl, lines, progress and the report, on the rank that logs
+    allocator.py   how often PyTorch's allocator found no room
     lines.py       a step as one line in columns, and a completion as another (pure Python)
     progress.py    pace and remaining time without start-up, and the status line of a terminal (pure Python)
 

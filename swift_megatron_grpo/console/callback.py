@@ -16,6 +16,7 @@ from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.utils import JsonlWriter, format_time, get_logger, is_last_rank
 
 from swift_megatron_grpo.console import lines
+from swift_megatron_grpo.console.allocator import AllocatorRetries
 from swift_megatron_grpo.console.progress import Pace, status
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.report.completions import read_completions
@@ -23,6 +24,7 @@ from swift_megatron_grpo.report.live import LiveReport
 
 logger = get_logger()
 _CLEAR = "\r\x1b[K"  # the line of a terminal
+BUDGET = "--max_tokens_per_micro_batch"
 _TAIL = 256 * 1024  # bytes of completions.jsonl that are read for one completion
 
 
@@ -54,6 +56,7 @@ class RunConsole(MegatronCallback):
         self._length: float | None = None  # of the completions of the last rollout, in tokens
         self._seconds: deque[float] = deque(maxlen=self.args.steps_per_rollout)  # of the steps of one rollout
         self._phases: dict[str, None] = {}  # that have occurred
+        self._allocator = AllocatorRetries()
 
     def on_train_begin(self) -> None:
         args, step = self.args, self.state.iteration
@@ -97,9 +100,12 @@ class RunConsole(MegatronCallback):
         )
         memory = reduce_max_stat_across_model_parallel_group(torch.cuda.max_memory_reserved() / 1024**3)
         logs["memory(GiB)"] = round(memory, 2)
+        retries = self._retries()
+        logs.update(retries)
         logs["train_speed(s/it)"] = round(pace, 6)
         if not self._writes:
             return
+        self._allocator.warn(int(retries["speed/allocator_retries"]), self._budget())
         rounded = {name: round(value, 8) if isinstance(value, float) else value for name, value in logs.items()}
         self._log.append(rounded)
         metrics = {name: value for name, value in rounded.items() if isinstance(value, int | float)}
@@ -108,6 +114,15 @@ class RunConsole(MegatronCallback):
         else:
             self._print_step(metrics, seconds)
         self._report.update()
+
+    def _retries(self) -> dict[str, float]:
+        retries = float(self._allocator.since_last_log())
+        return {"speed/allocator_retries": reduce_max_stat_across_model_parallel_group(retries)}
+
+    def _budget(self) -> str:
+        """Return the flag that determines the size of micro batches, with its value."""
+        tokens = self.args.max_tokens_per_micro_batch
+        return f"--micro_batch_size {self.args.micro_batch_size}" if tokens is None else f"{BUDGET} {tokens}"
 
     def _rollout(self, steps_done: int) -> int:
         """Return the number of the rollout that the next step trains, as in completions.jsonl."""

@@ -67,3 +67,16 @@ def test_a_server_generates_as_many_tokens_as_the_training_process(tmp_path: Pat
         "in_process": [2 * 4 * 32], "server": [2 * 4 * 32]
     }  # fmt: skip
     assert report["ratio"] > 0 and set(report["seconds"]) == {"in_process", "server"}
+
+
+@pytest.mark.e2e
+def test_both_ways_to_the_experts_of_other_ranks_compute_the_same(tmp_path: Path) -> None:
+    results = tmp_path / "dispatch.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
+               "benchmarks.bench_dispatch", "--json", str(results), "--dry"]  # fmt: skip
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    assert done.returncode == 0, done.stdout  # it also compares outputs and gradients
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["way"] for row in rows] == ["each", "once"] * 2
+    for each, once in zip(rows[::2], rows[1::2], strict=True):
+        assert 0 < once["rows"] < each["rows"] and once["forward_ms"] > 0
