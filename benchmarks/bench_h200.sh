@@ -15,8 +15,8 @@
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2 step-lora-30b-ep2
 #                         step-lora-30b-ep2-fp8
-#       groups on 4 GPUs: four dp4-8b-lora four-colocated-8b four-server-8b moe-30b-lora-ep4 moe-30b-full-ep4
-#                         moe-35b-lora-ep4 moe-30b-server-ep2
+#       groups on 4 GPUs: four dp4-8b-lora tp4-8b-lora pp4-8b-lora pp4-8b-lora-last-6 four-colocated-8b four-server-8b
+#                         moe-30b-lora-ep4 moe-30b-full-ep4 moe-35b-lora-ep4 moe-30b-server-ep2
 #       group on 2 GPUs and more: dispatch
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
 #                       four-* sync *-8b-lora lora-14b step-lora-30b-ep2* and moe-*b-lora-ep*; names get the suffix
@@ -229,10 +229,10 @@ colocated_sync() {
         --steps 6 --warm-up 2 --ours tokens$tokens_8b --flags "$vllm_8b --sleep_level 0 ${lora[*]} $2"
 }
 
-# layout_of_8b NAME SETTING      the digit in NAME is the number of GPUs
+# layout_of_8b NAME SETTING FLAG...      the digit in NAME is the number of GPUs
 layout_of_8b() {
     bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "$2" --rounds 1 \
-        --goal "cost per token within 5 %" --flags "${lora[*]}"
+        --goal "cost per token within 5 %" --flags "${lora[*]} ${*:3}"
 }
 
 # part NAME BENCHMARK ARGUMENT...      a benchmark with a file of its own kind
@@ -460,10 +460,14 @@ group() {
         # One GPU, and layouts of two and four, with as many completions for each GPU.
         dp1-8b-lora | dp2-8b-lora | dp4-8b-lora)
             layout_of_8b "$1" "${1%%-*}+tokens$tokens_layout" ;;
-        tp2-8b-lora)
-            layout_of_8b "$1" tp2+sp+tokens$((2 * tokens_layout)) ;;
-        pp2-8b-lora)
-            layout_of_8b "$1" pp2+tokens$((tokens_layout / 2)) ;;
+        tp2-8b-lora | tp4-8b-lora)
+            layout_of_8b "$1" "${1%%-*}+sp+tokens$((${1:2:1} * tokens_layout))" ;;
+        pp2-8b-lora | pp4-8b-lora)
+            layout_of_8b "$1" "${1%%-*}+tokens$((tokens_layout / ${1:2:1}))" ;;
+        # 10 layers on each of the first three stages and 6 on the last one, which has the output layer.
+        pp4-8b-lora-last-6)
+            layout_of_8b "$1" pp4+tokens$((tokens_layout / 4)) \
+                --decoder_last_pipeline_num_layers "$([ -n "${DRY:-}" ] && echo 1 || echo 6)" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)
             images qwen2.5-vl-3b 3b-qwen2.5-vl "" mbs8 mbs4 ;;
