@@ -7,16 +7,17 @@
 #                        step-lora-30b step-lora-30b-fp8 colocated-sync-8b colocated-sync-8b-fp8
 #                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
-#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-step moe-30b-lora
+#                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-even moe-step
+#                        moe-30b-lora
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
 #                        generation-attention-1.7b generation-attention-8b
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
-#                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2 step-lora-30b-ep2
-#                         step-lora-30b-ep2-fp8
+#                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
+#                         moe-30b-lora-even-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
 #       groups on 4 GPUs: four dp4-8b-lora tp4-8b-lora pp4-8b-lora pp4-8b-lora-last-6 four-colocated-8b four-server-8b
-#                         moe-30b-lora-ep4 moe-30b-full-ep4 moe-35b-lora-ep4 moe-30b-server-ep2
+#                         moe-30b-lora-ep4 moe-30b-lora-even-ep4 moe-30b-full-ep4 moe-35b-lora-ep4 moe-30b-server-ep2
 #       group on 2 GPUs and more: dispatch
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
 #                       four-* sync *-8b-lora lora-14b step-lora-30b-ep2* and moe-*b-lora-ep*; names get the suffix
@@ -85,6 +86,8 @@ lora=(--tuner_type lora --lora_rank 16 --lora_alpha 32 --target_modules all-line
 fp8=(--rollout_quantization fp8 --rollout_importance_sampling_mode token_truncate)
 bf16_moments=(--use_precision_aware_optimizer true --exp_avg_dtype bf16 --exp_avg_sq_dtype bf16)
 moe=(--moe_grouped_gemm true --moe_permute_fusion true)
+# Routers with random weights send most tokens to a few experts (random_routers.py), those of trained models do not.
+even="--megatron_extra_kwargs '{\"moe_router_force_load_balancing\":true}'"
 uneven=(--lengths lognormal:400:0.9:2048 --prompts constant:128 --completions 64)
 # vLLM does not start if less memory than its share is free, although $cache decides.
 eager="--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.1 --vllm_engine_kwargs"
@@ -490,6 +493,9 @@ group() {
         moe)
             bench train moe-4.5b 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 tokens24576 --stock mbs8 mbs4 \
                 --goal "3.0, MFU 35 %" --rounds 1 --flags "${moe[*]}" ;;
+        moe-even)
+            bench train moe-4.5b-even 4.5b-qwen3-moe "${uneven[@]}" --ours tokens16384 --stock mbs8 --rounds 1 \
+                --goal "3.0, MFU 35 %" --flags "${moe[*]} $even" ;;
         moe-step)
             bench step moe-4.5b-step 4.5b-qwen3-moe --random-weights "${fixed[@]}" --completions 64 --ours tokens16384 \
                 --stock mbs8 --rounds 1 --flags "$graphs '{$dummy,$decoding}' --sleep_level 2 ${moe[*]}" ;;
@@ -513,6 +519,10 @@ group() {
             experts_apart moe-30b-a3b-lora-ep2 30b-qwen3-moe $tokens_ep2 "${lora[*]}" --profile ;;
         moe-30b-lora-ep4)
             experts_apart moe-30b-a3b-lora-ep4 30b-qwen3-moe $tokens_ep4 "${lora[*]}" --profile ;;
+        moe-30b-lora-even-ep2)
+            experts_apart moe-30b-a3b-lora-even-ep2 30b-qwen3-moe $tokens_ep2 "${lora[*]} $even" --profile ;;
+        moe-30b-lora-even-ep4)
+            experts_apart moe-30b-a3b-lora-even-ep4 30b-qwen3-moe $tokens_ep4 "${lora[*]} $even" --profile ;;
         # All weights. With moments in fp32 they do not fit into four H200, on H100 not at all.
         moe-30b-full-ep4)
             experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 6144 "${bf16_moments[*]}" ;;

@@ -7,6 +7,8 @@ from typing import Any
 
 from swift_megatron_grpo.packing.flops import DeltaNets
 
+DEVIATION = 0.02  # of random weights
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:

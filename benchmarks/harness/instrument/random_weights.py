@@ -10,7 +10,7 @@ import torch
 from mcore_bridge import unwrap_model
 from mcore_bridge.bridge import GPTBridge
 
-DEVIATION = 0.02
+from benchmarks.harness.shapes import DEVIATION
 
 
 def draw_weights() -> None:
