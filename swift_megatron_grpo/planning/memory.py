@@ -20,7 +20,7 @@ from swift_megatron_grpo.planning.towers import Pictures, Tower, bytes_of_block,
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
 BESIDE_BYTES = 0.2e9  # buffers of communication, positions, statistics of norms
 OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch's; 0.9 GiB on a single H100 or H200
-# The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with adapters of Qwen3-30B-A3B, 5.6 GiB of
+# The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with all weights of Qwen3-30B-A3B, 5.6 GiB of
 # each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
 OUTSIDE_BYTES_WITH_EXPERTS = 6.0e9
 ASLEEP_BYTES = 1.2e9  # what vLLM keeps while it sleeps: CUDA graphs and buffers

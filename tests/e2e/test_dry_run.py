@@ -66,6 +66,25 @@ def test_the_command_prints_the_memory_of_a_run_that_does_not_fit(folder: Path, 
     assert not run.folder.exists() and "Loading: " not in run.output
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_check_needs_no_output_folder_and_makes_none(
+    evaluates: bool, folder: Path, large: Path, dataset: Path
+) -> None:
+    """A run writes the rows that it splits off for evaluation to its output folder, before it trains."""
+    unused = folder / "not made"
+    arguments = grpo_flags(
+        large, dataset, unused, [*SIZES, "--tuner_type", "lora", "--max_tokens_per_micro_batch", "4096"]
+    )
+    if evaluates:
+        arguments += ["--split_dataset_ratio", "0.25", "--eval_iters", "1"]
+    else:
+        place = arguments.index("--output_dir")
+        del arguments[place : place + 2]
+    code, output = check(arguments, 4)
+    assert code == 0 and "The run fits: " in output, output[-4000:]
+    assert not unused.exists()
+
+
 def test_a_proposed_setting_fits(folder: Path, large: Path, dataset: Path) -> None:
     arguments = grpo_flags(large, dataset, folder / "unused", [*SIZES, "--max_tokens_per_micro_batch", "16384"])
     code, output = check(arguments, 4)
