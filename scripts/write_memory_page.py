@@ -25,7 +25,7 @@ BEGIN_IMAGES = "<!-- memory of images, by scripts/write_memory_page.py -->\n"
 END_IMAGES = "<!-- end of memory of images -->\n"
 MODEL, GPU, GPUS, BUDGET = "Qwen3-8B", "H200-141G", 8, 16384
 PROMPT, COMPLETION = 1024, 4096  # tokens: a fifth of a micro batch is prompts
-COLUMNS = ("states", "activations", "logits", "vLLM", "generation", "train")
+COLUMNS = ("states", "activations", "logits", "vLLM", "weight sync", "generation", "train")
 # The workload of benchmarks/h200/qwen2.5-vl-3b.json: 15 completions in a micro batch, of 3 prompts.
 MODEL_OF_IMAGES, IMAGE = "Qwen2.5-VL-3B", 729  # tokens
 SAMPLE, TRAINED, SAMPLES, SHOWN, PROMPTS = 1052, 256, 15, 3, 16
@@ -75,6 +75,7 @@ def runs() -> Iterator[tuple[str, Training, Vllm]]:
 
 def row(shapes: Shapes, flags: str, training: Training, vllm: Vllm) -> str:
     """Return a row in GB, with the largest value of the pipeline stages in each column."""
+    vllm = replace(vllm, weight_bytes=2.0 * sum(tensor.size for tensor in shapes.tensors))
     ranks = plan_memory(shapes.tensors, shapes.decoder, training, vllm, find_gpu(GPU).memory_bytes)
     values = [(rank.states, rank.activations, rank.in_backward, rank.vllm, *rank.phases.values()) for rank in ranks]
     return f"| {flags} | {' | '.join(f'{max(column) / 1e9:.0f}' for column in zip(*values, strict=True))} |"

@@ -158,7 +158,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
     seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
     seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
     seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
-    return Choice(training, Vllm(0.5, 2), engine, flags, seconds)
+    return Choice(training, Vllm(0.5, 2, engine.weights()), engine, flags, seconds)
 
 
 def _pictures(layout: Layout, budget: int) -> Pictures:

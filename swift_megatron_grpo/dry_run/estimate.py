@@ -18,7 +18,7 @@ from swift_megatron_grpo.dry_run.rows import Rows
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
-from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_that_fit
+from swift_megatron_grpo.planning.advice import MARGIN, PHASES, Change, Run, settings_that_fit
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
@@ -60,7 +60,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         tensors=model.tensors,
         decoder=model.decoder,
         training=_filled(_training(args, config, largest, plan, rows), packed),
-        vllm=None if config.server is not None else Vllm(config.vllm.gpu_memory_utilization, config.vllm.sleep_level),
+        vllm=None if engine is None else _vllm(config, engine),
         longest_sample=longest,
         engine=engine,
         tower=model.tower,
@@ -163,7 +163,7 @@ def _divides(args: GRPOArguments) -> Callable[[Layout], bool]:
 def _fits(run: Run, gpu: Gpu, divides: Callable[[Layout], bool]) -> Callable[[Layout], bool]:
     def fits(layout: Layout) -> bool:
         other = replace(run, training=replace(run.training, layout=layout))
-        return divides(layout) and all(other.fits(phase, gpu.memory_bytes) for phase in ("generation", "train"))
+        return divides(layout) and all(other.fits(phase, gpu.memory_bytes) for phase in PHASES)
 
     return fits
 
@@ -180,6 +180,10 @@ def _train_seconds(
     return seconds_of_training(
         work, gpu, model.decoder, training.layout, plan.num_micro_batches, passes, training.weight_bytes
     )
+
+
+def _vllm(config: GRPOConfig, engine: Engine) -> Vllm:
+    return Vllm(engine.utilization, config.vllm.sleep_level, engine.weights(), engine.given_cache)
 
 
 def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swift_megatron_grpo.dry_run.estimate import Estimate
 from swift_megatron_grpo.dry_run.model import Model
 from swift_megatron_grpo.dry_run.rows import Reward, Rows
-from swift_megatron_grpo.planning.advice import MARGIN
+from swift_megatron_grpo.planning.advice import MARGIN, PHASES
 from swift_megatron_grpo.planning.gpus import Gpu
 
 _LABEL = 12  # columns
@@ -69,14 +69,14 @@ def _micro_batches(result: Estimate) -> list[str]:
 
 def _memory(gpu: Gpu, result: Estimate) -> list[str]:
     columns = ("stage", "weights", "gradients", "optimizer", "reference", "activations", "logits", "vLLM", "offloaded",
-               "generation", "train")  # fmt: skip
+               *PHASES)  # fmt: skip
     lines = [
-        f"memory of each GPU in GB, of {gpu.memory_gb:g} that a {gpu.name} has; the last two columns are peaks",
+        f"memory of each GPU in GB, of {gpu.memory_gb:g} that a {gpu.name} has; the last three columns are peaks",
         "".join(f"{column:>12}" for column in columns),
     ]
     for rank in result.memory:
         sizes = (rank.weights, rank.gradients, rank.optimizer, rank.reference, rank.activations, rank.in_backward,
-                 rank.vllm, rank.offloaded, rank.phases["generation"], rank.phases["train"])  # fmt: skip
+                 rank.vllm, rank.offloaded, *(rank.phases[phase] for phase in PHASES))  # fmt: skip
         lines.append(f"{rank.pipeline_rank:>12}" + "".join(f"{size / 1e9:>12.1f}" for size in sizes))
     if result.engine is not None:
         engine = result.engine

@@ -12,6 +12,7 @@ from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, wit
 from swift_megatron_grpo.planning.parameters import Tensor
 from swift_megatron_grpo.planning.towers import Tower
 
+PHASES = ("weight sync", "generation", "train")
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses
 _SMALLEST_BUDGET = 1024  # tokens
 _LARGEST_TENSOR_PARALLEL = 8  # GPUs of one machine
@@ -57,27 +58,29 @@ def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], boo
 
     `allows`: whether the model can be divided by a layout.
     """
-    if run.vllm is not None and not run.fits("generation", gpu_bytes):
-        base = next(
-            (
-                change
-                for change in _less_generation(run)
-                if change.run.fits("generation", gpu_bytes) and change.run.engine_fits(gpu_bytes)
-            ),
-            next(_offloaded(run)),
-        )
-    else:
+    if run.vllm is None or _fits_vllm(run, gpu_bytes):
         base = Change("", "", run)
+    else:
+        smaller = (
+            change
+            for change in _less_generation(run)
+            if _fits_vllm(change.run, gpu_bytes) and change.run.engine_fits(gpu_bytes)
+        )
+        base = next(smaller, next(_offloaded(run)))
     kinds = (_nothing, _awake_no_more, _smaller_budgets, _recomputed_elementwise, _recomputed, _larger_tensor_parallel,
-             _more_gpus, _optimizer_on_cpu, _adapters)  # fmt: skip
+             _divided_engine, _more_gpus, _optimizer_on_cpu, _adapters)  # fmt: skip
     found = []
     for kind in kinds:
         for change in kind(base.run):
             layout = change.run.training.layout
-            if allows(layout) and all(change.run.fits(phase, gpu_bytes) for phase in ("generation", "train")):
+            if allows(layout) and all(change.run.fits(phase, gpu_bytes) for phase in PHASES):
                 found.append(_joined(base, change))
                 break
     return [change for change in found if change.flags]
+
+
+def _fits_vllm(run: Run, gpu_bytes: float) -> bool:
+    return run.fits("weight sync", gpu_bytes) and run.fits("generation", gpu_bytes)
 
 
 def _joined(first: Change, second: Change) -> Change:
@@ -155,6 +158,19 @@ def _larger_tensor_parallel(run: Run) -> Iterator[Change]:
         divided = replace(layout, tensor_model_parallel_size=size, sequence_parallel=True, world_size=ranks)
         flags = f"--tensor_model_parallel_size {size} --sequence_parallel true{_gpus(layout, ranks)}"
         yield Change(flags, "all-gathers in every layer", _with_layout(run, divided))
+        size *= 2
+
+
+def _divided_engine(run: Run) -> Iterator[Change]:
+    """Divide vLLM's weights over more ranks, which leaves room for the trainer's while they are sent."""
+    if run.vllm is None or run.engine is None:
+        return
+    world, size = run.training.layout.world_size, run.engine.ranks * 2
+    while size <= _LARGEST_TENSOR_PARALLEL and world % size == 0:
+        engine = replace(run.engine, ranks=size)
+        vllm = replace(run.vllm, weight_bytes=engine.weights())
+        cost = "all-reduces in every layer of generation"
+        yield Change(f"--vllm_tensor_parallel_size {size}", cost, replace(run, engine=engine, vllm=vllm))
         size *= 2
 
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-_BESIDE_BYTES = 2.0e9  # activations of its largest batch, CUDA graphs, sampler: what vLLM's profile takes off
+from swift_megatron_grpo.planning.memory import BESIDE_CACHE_BYTES
+
 _MOST_UTILIZATION = 0.9
 _MOST_RANKS = 8  # of one machine
 
@@ -31,7 +32,7 @@ class Engine:
         """Return the bytes for keys and values on one GPU; negative if the weights do not fit."""
         if self.given_cache is not None:
             return self.given_cache
-        return self.utilization * gpu_bytes - self.weights() - _BESIDE_BYTES
+        return self.utilization * gpu_bytes - self.weights() - BESIDE_CACHE_BYTES
 
     def sequences(self, gpu_bytes: float, length: float) -> int:
         """Return how many sequences of this length the cache holds at one time."""

@@ -20,9 +20,10 @@ from swift_megatron_grpo.planning.towers import Pictures, Tower, bytes_of_block,
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
 BESIDE_BYTES = 0.2e9  # buffers of communication, positions, statistics of norms
 OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch's; 0.9 GiB on a single H100 or H200
-# The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with all weights of Qwen3-30B-A3B, 5.6 GiB of
-# each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
+# The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with all weights of Qwen3-30B-A3B, and
+# 5.6 GiB of each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
 OUTSIDE_BYTES_WITH_EXPERTS = 6.0e9
+BESIDE_CACHE_BYTES = 2.0e9  # of vLLM: activations of its largest batch, CUDA graphs, sampler
 ASLEEP_BYTES = 1.2e9  # what vLLM keeps while it sleeps: CUDA graphs and buffers
 
 
@@ -62,6 +63,13 @@ class Vllm:
 
     utilization: float  # of the GPU's memory, for its weights and its cache
     sleep_level: int
+    weight_bytes: float = 0.0  # on one GPU
+    given_cache: float | None = None  # bytes: kv_cache_memory_bytes, which takes the place of the share
+
+    def awake(self, gpu_bytes: float) -> float:
+        if self.given_cache is not None:
+            return self.weight_bytes + self.given_cache + BESIDE_CACHE_BYTES
+        return self.utilization * gpu_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +85,10 @@ class RankMemory:
     in_backward: float  # logits, or layers that are recomputed
     vllm: float  # while it generates
     vllm_asleep: float
+    vllm_syncing: float  # its weights without its cache, if it sleeps between rollouts
     outside: float  # of PyTorch
     offloaded: float  # while vLLM generates
+    returned: float  # of what is offloaded, the weights, while they are sent to vLLM
     parameters: Count
 
     @property
@@ -90,6 +100,7 @@ class RankMemory:
     def phases(self) -> dict[str, float]:
         """Peak of each phase."""
         return {
+            "weight sync": self.states - self.offloaded + self.returned + self.vllm_syncing + self.outside,
             "generation": self.states - self.offloaded + self.vllm + self.outside,
             "train": self.states + self.activations + self.in_backward + self.vllm_asleep + self.outside,
         }
@@ -138,16 +149,11 @@ def _of_rank(
     in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
     seen = _tower_bytes(tower, training) if tower is not None and stage.has_embedding else _TowerBytes()
     head = bytes_of_head(decoder, training.tokens, layout, training.weight_bytes) if stage.has_head else 0.0
-    offloaded = sum(
-        size
-        for size, moves in (
-            (weights, training.offload_model),
-            (gradients, training.offload_grad),
-            (optimizer, training.offload_optimizer),
-        )
-        if moves and vllm is not None and vllm.sleep_level > 0
-    )
-    awake = 0.0 if vllm is None else vllm.utilization * gpu_bytes
+    sleeps = vllm is not None and vllm.sleep_level > 0
+    returned = weights if sleeps and training.offload_model else 0.0
+    dropped = gradients if sleeps and training.offload_grad else 0.0
+    moved = optimizer if sleeps and training.offload_optimizer else 0.0
+    awake = 0.0 if vllm is None else vllm.awake(gpu_bytes)
     asleep = 0.0 if vllm is None else (min(ASLEEP_BYTES, awake) if vllm.sleep_level else awake)
     return RankMemory(
         pipeline_rank=rank,
@@ -160,8 +166,10 @@ def _of_rank(
         in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
+        vllm_syncing=0.0 if vllm is None else (vllm.weight_bytes if sleeps else awake),
         outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
-        offloaded=offloaded,
+        offloaded=returned + dropped + moved,
+        returned=returned,
         parameters=parameters,
     )
 

@@ -71,6 +71,18 @@ def test_a_share_that_is_too_small_for_the_weights_of_vllm_is_not_proposed() -> 
     assert all(0.3 <= share < 0.9 for share in shares) and changes(large)
 
 
+def test_a_weight_sync_that_does_not_fit_divides_the_weights_of_vllm() -> None:
+    """While they are sent, 16 GB of trained weights and 66 GB of vLLM's are on a GPU."""
+    engine = Engine(weight_bytes=66e9, cache_bytes_per_token=1e5, key_heads=8, longest=2560, ranks=1, utilization=0.9)
+    small = run(Layout(16), packed=4096, vllm=Vllm(0.9, 2, engine.weights()))
+    offloading = replace(small.training, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True)
+    large = replace(small, engine=engine, training=offloading)
+    assert large.fits("generation", H100) and not large.fits("weight sync", H100)
+    found = changes(large)
+    [divided] = [changed for flags, changed in found.items() if "--vllm_tensor_parallel_size 2" in flags]
+    assert divided.fits("weight sync", H100) and divided.engine is not None and divided.engine.weights() == 33e9
+
+
 @pytest.mark.parametrize(
     ("pipeline", "virtual", "rank", "micro_batches", "expected"),
     [(1, 1, 0, 8, 1), (4, 1, 0, 8, 4), (4, 1, 3, 8, 1), (4, 1, 0, 2, 2), (2, 2, 0, 8, 2.5), (2, 2, 1, 8, 1.5)],

@@ -1,10 +1,67 @@
-"""The optimizer's part of the plan. That of whole runs is compared with measured ones in test_measured.py."""
+"""Parts of the plan. That of whole runs is compared with measured ones in test_measured.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from swift_megatron_grpo.planning.memory import master_bytes
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.planning.activations import Decoder, Tokens
+from swift_megatron_grpo.planning.memory import (
+    BESIDE_BYTES,
+    BESIDE_CACHE_BYTES,
+    OUTSIDE_BYTES,
+    OUTSIDE_BYTES_WITH_EXPERTS,
+    RankMemory,
+    Training,
+    Vllm,
+    master_bytes,
+    plan_memory,
+)
+from swift_megatron_grpo.planning.parameters import tensors_of
+
+GPU = 85e9
+DECODER = Decoder(layers=1, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=1024, tied=False)
+TENSORS = tensors_of({"model.layers.0.mlp.down_proj.weight": (10**6, 10**4)})  # 20 GB in bf16
+SLEEPING = Vllm(0.5, 2, weight_bytes=30e9)
+OFFLOADING = Training(
+    Layout(1), Tokens(64, 64, 32), 1, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True
+)
+
+
+def planned(vllm: Vllm | None, training: Training = OFFLOADING) -> RankMemory:
+    [rank] = plan_memory(TENSORS, DECODER, training, vllm, GPU)
+    return rank
+
+
+def test_the_weights_of_both_are_on_the_gpu_in_the_weight_sync() -> None:
+    rank = planned(SLEEPING)
+    beside = BESIDE_BYTES + OUTSIDE_BYTES
+    assert rank.phases["generation"] == pytest.approx(0.5 * GPU + beside)
+    assert rank.phases["weight sync"] == pytest.approx(rank.weights + 30e9 + beside)
+    kept = planned(SLEEPING, replace(OFFLOADING, offload_model=False, offload_optimizer=False, offload_grad=False))
+    assert kept.phases["weight sync"] == pytest.approx(kept.states + 30e9 + OUTSIDE_BYTES)
+
+
+def test_a_vllm_that_stays_awake_has_its_cache_in_the_weight_sync() -> None:
+    rank = planned(replace(SLEEPING, sleep_level=0))
+    assert (
+        rank.phases["weight sync"]
+        == rank.phases["generation"]
+        == pytest.approx(rank.states + 0.5 * GPU + OUTSIDE_BYTES)
+    )
+    assert planned(None).phases["weight sync"] == pytest.approx(rank.states + OUTSIDE_BYTES)
+
+
+def test_a_given_cache_takes_the_place_of_the_share() -> None:
+    assert planned(replace(SLEEPING, given_cache=8e9)).vllm == 30e9 + 8e9 + BESIDE_CACHE_BYTES
+
+
+def test_experts_on_several_gpus_need_more_outside_of_pytorch() -> None:
+    assert planned(None).outside == OUTSIDE_BYTES
+    layout = Layout(2, expert_model_parallel_size=2)
+    assert planned(None, replace(OFFLOADING, layout=layout)).outside == OUTSIDE_BYTES_WITH_EXPERTS
 
 
 @pytest.mark.parametrize(
