@@ -19,7 +19,7 @@ SEGMENTS = "expandable_segments:True"
 
 def retries_so_far() -> int:
     """Return the number on this GPU since the start of the process."""
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+    return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
 
 class AllocatorRetries:

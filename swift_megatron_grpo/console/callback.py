@@ -24,7 +24,6 @@ from swift_megatron_grpo.report.live import LiveReport
 
 logger = get_logger()
 _CLEAR = "\r\x1b[K"  # the line of a terminal
-BUDGET = "--max_tokens_per_micro_batch"
 _TAIL = 256 * 1024  # bytes of completions.jsonl that are read for one completion
 
 
@@ -122,7 +121,9 @@ class RunConsole(MegatronCallback):
     def _budget(self) -> str:
         """Return the flag that determines the size of micro batches, with its value."""
         tokens = self.args.max_tokens_per_micro_batch
-        return f"--micro_batch_size {self.args.micro_batch_size}" if tokens is None else f"{BUDGET} {tokens}"
+        if tokens is None:
+            return f"--micro_batch_size {self.args.micro_batch_size}"
+        return f"--max_tokens_per_micro_batch {tokens}"
 
     def _rollout(self, steps_done: int) -> int:
         """Return the number of the rollout that the next step trains, as in completions.jsonl."""

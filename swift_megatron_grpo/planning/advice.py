@@ -66,7 +66,7 @@ def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], boo
             for change in _less_generation(run)
             if _fits_vllm(change.run, gpu_bytes) and change.run.engine_fits(gpu_bytes)
         )
-        base = next(smaller, next(_offloaded(run)))
+        base = next(smaller, next(_offloaded(run), Change("", "", run)))
     kinds = (_nothing, _awake_no_more, _smaller_budgets, _recomputed_elementwise, _recomputed, _larger_tensor_parallel,
              _divided_engine, _more_gpus, _optimizer_on_cpu, _adapters)  # fmt: skip
     found = []
@@ -115,6 +115,8 @@ def _less_generation(run: Run) -> Iterator[Change]:
 def _offloaded(run: Run) -> Iterator[Change]:
     training = replace(run.training, offload_model=True, offload_optimizer=True, offload_grad=True)
     vllm = None if run.vllm is None else replace(run.vllm, sleep_level=run.vllm.sleep_level or 2)
+    if (training, vllm) == (run.training, run.vllm):
+        return
     flags = "--offload_model true --offload_optimizer true --offload_grad true"
     if run.vllm is not None and run.vllm.sleep_level == 0:
         flags += " --sleep_level 2"

@@ -1,8 +1,8 @@
 """Estimate how many rows of experts leave a GPU, and how many the fullest one has. Pure Python.
 
 A token's experts are drawn at random, each with a load of its own. How much loads differ was fitted to the memory of
-adapters of Qwen3-30B-A3B, 128 experts, on two and four H200. Its routers had random weights, so that another rank was
-the fullest one in each layer; with those of a trained model, loads of a layer differ less.
+adapters of Qwen3-30B-A3B, 128 experts, on two and four H200. Its routers had random weights (the loads of a layer:
+benchmarks/random_routers.py); training balances loads.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class RankMemory:
     in_backward: float  # logits, or layers that are recomputed
     vllm: float  # while it generates
     vllm_asleep: float
-    vllm_syncing: float  # its weights without its cache, if it sleeps between rollouts
+    vllm_syncing: float  # what it keeps while it sleeps, and its weights; if it stays awake, all of it
     outside: float  # of PyTorch
     offloaded: float  # while vLLM generates
     returned: float  # of what is offloaded, the weights, while they are sent to vLLM
@@ -166,7 +166,7 @@ def _of_rank(
         in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
-        vllm_syncing=0.0 if vllm is None else (vllm.weight_bytes if sleeps else awake),
+        vllm_syncing=0.0 if vllm is None else (vllm.weight_bytes + asleep if sleeps else awake),
         outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
         offloaded=returned + dropped + moved,
         returned=returned,

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from benchmarks.harness.instrument.vllm_pool import vllm_bytes
+from swift_megatron_grpo.console.allocator import retries_so_far
 
 REST = "other"
 
@@ -24,11 +25,6 @@ def busy_core_seconds() -> float:
     """Return the time that the machine's cores have worked since it was started."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system)
-
-
-def allocator_retries() -> int:
-    """Return how often PyTorch gave its cache back to the GPU, and waited for it, to find room."""
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 def bytes_outside() -> int | None:
@@ -56,7 +52,7 @@ class Clock:
         self._reserved = 0
         record: dict[str, Any] = {}
         self._start(REST)
-        busy, retries = busy_core_seconds(), allocator_retries()
+        busy, retries = busy_core_seconds(), retries_so_far()
         yield record
         self.switch(None)
         busy = busy_core_seconds() - busy
@@ -66,7 +62,7 @@ class Clock:
             "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
             "outside_bytes": bytes_outside(),
-            "allocator_retries": allocator_retries() - retries,
+            "allocator_retries": retries_so_far() - retries,
             "vllm_bytes": vllm_bytes(),  # within peak_bytes
             "busy_cores": busy / sum(self._seconds.values()),  # of the machine, with those of other jobs
         }

@@ -186,6 +186,11 @@ def test_memory_and_mfu_describe_the_train_phase() -> None:
     assert best.tokens_per_second_per_device == pytest.approx(800 / 2.0 / 2)
 
 
+def test_the_page_has_the_settings_of_the_allocator() -> None:
+    assert "ALLOC_CONF" not in page.page([some_run()])
+    assert "`PYTORCH_CUDA_ALLOC_CONF=some:1`" in page.page([replace(some_run(), allocator="some:1")])
+
+
 def test_a_run_is_equal_after_writing_and_reading(tmp_path: Path) -> None:
     run = some_run()
     run.write(tmp_path / "some.json")

@@ -9,6 +9,7 @@ import pytest
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder, Tokens
 from swift_megatron_grpo.planning.memory import (
+    ASLEEP_BYTES,
     BESIDE_BYTES,
     BESIDE_CACHE_BYTES,
     OUTSIDE_BYTES,
@@ -39,9 +40,9 @@ def test_the_weights_of_both_are_on_the_gpu_in_the_weight_sync() -> None:
     rank = planned(SLEEPING)
     beside = BESIDE_BYTES + OUTSIDE_BYTES
     assert rank.phases["generation"] == pytest.approx(0.5 * GPU + beside)
-    assert rank.phases["weight sync"] == pytest.approx(rank.weights + 30e9 + beside)
+    assert rank.phases["weight sync"] == pytest.approx(rank.weights + 30e9 + ASLEEP_BYTES + beside)
     kept = planned(SLEEPING, replace(OFFLOADING, offload_model=False, offload_optimizer=False, offload_grad=False))
-    assert kept.phases["weight sync"] == pytest.approx(kept.states + 30e9 + OUTSIDE_BYTES)
+    assert kept.phases["weight sync"] == pytest.approx(kept.states + 30e9 + ASLEEP_BYTES + OUTSIDE_BYTES)
 
 
 def test_a_vllm_that_stays_awake_has_its_cache_in_the_weight_sync() -> None:
