@@ -30,7 +30,9 @@ SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads
 # These save seconds of every run that test nothing: filling a cache of 1 GiB with zeros, and Python's shutdown.
 # Neither is used on a GPU, whose tests are about memory. One run of the command (test_cli.py) ends as a user's does.
 ON_CPU = not torch.cuda.is_available()
-SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps({"kv_cache_memory_bytes": 2**26})] if ON_CPU else []
+_SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 2**26} if ON_CPU else {}
+SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps(_SMALL)] if ON_CPU else []
+REPORTS_EXPERTS = ["--vllm_engine_kwargs", json.dumps({"enable_return_routed_experts": True, **_SMALL})]
 QUICK_END = Path(__file__).with_name("quick_end")
 
 

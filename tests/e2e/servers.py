@@ -66,7 +66,7 @@ class RolloutServer:
                                                 start_new_session=True)  # fmt: skip
         return self
 
-    def wait(self, seconds: float = 300) -> RolloutServer:
+    def wait(self, seconds: float = 600) -> RolloutServer:
         """Wait until the server responds; kill it if it does not."""
         try:
             return self._wait(seconds)

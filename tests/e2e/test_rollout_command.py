@@ -18,14 +18,20 @@ from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.types import Prompt
 from tests.e2e.ends import check_server_ends
+from tests.e2e.runs import REPORTS_EXPERTS, make_model
 from tests.e2e.servers import HOST, KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, dense: Path) -> Iterator[RolloutServer]:
-    server = RolloutServer(dense, folder / "server.txt", command=True).start().wait()
+def moe(folder: Path) -> Path:
+    return make_model(folder / "moe", kind="moe")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, moe: Path) -> Iterator[RolloutServer]:
+    server = RolloutServer(moe, folder / "server.txt", REPORTS_EXPERTS, command=True).start().wait()
     yield server
     server.stop()
 
@@ -36,26 +42,28 @@ def test_the_key_is_not_shown_and_the_server_listens_on_loopback(server: Rollout
     assert KEY not in server.log.read_text() and KEY not in str([process.cmdline() for process in server.processes()])
 
 
-def test_it_generates_with_the_weights_that_were_sent(server: RolloutServer, dense: Path) -> None:
+def test_it_generates_with_the_weights_that_were_sent_and_reports_experts(server: RolloutServer, moe: Path) -> None:
+    """The engine is a process of its own, which the environment alone gives vLLM's fixes for CPUs."""
     config = ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
-        needed_length=256, model=read_model_identity(dense),
+        needed_length=256, model=read_model_identity(moe),
     )  # fmt: skip
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompt = Prompt("a", {"messages": [{"role": "user", "content": "question"}]})
-    weights = load_file(dense / "model.safetensors")
+    weights = load_file(moe / "model.safetensors")
     try:
         engine.check()
         assert engine.needs_weights(7)
         engine.load_weights(weights.items(), 7, None, collect_checksums=False)
         engine.mark_verified()
         generation = engine.generate(
-            requests_for([prompt], 1, None, version=7), 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ())
+            requests_for([prompt], 1, None, version=7, with_experts=1), 1, SamplingConfig(1.0, 1.0, -1, 1.0, 8, ())
         )
         rollout = generation.next(7).finished[0]
     finally:
         engine.shutdown()
     assert rollout.weights_version == 7
+    assert rollout.routed_experts is not None and rollout.routed_experts.any(axis=(1, 2)).all()
 
 
 def test_sigterm_ends_it_with_all_of_its_processes(server: RolloutServer) -> None:

@@ -12,7 +12,7 @@ import pytest
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.protocol.routed_experts import decode_rows
 from swift_megatron_grpo.types import ExpertRows
-from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
+from tests.e2e.runs import REPORTS_EXPERTS, REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.e2e
 HERE = Path(__file__).parent
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--save_steps", "100"]
 R3 = ["--router_replay_mode", "R3", "--router_agreement_samples", "4"]
-REPORTS_EXPERTS = ["--vllm_engine_kwargs", json.dumps({"enable_return_routed_experts": True})]
 STOPPED = "EngineHasOtherWeights, generated 0 times"
 NUMBERS = ("loss", "grad_norm")
 
@@ -125,7 +124,7 @@ def test_faults_in_experts_and_routers_are_detected_behind_a_server_with_expert_
     folder: Path, moe: Path, dataset: Path
 ) -> None:
     sharded = ["--vllm_tensor_parallel_size", "2", "--vllm_enable_expert_parallel", "true", *REPORTS_EXPERTS]
-    server = RolloutServer(moe, folder / "faulty server.txt", sharded, command=True).start()
+    server = RolloutServer(moe, folder / "faulty server.txt", sharded).start()
     try:
         flags = [*EXACT, *R3, "--train_iters", "6", "--expert_model_parallel_size", "2", "--micro_batch_size", "1",
                  "--vllm_mode", "server", "--vllm_server_base_url", server.wait().url,
