@@ -15,7 +15,7 @@
 #                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
-#                         moe-30b-lora-even-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
+#                         moe-30b-lora-even-ep2 moe-35b-lora-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
 #       groups on 4 GPUs: four dp4-8b-lora tp4-8b-lora pp4-8b-lora pp4-8b-lora-last-6 four-colocated-8b four-server-8b
 #                         moe-30b-lora-ep4 moe-30b-lora-even-ep4 moe-30b-full-ep4 moe-35b-lora-ep4 moe-30b-server-ep2
 #       group on 2 GPUs and more: dispatch
@@ -61,7 +61,7 @@ bench() {
 # One rule for all sizes: the largest micro batch that fits, beside a vLLM with room for all completions of a step.
 suffix="" vllm_1b="--vllm_gpu_memory_utilization 0.4" vllm_8b="--vllm_gpu_memory_utilization 0.3"
 tokens_1b=16384 tokens_8b=16384 tokens_8b_alone=16384 tokens_14b=16384 tokens_layout=16384 tokens_ep2=12288 tokens_ep4=16384
-tokens_35b=12288 tokens_30b_ep2=12288
+tokens_35b_ep2=8192 tokens_35b_ep4=12288 tokens_30b_ep2=12288
 stock_1b=mbs16
 trl_1b=(mbs16+awake mbs32+awake) trl_8b=(mbs8+awake mbs8+awake+liger) verl_8b=(mbs16+bf16+bypass mbs16+bf16+bypass+merged)
 case $card in
@@ -69,7 +69,7 @@ case $card in
     h100)
         suffix=-h100 vllm_1b="--vllm_gpu_memory_utilization 0.22" vllm_8b="--vllm_gpu_memory_utilization 0.33"
         tokens_1b=12288 tokens_8b=6144 tokens_8b_alone=10240 tokens_14b=6144 tokens_layout=8192 tokens_ep2=6144 tokens_ep4=8192
-        tokens_35b=6144 tokens_30b_ep2=4096
+        tokens_35b_ep2=2048 tokens_35b_ep4=6144 tokens_30b_ep2=4096
         stock_1b=mbs8
         trl_1b=(mbs8+awake mbs16+awake) trl_8b=(mbs4+awake mbs8) verl_8b=(mbs8+bf16+bypass mbs8+bf16+bypass+merged) ;;
     *)
@@ -275,6 +275,11 @@ experts_apart() {
     local ranks=${1##*-ep}
     bench train "$1" "$2" "${uneven[@]}" --completions $((64 * ranks)) --ours "dp$ranks+ep$ranks+tokens$3" --rounds 1 \
         --steps 3 --timeout 420 --flags "${moe[*]} $4" "${@:5}"
+}
+
+# adapters_of_35b NAME TOKENS
+adapters_of_35b() {
+    experts_apart "$1" 35b-qwen3.5-moe "$2" "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" --profile
 }
 
 # memory SHAPE GOAL
@@ -526,9 +531,10 @@ group() {
         # All weights. With moments in fp32 they do not fit into four H200, on H100 not at all.
         moe-30b-full-ep4)
             experts_apart moe-30b-a3b-full-ep4 30b-qwen3-moe 6144 "${bf16_moments[*]}" ;;
+        moe-35b-lora-ep2)
+            adapters_of_35b qwen3.5-35b-a3b-lora-ep2 $tokens_35b_ep2 ;;
         moe-35b-lora-ep4)
-            experts_apart qwen3.5-35b-a3b-lora-ep4 35b-qwen3.5-moe $tokens_35b \
-                "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" ;;
+            adapters_of_35b qwen3.5-35b-a3b-lora-ep4 $tokens_35b_ep4 ;;
         # Two GPUs generate with half of the experts each, and report them; two train with the same division.
         moe-30b-server-ep2)
             server_gpus=2 with_servers 30b-qwen3-moe on "--vllm_tensor_parallel_size 2 --vllm_enable_expert_parallel true \
