@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from swift.megatron.callbacks import MegatronCallback
-from swift.megatron.utils import reduce_max_stat_across_model_parallel_group
 from swift.utils import JsonlWriter, format_time, get_logger, is_last_rank
 
 from swift_megatron_grpo.console import lines
 from swift_megatron_grpo.console.allocator import AllocatorRetries
 from swift_megatron_grpo.console.progress import Pace, status
+from swift_megatron_grpo.parallel import max_over_ranks
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.report.completions import read_completions
 from swift_megatron_grpo.report.live import LiveReport
@@ -97,14 +97,11 @@ class RunConsole(MegatronCallback):
         logs["remaining_time"] = format_time(
             (args.train_iters - state.iteration) * pace if remaining is None else remaining
         )
-        memory = reduce_max_stat_across_model_parallel_group(torch.cuda.max_memory_reserved() / 1024**3)
-        logs["memory(GiB)"] = round(memory, 2)
-        retries = self._retries()
-        logs.update(retries)
+        logs.update(self._of_the_fullest_gpu())
         logs["train_speed(s/it)"] = round(pace, 6)
         if not self._writes:
             return
-        self._allocator.warn(int(retries["speed/allocator_retries"]), self._budget())
+        self._allocator.warn(int(logs["speed/allocator_retries"]), self._budget())
         rounded = {name: round(value, 8) if isinstance(value, float) else value for name, value in logs.items()}
         self._log.append(rounded)
         metrics = {name: value for name, value in rounded.items() if isinstance(value, int | float)}
@@ -114,9 +111,10 @@ class RunConsole(MegatronCallback):
             self._print_step(metrics, seconds)
         self._report.update()
 
-    def _retries(self) -> dict[str, float]:
-        retries = float(self._allocator.since_last_log())
-        return {"speed/allocator_retries": reduce_max_stat_across_model_parallel_group(retries)}
+    def _of_the_fullest_gpu(self) -> dict[str, float]:
+        values = [torch.cuda.max_memory_reserved() / 2**30, self._allocator.since_last_log()]
+        memory, retries = max_over_ranks(torch.tensor(values, device=torch.cuda.current_device())).tolist()
+        return {"memory(GiB)": round(memory, 2), "speed/allocator_retries": retries}
 
     def _budget(self) -> str:
         """Return the flag that determines the size of micro batches, with its value."""

@@ -73,10 +73,13 @@ def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, d
 
 
 def test_lora_trains_with_data_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
-    flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true", *PROBED]
+    flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true",
+             "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PROBE),
+             str(PROBE.with_name("fuller_first_rank.py"))]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags)
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
     assert not (run.folder / "runs").exists() and not (run.folder / "images").exists()  # --report_to none
+    assert all(step["memory(GiB)"] == 3 for step in run.log)  # of all ranks, and the last one logs
     checkpoint = run.last_checkpoint
     assert hf_difference(checkpoint, base=dense)["mean"] < 2e-2
     merged = checkpoint.with_name(checkpoint.name + "-merged")

@@ -15,7 +15,7 @@ PAGE = (REPOSITORY / "docs" / "metrics.md").read_text()
 PHASES = "time/<phase>"  # of the timer; its names are the arguments of `timer(...)`
 # ms-swift and megatron-core add these, so no literal of ours names them.
 OF_OTHERS = {
-    "learning_rate", "iteration", "elapsed_time", "remaining_time", "memory(GiB)", "train_speed(s/it)", "z_loss",
+    "learning_rate", "iteration", "elapsed_time", "remaining_time", "train_speed(s/it)", "z_loss",
 }  # fmt: skip
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
