@@ -1,21 +1,24 @@
 """Log-probs of sampled tokens with less work on the GPU and on the host.
 
-They cost up to 17 % of generation on an H200. A kernel of vLLM's second model runner walks through the logits in 300
-dependent steps, and Python makes several lists to append one number to the log-probs of each request. Requests for more
-than the sampled token, or for text, take vLLM's own way.
+They cost up to 17 % of generation on an H200. Kernels of vLLM's second model runner walk through the logits in 300
+dependent steps, and once more for ranks, and Python makes several lists to append one number to the log-probs of each
+request. Requests for more than the sampled token, or for text, take vLLM's own way.
 
 Tests: tests/unit/vllm_shared/test_fast_logprobs.py, on a GPU tests/gpu/test_logprob_kernel.py.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from vllm.logprobs import FlatLogprobs
 from vllm.platforms import current_platform
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
 
+_NAMES = ("compute_topk_scores", "compute_topk_logprobs")  # of one function, in vLLM 0.32 and before
 _append_any = LogprobsProcessor._update_sample_logprobs
 
 
@@ -48,18 +51,40 @@ def _append(self: LogprobsProcessor, logprobs_lists: Any) -> None:
 
 def _install_kernel() -> None:
     try:
-        from vllm.v1.worker.gpu.sample import logprob as sampler
+        from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
     except ModuleNotFoundError:
         return  # a vLLM without the second model runner
+    for module in (sampler, prompt_logprob):
+        install_in(module)
 
+
+def install_in(module: ModuleType) -> None:
+    """Replace the function by which a module of vLLM computes log-probs and ranks."""
     from swift_megatron_grpo.vllm_shared.logprob_kernel import sampled_logprobs
 
-    stock = sampler.compute_token_logprobs
-    if stock.__module__ != sampler.__name__:
+    [name] = [name for name in _NAMES if name in vars(module)]
+    stock = vars(module)[name]
+    if stock.__module__ == __name__:
         return
 
-    def compute_token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        compute = sampled_logprobs if token_ids.shape[1] == 1 else stock
-        return compute(logits, token_ids)
+    def compute(
+        logits: torch.Tensor,
+        num_logprobs: int,
+        sampled: torch.Tensor,
+        cu_num_logits: list[int] | None = None,
+        *,
+        max_per_req_token_ids: int = 0,
+        logits_mode: bool = False,
+        **options: Any,
+    ) -> LogprobsTensors:
+        if num_logprobs or max_per_req_token_ids or logits_mode:
+            if logits_mode:
+                options["logits_mode"] = True  # which vLLM 0.25 lacks
+            result: LogprobsTensors = stock(
+                logits, num_logprobs, sampled, cu_num_logits, max_per_req_token_ids=max_per_req_token_ids, **options
+            )
+            return result
+        logprobs, ranks = sampled_logprobs(logits, sampled)
+        return LogprobsTensors(sampled.unsqueeze(-1), logprobs, ranks, cu_num_logits)
 
-    sampler.compute_token_logprobs = compute_token_logprobs
+    setattr(module, name, compute)

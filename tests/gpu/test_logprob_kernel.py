@@ -15,18 +15,20 @@ def test_it_agrees_with_fp64() -> None:
 
 
 def test_vllm_calls_it_and_gets_what_it_computes_itself() -> None:
-    from vllm.v1.worker.gpu.sample import logprob as sampler
+    from vllm.v1.worker.gpu.sample import sampler
 
-    from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
+    from swift_megatron_grpo.vllm_shared import fast_logprobs
 
     torch.manual_seed(0)
     logits = torch.randn(128, 151_936, device="cuda") * 3
     sampled = torch.randint(0, 151_936, (128,), device="cuda")
-    expected = sampler.compute_topk_logprobs(logits, 0, sampled)
-    top = sampler.compute_topk_logprobs(logits, 2, sampled)
-    speed_up_logprobs()
-    assert sampler.compute_token_logprobs.__module__ == "swift_megatron_grpo.vllm_shared.fast_logprobs"
-    found = sampler.compute_topk_logprobs(logits, 0, sampled)
+    [name] = [name for name in fast_logprobs._NAMES if name in vars(sampler)]
+    stock = vars(sampler)[name]
+    fast_logprobs.speed_up_logprobs()
+    installed = vars(sampler)[name]
+    assert installed.__module__ == fast_logprobs.__name__
+    expected, found = stock(logits, 0, sampled), installed(logits, 0, sampled)
     torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=1e-6, atol=2e-6)
     assert torch.equal(found.selected_token_ranks, expected.selected_token_ranks)
-    assert torch.equal(sampler.compute_topk_logprobs(logits, 2, sampled).logprobs, top.logprobs)
+    assert torch.equal(found.logprob_token_ids, expected.logprob_token_ids)
+    assert torch.equal(installed(logits, 2, sampled).logprobs, stock(logits, 2, sampled).logprobs)

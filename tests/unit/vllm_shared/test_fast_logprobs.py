@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from swift_megatron_grpo.vllm_shared import fast_logprobs
 from tests.paths import REPOSITORY
@@ -57,14 +57,18 @@ def test_a_second_call_changes_nothing() -> None:
     assert LogprobsProcessor._update_sample_logprobs is installed
 
 
-def test_vllm_computes_log_probs_of_tokens_in_the_function_that_is_replaced() -> None:
-    """In the text of the file, because the module needs a GPU."""
-    spec = REPOSITORY / inspect.getfile(LogprobsProcessor)
-    source = (spec.parents[1] / "worker" / "gpu" / "sample" / "logprob.py").read_text()
-    assert (
-        "def compute_token_logprobs(\n    logits: torch.Tensor, token_ids: torch.Tensor\n) -> torch.Tensor:" in source
-    )
-    assert source.count("compute_token_logprobs(logits, logprob_token_ids)") == 2  # by its name in the module
+@pytest.mark.parametrize("module", ["sampler", "prompt_logprob"])
+def test_vllm_computes_log_probs_in_the_function_that_is_replaced(module: str) -> None:
+    """In the text of the files, because the modules need a GPU."""
+    folder = REPOSITORY / inspect.getfile(LogprobsProcessor)
+    folder = folder.parents[1] / "worker" / "gpu" / "sample"
+    source, definition = ((folder / f"{name}.py").read_text() for name in (module, "logprob"))
+    [name] = [name for name in fast_logprobs._NAMES if f"def {name}(" in definition]
+    assert f"    {name},\n)" in source and source.count(f"= {name}(\n") == 1  # imported by name, and called
+    first = "logits: torch.Tensor,\n    num_logprobs: int,\n    sampled_token_ids: torch.Tensor,\n    cu_num_logits: "
+    assert f"def {name}(\n    {first}" in definition
+    fields = ("logprob_token_ids", "logprobs", "selected_token_ranks", "cu_num_generated_tokens")
+    assert LogprobsTensors._fields[:4] == fields
 
 
 def run_cases(*arguments: str, **environment: str) -> str:
