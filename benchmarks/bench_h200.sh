@@ -8,7 +8,7 @@
 #                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-even moe-step
-#                        moe-30b-lora
+#                        moe-30b-lora moe-30b-lora-even
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
 #                        generation-attention-1.7b generation-attention-8b
@@ -514,6 +514,12 @@ group() {
         moe-30b-lora)
             bench train moe-30b-a3b-lora 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --stock mbs8 \
                 --goal 2.5 --rounds 1 --steps 3 --timeout 420 --profile --flags "${moe[*]} ${lora[*]}" ;;
+        # The same without ms-swift's trainer, also with random choices instead of random weights of routers.
+        moe-30b-lora-even)
+            for routers in random even; do
+                bench train moe-30b-a3b-lora-$routers 30b-qwen3-moe "${uneven[@]}" --ours tokens12288 --rounds 1 --steps 3 \
+                    --profile --flags "${moe[*]} ${lora[*]} $([ $routers = random ] || echo "$even")"
+            done ;;
         # What a layer does but its experts, for all GPUs that are visible.
         dispatch)
             ranks=$([ -n "${DRY:-}" ] && echo 2 || "$python" -c "import torch; print(torch.cuda.device_count())")

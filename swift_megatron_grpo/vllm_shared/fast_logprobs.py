@@ -62,10 +62,10 @@ def install_in(module: ModuleType) -> None:
     """Replace the function by which a module of vLLM computes log-probs and ranks."""
     from swift_megatron_grpo.vllm_shared.logprob_kernel import sampled_logprobs
 
-    [name] = [name for name in _NAMES if name in vars(module)]
+    name = next((name for name in _NAMES if name in vars(module)), None)
+    if name is None or vars(module)[name].__module__ == __name__:
+        return  # a vLLM with another name keeps its own
     stock = vars(module)[name]
-    if stock.__module__ == __name__:
-        return
 
     def compute(
         logits: torch.Tensor,
