@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.write_settings_page import Shapes, read_shapes
+from scripts.write_settings_page import Shapes, engine_of, read_shapes
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
 from swift_megatron_grpo.planning.gpus import find_gpu
-from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.planning.memory import PHASES, Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.planning.towers import Pictures
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
@@ -25,22 +25,22 @@ BEGIN_IMAGES = "<!-- memory of images, by scripts/write_memory_page.py -->\n"
 END_IMAGES = "<!-- end of memory of images -->\n"
 MODEL, GPU, GPUS, BUDGET = "Qwen3-8B", "H200-141G", 8, 16384
 PROMPT, COMPLETION = 1024, 4096  # tokens: a fifth of a micro batch is prompts
-COLUMNS = ("states", "activations", "logits", "vLLM", "weight sync", "generation", "train")
+COLUMNS = ("states", "activations", "logits", "vLLM", *PHASES)
 # The workload of benchmarks/h200/qwen2.5-vl-3b.json: 15 completions in a micro batch, of 3 prompts.
 MODEL_OF_IMAGES, IMAGE = "Qwen2.5-VL-3B", 729  # tokens
 SAMPLE, TRAINED, SAMPLES, SHOWN, PROMPTS = 1052, 256, 15, 3, 16
 COLUMNS_OF_IMAGES = ("states", "activations", "logits", "train")
 
 
-def base() -> tuple[Training, Vllm]:
+def base(shapes: Shapes) -> tuple[Training, Vllm]:
     """Return all weights trained by data-parallel ranks, and vLLM with 0.4 of each GPU."""
     tokens = Tokens(BUDGET, BUDGET, BUDGET * COMPLETION // (PROMPT + COMPLETION))
-    return Training(Layout(GPUS), tokens, micro_batches=20), Vllm(0.4, sleep_level=2)
+    return Training(Layout(GPUS), tokens, micro_batches=20), Vllm(engine_of(shapes, 1, 0.4), 2)
 
 
-def runs() -> Iterator[tuple[str, Training, Vllm]]:
+def runs(shapes: Shapes) -> Iterator[tuple[str, Training, Vllm]]:
     """Yield one change at a time, as flags."""
-    training, vllm = base()
+    training, vllm = base(shapes)
     full = Recompute("full", "uniform", 1)
     yield "none of the below", training, vllm
     yield "`--max_tokens_per_micro_batch 8192`", with_budget(training, 8192), vllm
@@ -55,7 +55,7 @@ def runs() -> Iterator[tuple[str, Training, Vllm]]:
     pipeline = replace(training.layout, pipeline_model_parallel_size=2)
     yield "`--pipeline_model_parallel_size 2`", replace(training, layout=pipeline), vllm
     yield "`--optimizer_cpu_offload true`", replace(training, optimizer_on_cpu=1.0), vllm
-    yield "`--vllm_gpu_memory_utilization 0.3`", training, replace(vllm, utilization=0.3)
+    yield "`--vllm_gpu_memory_utilization 0.3`", training, replace(vllm, engine=engine_of(shapes, 1, 0.3))
     offloads = dict.fromkeys(("offload_model", "offload_optimizer", "offload_grad"), True)
     for name in offloads:
         yield f"`--{name} true`", replace(training, **{name: True}), vllm  # type: ignore[arg-type]
@@ -75,7 +75,6 @@ def runs() -> Iterator[tuple[str, Training, Vllm]]:
 
 def row(shapes: Shapes, flags: str, training: Training, vllm: Vllm) -> str:
     """Return a row in GB, with the largest value of the pipeline stages in each column."""
-    vllm = replace(vllm, weight_bytes=2.0 * sum(tensor.size for tensor in shapes.tensors))
     ranks = plan_memory(shapes.tensors, shapes.decoder, training, vllm, find_gpu(GPU).memory_bytes)
     values = [(rank.states, rank.activations, rank.in_backward, rank.vllm, *rank.phases.values()) for rank in ranks]
     return f"| {flags} | {' | '.join(f'{max(column) / 1e9:.0f}' for column in zip(*values, strict=True))} |"
@@ -85,7 +84,7 @@ def table() -> str:
     """Return the table of all runs."""
     shapes = read_shapes(MODEL)
     head = f"| flags | {' | '.join(COLUMNS)} |\n| --- |{' --- |' * len(COLUMNS)}\n"
-    return head + "".join(f"{row(shapes, *run)}\n" for run in runs())
+    return head + "".join(f"{row(shapes, *run)}\n" for run in runs(shapes))
 
 
 def runs_with_images() -> Iterator[tuple[str, Training]]:

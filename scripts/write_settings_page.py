@@ -79,7 +79,6 @@ class Choice:
 
     training: Training
     vllm: Vllm
-    engine: Engine
     flags: list[str]
     seconds: float
 
@@ -145,8 +144,6 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
         offload_optimizer=offload,
         offload_grad=offload,
     )
-    text = sum(tensor.size for tensor in shapes.tensors)
-    engine = Engine(2 * text, 2 * shapes.cached, shapes.key_heads, PROMPT + COMPLETION, ranks, 0.5)
     flags = [f"--max_tokens_per_micro_batch {budget}"]
     flags += [f"--tensor_model_parallel_size {tensor} --sequence_parallel true"] if tensor > 1 else []
     flags += [f"--pipeline_model_parallel_size {pipeline}"] if pipeline > 1 else []
@@ -158,7 +155,13 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
     seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
     seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
     seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
-    return Choice(training, Vllm(0.5, 2, engine.weights()), engine, flags, seconds)
+    return Choice(training, Vllm(engine_of(shapes, ranks, 0.5), 2), flags, seconds)
+
+
+def engine_of(shapes: Shapes, ranks: int, utilization: float) -> Engine:
+    """Return vLLM in bf16."""
+    weights = 2.0 * sum(tensor.size for tensor in shapes.tensors)
+    return Engine(weights, 2 * shapes.cached, shapes.key_heads, PROMPT + COMPLETION, ranks, utilization)
 
 
 def _pictures(layout: Layout, budget: int) -> Pictures:
@@ -184,9 +187,10 @@ def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str
 def _largest_share(shapes: Shapes, choice: Choice, gpu: Gpu) -> tuple[str, float] | None:
     """Return the largest share of vLLM with which settings fit, as a flag, and their peak."""
     for share in (0.6, 0.4, 0.3):
-        vllm, engine = replace(choice.vllm, utilization=share), replace(choice.engine, utilization=share)
+        engine = replace(choice.vllm.engine, utilization=share)
         if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
             continue
+        vllm = replace(choice.vllm, engine=engine)
         ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.tower)
         peak = max(rank.peak for rank in ranks)
         if peak <= gpu.memory_bytes * (1 - MARGIN):

@@ -14,6 +14,7 @@ from swift_megatron_grpo.dry_run.model import Model, read_model
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
+from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
 from swift_megatron_grpo.planning.towers import Pictures
@@ -43,7 +44,7 @@ class Planned:
 
     def memory_beside_vllm(self, device: str) -> list[RankMemory]:
         """Return the same with a vLLM that sleeps in the train phase. What it has while awake is not planned."""
-        return self._memory(device, Vllm(utilization=1.0, sleep_level=1))
+        return self._memory(device, Vllm(Engine(0, 0, 1, 0, ranks=1, utilization=1.0), 1))
 
     def _memory(self, device: str, vllm: Vllm | None) -> list[RankMemory]:
         model = self.model

@@ -18,10 +18,18 @@ from swift_megatron_grpo.dry_run.rows import Rows
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.planning.activations import Recompute, Tokens
-from swift_megatron_grpo.planning.advice import MARGIN, PHASES, Change, Run, settings_that_fit
+from swift_megatron_grpo.planning.advice import MARGIN, Change, Run, settings_that_fit
 from swift_megatron_grpo.planning.engine import Engine, engines_that_fit
 from swift_megatron_grpo.planning.gpus import Gpu
-from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory, with_budget
+from swift_megatron_grpo.planning.memory import (
+    PHASES,
+    RankMemory,
+    Training,
+    Vllm,
+    master_bytes,
+    plan_memory,
+    with_budget,
+)
 from swift_megatron_grpo.planning.stages import EvenStages, even_stages
 from swift_megatron_grpo.planning.throughput import Generation, seconds_of_generation, seconds_of_training
 from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
@@ -60,14 +68,13 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         tensors=model.tensors,
         decoder=model.decoder,
         training=_filled(_training(args, config, largest, plan, rows), packed),
-        vllm=None if engine is None else _vllm(config, engine),
+        vllm=None if engine is None else Vllm(engine, config.vllm.sleep_level),
         longest_sample=longest,
-        engine=engine,
         tower=model.tower,
     )
     memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes, run.tower)
     fits = max(rank.peak for rank in memory) <= gpu.memory_bytes * (1 - MARGIN)
-    engine_fits = engine is None or engine.fits(gpu.memory_bytes)
+    engine_fits = run.engine_fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
     halved, _ = micro_batches(config.batch, config.packing, model, half)
@@ -180,10 +187,6 @@ def _train_seconds(
     return seconds_of_training(
         work, gpu, model.decoder, training.layout, plan.num_micro_batches, passes, training.weight_bytes
     )
-
-
-def _vllm(config: GRPOConfig, engine: Engine) -> Vllm:
-    return Vllm(engine.utilization, config.vllm.sleep_level, engine.weights(), engine.given_cache)
 
 
 def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int) -> Engine | None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from swift_megatron_grpo.dry_run.estimate import Estimate
 from swift_megatron_grpo.dry_run.model import Model
 from swift_megatron_grpo.dry_run.rows import Reward, Rows
-from swift_megatron_grpo.planning.advice import MARGIN, PHASES
+from swift_megatron_grpo.planning.advice import MARGIN
 from swift_megatron_grpo.planning.gpus import Gpu
+from swift_megatron_grpo.planning.memory import PHASES
 
 _LABEL = 12  # columns
 

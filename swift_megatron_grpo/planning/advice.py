@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder, Recompute
-from swift_megatron_grpo.planning.engine import Engine
-from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.planning.memory import PHASES, Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.planning.parameters import Tensor
 from swift_megatron_grpo.planning.towers import Tower
 
-PHASES = ("weight sync", "generation", "train")
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses
 _SMALLEST_BUDGET = 1024  # tokens
 _LARGEST_TENSOR_PARALLEL = 8  # GPUs of one machine
@@ -28,7 +26,6 @@ class Run:
     training: Training
     vllm: Vllm | None
     longest_sample: int  # tokens; a micro batch has at least one
-    engine: Engine | None = None  # of vLLM, whose weights and longest sequence need a part of its share
     tower: Tower | None = None  # of a model that takes images
 
     def peak(self, phase: str, gpu_bytes: float) -> float:
@@ -39,9 +36,8 @@ class Run:
         return self.peak(phase, gpu_bytes) <= gpu_bytes * (1 - MARGIN)
 
     def engine_fits(self, gpu_bytes: float) -> bool:
-        if self.engine is None or self.vllm is None:
-            return True
-        return replace(self.engine, utilization=self.vllm.utilization).fits(gpu_bytes)
+        """Return whether vLLM's share has room for its weights and the longest sequence."""
+        return self.vllm is None or self.vllm.engine.fits(gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +100,11 @@ def _awake_no_more(run: Run) -> Iterator[Change]:
 def _less_generation(run: Run) -> Iterator[Change]:
     """Free memory while vLLM generates."""
     assert run.vllm is not None
-    for percent in range(int(run.vllm.utilization * 100) // 10 * 10, 10, -10):
+    engine = run.vllm.engine
+    for percent in range(int(engine.utilization * 100) // 10 * 10, 10, -10):
         share = percent / 100
-        if share < run.vllm.utilization:
-            vllm = replace(run.vllm, utilization=share)
+        if share < engine.utilization:
+            vllm = replace(run.vllm, engine=replace(engine, utilization=share))
             yield Change(f"--vllm_gpu_memory_utilization {share:g}", "a smaller cache", replace(run, vllm=vllm))
     yield from _offloaded(run)
 
@@ -165,14 +162,13 @@ def _larger_tensor_parallel(run: Run) -> Iterator[Change]:
 
 def _divided_engine(run: Run) -> Iterator[Change]:
     """Divide vLLM's weights over more ranks, which leaves room for the trainer's while they are sent."""
-    if run.vllm is None or run.engine is None:
+    if run.vllm is None:
         return
-    world, size = run.training.layout.world_size, run.engine.ranks * 2
+    world, size = run.training.layout.world_size, run.vllm.engine.ranks * 2
     while size <= _LARGEST_TENSOR_PARALLEL and world % size == 0:
-        engine = replace(run.engine, ranks=size)
-        vllm = replace(run.vllm, weight_bytes=engine.weights())
+        vllm = replace(run.vllm, engine=replace(run.vllm.engine, ranks=size))
         cost = "all-reduces in every layer of generation"
-        yield Change(f"--vllm_tensor_parallel_size {size}", cost, replace(run, engine=engine, vllm=vllm))
+        yield Change(f"--vllm_tensor_parallel_size {size}", cost, replace(run, vllm=vllm))
         size *= 2
 
 

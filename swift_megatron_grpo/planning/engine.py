@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.planning.memory import BESIDE_CACHE_BYTES
-
+_BESIDE_BYTES = 2.0e9  # activations of its largest batch, CUDA graphs, sampler: what vLLM's profile takes off
 _MOST_UTILIZATION = 0.9
 _MOST_RANKS = 8  # of one machine
 
@@ -28,11 +27,15 @@ class Engine:
         """Return the bytes of the weights on one GPU."""
         return self.weight_bytes / self.ranks
 
+    def memory(self, gpu_bytes: float) -> float:
+        """Return the bytes of one GPU that it takes while it is awake."""
+        if self.given_cache is not None:
+            return self.weights() + self.given_cache + _BESIDE_BYTES
+        return self.utilization * gpu_bytes
+
     def cache(self, gpu_bytes: float) -> float:
         """Return the bytes for keys and values on one GPU; negative if the weights do not fit."""
-        if self.given_cache is not None:
-            return self.given_cache
-        return self.utilization * gpu_bytes - self.weights() - BESIDE_CACHE_BYTES
+        return self.memory(gpu_bytes) - self.weights() - _BESIDE_BYTES
 
     def sequences(self, gpu_bytes: float, length: float) -> int:
         """Return how many sequences of this length the cache holds at one time."""

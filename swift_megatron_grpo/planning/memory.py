@@ -14,6 +14,7 @@ from swift_megatron_grpo.planning.activations import (
     bytes_of_layers,
     micro_batches_in_flight,
 )
+from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.parameters import Count, Stage, Tensor, adapters, held, stages_of
 from swift_megatron_grpo.planning.towers import Pictures, Tower, bytes_of_block, bytes_of_rows, bytes_of_tower
 
@@ -23,8 +24,8 @@ OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch
 # The same where NCCL exchanges rows of experts: 4.8 GiB of each of four H200 with all weights of Qwen3-30B-A3B, and
 # 5.6 GiB of each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
 OUTSIDE_BYTES_WITH_EXPERTS = 6.0e9
-BESIDE_CACHE_BYTES = 2.0e9  # of vLLM: activations of its largest batch, CUDA graphs, sampler
 ASLEEP_BYTES = 1.2e9  # what vLLM keeps while it sleeps: CUDA graphs and buffers
+PHASES = ("weight sync", "generation", "train")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,8 @@ class Training:
 class Vllm:
     """vLLM in the training processes."""
 
-    utilization: float  # of the GPU's memory, for its weights and its cache
+    engine: Engine
     sleep_level: int
-    weight_bytes: float = 0.0  # on one GPU
-    given_cache: float | None = None  # bytes: kv_cache_memory_bytes, which takes the place of the share
-
-    def awake(self, gpu_bytes: float) -> float:
-        if self.given_cache is not None:
-            return self.weight_bytes + self.given_cache + BESIDE_CACHE_BYTES
-        return self.utilization * gpu_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +92,12 @@ class RankMemory:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Peak of each phase."""
+        """Peak of each of PHASES."""
+        weight_sync = self.states - self.offloaded + self.returned + self.vllm_syncing
+        generation = self.states - self.offloaded + self.vllm
+        train = self.states + self.activations + self.in_backward + self.vllm_asleep
         return {
-            "weight sync": self.states - self.offloaded + self.returned + self.vllm_syncing + self.outside,
-            "generation": self.states - self.offloaded + self.vllm + self.outside,
-            "train": self.states + self.activations + self.in_backward + self.vllm_asleep + self.outside,
+            phase: used + self.outside for phase, used in zip(PHASES, (weight_sync, generation, train), strict=True)
         }
 
     @property
@@ -153,7 +148,7 @@ def _of_rank(
     returned = weights if sleeps and training.offload_model else 0.0
     dropped = gradients if sleeps and training.offload_grad else 0.0
     moved = optimizer if sleeps and training.offload_optimizer else 0.0
-    awake = 0.0 if vllm is None else vllm.awake(gpu_bytes)
+    awake = 0.0 if vllm is None else vllm.engine.memory(gpu_bytes)
     asleep = 0.0 if vllm is None else (min(ASLEEP_BYTES, awake) if vllm.sleep_level else awake)
     return RankMemory(
         pipeline_rank=rank,
@@ -166,7 +161,7 @@ def _of_rank(
         in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
-        vllm_syncing=0.0 if vllm is None else (vllm.weight_bytes + asleep if sleeps else awake),
+        vllm_syncing=0.0 if vllm is None else (vllm.engine.weights() + asleep if sleeps else awake),
         outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
         offloaded=returned + dropped + moved,
         returned=returned,

@@ -15,6 +15,7 @@ from swift_megatron_grpo.planning.memory import Training, Vllm, with_budget
 from swift_megatron_grpo.planning.parameters import tensors_of
 
 H100 = find_gpu("H100-80G").memory_bytes
+ENGINE = Engine(weight_bytes=16e9, cache_bytes_per_token=1e5, key_heads=8, longest=2560, ranks=1, utilization=0.9)
 DECODER = Decoder(layers=36, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=151936, tied=False)
 
 
@@ -32,7 +33,7 @@ def changes(run: Run) -> dict[str, Run]:
 
 
 def test_a_run_that_does_not_fit_gets_settings_that_do() -> None:
-    found = changes(run(Layout(4), vllm=Vllm(0.4, sleep_level=2)))
+    found = changes(run(Layout(4), vllm=Vllm(replace(ENGINE, utilization=0.4), 2)))
     assert len(found) >= 3
     for flags, changed in found.items():
         assert changed.fits("train", H100) and changed.fits("generation", H100), flags
@@ -59,28 +60,24 @@ def test_layouts_that_the_model_does_not_allow_are_left_out() -> None:
     assert found and not any("--tensor_model_parallel_size" in change.flags for change in found)
 
 
-def test_generation_that_does_not_fit_offloads_or_gets_a_smaller_cache() -> None:
-    large = run(Layout(16), packed=4096, vllm=Vllm(0.9, sleep_level=2))
-    assert all("--vllm_gpu_memory_utilization" in flags for flags in changes(large)) and changes(large)
-
-
-def test_a_share_that_is_too_small_for_the_weights_of_vllm_is_not_proposed() -> None:
-    engine = Engine(weight_bytes=20e9, cache_bytes_per_token=1e5, key_heads=8, longest=2560, ranks=1, utilization=0.9)
-    large = replace(run(Layout(16), packed=4096, vllm=Vllm(0.9, sleep_level=2)), engine=engine)
-    shares = [float(flags.split()[1]) for flags in changes(large) if flags.startswith("--vllm_gpu")]
-    assert all(0.3 <= share < 0.9 for share in shares) and changes(large)
+@pytest.mark.parametrize(
+    ("weight_bytes", "flag"), [(8e9, "--vllm_gpu_memory_utilization 0.2"), (16e9, "--offload_model true")]
+)
+def test_generation_that_does_not_fit_gets_a_smaller_cache_or_offloads(weight_bytes: float, flag: str) -> None:
+    """A share of 0.2 is 17 GB, which hold weights of 8 GB, but not of 16 with a sequence."""
+    large = run(Layout(16), packed=4096, vllm=Vllm(replace(ENGINE, weight_bytes=weight_bytes), 2))
+    assert changes(large) and all(flags.startswith(flag) for flags in changes(large))
 
 
 def test_a_weight_sync_that_does_not_fit_divides_the_weights_of_vllm() -> None:
     """While they are sent, 16 GB of trained weights and 66 GB of vLLM's are on a GPU."""
-    engine = Engine(weight_bytes=66e9, cache_bytes_per_token=1e5, key_heads=8, longest=2560, ranks=1, utilization=0.9)
-    small = run(Layout(16), packed=4096, vllm=Vllm(0.9, 2, engine.weights()))
+    small = run(Layout(16), packed=4096, vllm=Vllm(replace(ENGINE, weight_bytes=66e9), 2))
     offloading = replace(small.training, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True)
-    large = replace(small, engine=engine, training=offloading)
+    large = replace(small, training=offloading)
     assert large.fits("generation", H100) and not large.fits("weight sync", H100)
     found = changes(large)
     divided = found["--vllm_tensor_parallel_size 2"]  # the flags for offloading are set already
-    assert divided.fits("weight sync", H100) and divided.engine is not None and divided.engine.weights() == 33e9
+    assert divided.fits("weight sync", H100) and divided.vllm is not None and divided.vllm.engine.weights() == 33e9
 
 
 @pytest.mark.parametrize(

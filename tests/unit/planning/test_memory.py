@@ -8,10 +8,10 @@ import pytest
 
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder, Tokens
+from swift_megatron_grpo.planning.engine import Engine
 from swift_megatron_grpo.planning.memory import (
     ASLEEP_BYTES,
     BESIDE_BYTES,
-    BESIDE_CACHE_BYTES,
     OUTSIDE_BYTES,
     OUTSIDE_BYTES_WITH_EXPERTS,
     RankMemory,
@@ -25,7 +25,8 @@ from swift_megatron_grpo.planning.parameters import tensors_of
 GPU = 85e9
 DECODER = Decoder(layers=1, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=1024, tied=False)
 TENSORS = tensors_of({"model.layers.0.mlp.down_proj.weight": (10**6, 10**4)})  # 20 GB in bf16
-SLEEPING = Vllm(0.5, 2, weight_bytes=30e9)
+ENGINE = Engine(60e9, 1e5, key_heads=8, longest=4096, ranks=2, utilization=0.5)  # 30 GB on a GPU
+SLEEPING = Vllm(ENGINE, 2)
 OFFLOADING = Training(
     Layout(1), Tokens(64, 64, 32), 1, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True
 )
@@ -56,7 +57,8 @@ def test_a_vllm_that_stays_awake_has_its_cache_in_the_weight_sync() -> None:
 
 
 def test_a_given_cache_takes_the_place_of_the_share() -> None:
-    assert planned(replace(SLEEPING, given_cache=8e9)).vllm == 30e9 + 8e9 + BESIDE_CACHE_BYTES
+    given = replace(ENGINE, given_cache=8e9)
+    assert planned(Vllm(given, 2)).vllm == 30e9 + 8e9 + 2e9 and given.cache(GPU) == 8e9
 
 
 def test_experts_on_several_gpus_need_more_outside_of_pytorch() -> None:
