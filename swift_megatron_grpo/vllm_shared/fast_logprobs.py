@@ -18,7 +18,11 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsTensors
 
+from swift_megatron_grpo.import_hooks import after_import
+
+_MODULES = ("vllm.v1.worker.gpu.sample.sampler", "vllm.v1.worker.gpu.sample.prompt_logprob")
 _NAMES = ("compute_topk_scores", "compute_topk_logprobs")  # of one function, in vLLM 0.32 and before
+_MORE = ("max_per_req_token_ids", "logits_mode")  # options that ask for more than log-probs of sampled tokens
 _append_any = LogprobsProcessor._update_sample_logprobs
 
 
@@ -26,7 +30,8 @@ def speed_up_logprobs() -> None:
     """Install both in this process; once is enough."""
     LogprobsProcessor._update_sample_logprobs = _append
     if current_platform.is_cuda():
-        _install_kernel()
+        for module in _MODULES:  # of vLLM's second model runner, which not every run imports
+            after_import(module, install_in)
 
 
 def _append(self: LogprobsProcessor, logprobs_lists: Any) -> None:
@@ -49,15 +54,6 @@ def _append(self: LogprobsProcessor, logprobs_lists: Any) -> None:
     kept.end_indices.extend(range(begin + 1, end + 1))
 
 
-def _install_kernel() -> None:
-    try:
-        from vllm.v1.worker.gpu.sample import prompt_logprob, sampler
-    except ModuleNotFoundError:
-        return  # a vLLM without the second model runner
-    for module in (sampler, prompt_logprob):
-        install_in(module)
-
-
 def install_in(module: ModuleType) -> None:
     """Replace the function by which a module of vLLM computes log-probs and ranks."""
     from swift_megatron_grpo.vllm_shared.logprob_kernel import sampled_logprobs
@@ -72,17 +68,10 @@ def install_in(module: ModuleType) -> None:
         num_logprobs: int,
         sampled: torch.Tensor,
         cu_num_logits: list[int] | None = None,
-        *,
-        max_per_req_token_ids: int = 0,
-        logits_mode: bool = False,
         **options: Any,
     ) -> LogprobsTensors:
-        if num_logprobs or max_per_req_token_ids or logits_mode:
-            if logits_mode:
-                options["logits_mode"] = True  # which vLLM 0.25 lacks
-            result: LogprobsTensors = stock(
-                logits, num_logprobs, sampled, cu_num_logits, max_per_req_token_ids=max_per_req_token_ids, **options
-            )
+        if num_logprobs or any(options.get(option) for option in _MORE):
+            result: LogprobsTensors = stock(logits, num_logprobs, sampled, cu_num_logits, **options)
             return result
         logprobs, ranks = sampled_logprobs(logits, sampled)
         return LogprobsTensors(sampled.unsqueeze(-1), logprobs, ranks, cu_num_logits)

@@ -58,18 +58,18 @@ eval "${TRAINING_CMD[@]}" "$@"
 """
 SLIME = r"""
 CKPT_ARGS=(
-   --hf-checkpoint /root/Qwen3-4B
-   #--hf-checkpoint /root/Qwen3-4B-FP8
-   --save /root/out
+   --hf-checkpoint /data/Qwen3-4B
+   #--hf-checkpoint /data/Qwen3-4B-FP8
+   --save /data/out
 )
 ROLLOUT_ARGS=(
-   --prompt-data /root/math.jsonl
+   --prompt-data /data/math.jsonl
    --num-rollout 3000
    --rollout-batch-size 32
    --n-samples-per-prompt 8
    --rollout-max-response-len 8192
    --global-batch-size 128
-   --eval-prompt-data aime /root/aime.jsonl
+   --eval-prompt-data aime /data/aime.jsonl
 )
 PERF_ARGS=( --tensor-model-parallel-size 2 --sequence-parallel --use-dynamic-batch-size --max-tokens-per-gpu 9216 )
 ray start --head --num-gpus 8
@@ -138,9 +138,9 @@ def test_a_script_of_siirl_whose_command_is_an_array(tmp_path: Path) -> None:
 
 def test_a_script_of_slime(tmp_path: Path) -> None:
     conversion = converted(tmp_path, "run.sh", SLIME)
-    holds(conversion.flags, model="/root/Qwen3-4B", dataset="/root/math.jsonl", val_dataset="/root/aime.jsonl",
+    holds(conversion.flags, model="/data/Qwen3-4B", dataset="/data/math.jsonl", val_dataset="/data/aime.jsonl",
           num_generations=8, global_batch_size=128, generation_batch_size=256, train_iters=6000, epsilon=0.2,
-          epsilon_high=0.28, beta=0.02, max_tokens_per_micro_batch=9216, sequence_parallel=True, output_dir="/root/out",
+          epsilon_high=0.28, beta=0.02, max_tokens_per_micro_batch=9216, sequence_parallel=True, output_dir="/data/out",
           vllm_mode="colocate")  # fmt: skip
     assert conversion.unknown == {"--warp-factor": "9"}
     assert "--head" not in conversion.unknown  # of another command

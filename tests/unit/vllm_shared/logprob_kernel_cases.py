@@ -63,9 +63,9 @@ def check_installed(device: str) -> None:
     installed(logits, 0, sampled, max_per_req_token_ids=3, expanded_idx_mapping=sampled)
     installed(logits, 0, sampled, logits_mode=True)
     assert calls == [
-        ((2, sampled, None), {"max_per_req_token_ids": 0}),
+        ((2, sampled, None), {}),
         ((0, sampled, None), {"max_per_req_token_ids": 3, "expanded_idx_mapping": sampled}),
-        ((0, sampled, None), {"max_per_req_token_ids": 0, "logits_mode": True}),
+        ((0, sampled, None), {"logits_mode": True}),
     ]
 
 

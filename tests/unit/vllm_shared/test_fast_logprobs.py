@@ -57,7 +57,7 @@ def test_a_second_call_changes_nothing() -> None:
     assert LogprobsProcessor._update_sample_logprobs is installed
 
 
-@pytest.mark.parametrize("module", ["sampler", "prompt_logprob"])
+@pytest.mark.parametrize("module", [name.split(".")[-1] for name in fast_logprobs._MODULES])
 def test_vllm_computes_log_probs_in_the_function_that_is_replaced(module: str) -> None:
     """In the text of the files, because the modules need a GPU."""
     folder = REPOSITORY / inspect.getfile(LogprobsProcessor)
