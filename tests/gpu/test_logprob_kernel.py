@@ -15,7 +15,7 @@ def test_it_agrees_with_fp64() -> None:
 
 
 def test_vllm_calls_it_and_gets_what_it_computes_itself() -> None:
-    from vllm.v1.worker.gpu.sample import sampler
+    from vllm.v1.worker.gpu.sample import logprob, sampler
 
     from swift_megatron_grpo.vllm_shared import fast_logprobs
 
@@ -23,7 +23,7 @@ def test_vllm_calls_it_and_gets_what_it_computes_itself() -> None:
     logits = torch.randn(128, 151_936, device="cuda") * 3
     sampled = torch.randint(0, 151_936, (128,), device="cuda")
     [name] = [name for name in fast_logprobs._NAMES if name in vars(sampler)]
-    stock = vars(sampler)[name]
+    stock = vars(logprob)[name]  # where nothing replaces it
     fast_logprobs.speed_up_logprobs()
     installed = vars(sampler)[name]
     assert installed.__module__ == fast_logprobs.__name__
