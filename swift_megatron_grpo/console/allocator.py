@@ -18,8 +18,8 @@ SEGMENTS = "expandable_segments:True"
 
 
 def retries_so_far() -> int:
-    """Return the number on this GPU since the start of the process."""
-    return int(torch.cuda.memory_stats()["num_alloc_retries"])
+    """Return the number on this GPU since the start of the process, 0 before it uses the GPU."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 class AllocatorRetries:

@@ -27,9 +27,12 @@ def busy_core_seconds() -> float:
     return float(times.user + times.nice + times.system)
 
 
-def bytes_outside() -> int | None:
-    """Return what the GPU holds beside PyTorch's memory, of all processes; None without one."""
-    if not torch.cuda.is_available():
+def bytes_outside(vllm: int | None) -> int | None:
+    """Return what the GPU holds beside PyTorch's memory, of all processes; None without a GPU.
+
+    `vllm`: bytes of vLLM's pools. With some it is unknown: PyTorch counts them also while vLLM sleeps without them.
+    """
+    if not torch.cuda.is_available() or vllm is not None:
         return None
     free, total = torch.cuda.mem_get_info()
     return int(total - free - torch.cuda.memory_reserved())
@@ -55,15 +58,15 @@ class Clock:
         busy, retries = busy_core_seconds(), retries_so_far()
         yield record
         self.switch(None)
-        busy = busy_core_seconds() - busy
+        busy, vllm = busy_core_seconds() - busy, vllm_bytes()
         record |= {
             "seconds": sum(self._seconds.values()),
             "phases": dict(self._seconds),
             "peak_bytes": dict(self._peaks),  # allocated in each phase
             "reserved_bytes": self._reserved,
-            "outside_bytes": bytes_outside(),
+            "outside_bytes": bytes_outside(vllm),
             "allocator_retries": retries_so_far() - retries,
-            "vllm_bytes": vllm_bytes(),  # within peak_bytes
+            "vllm_bytes": vllm,  # within peak_bytes
             "busy_cores": busy / sum(self._seconds.values()),  # of the machine, with those of other jobs
         }
         self.steps.append(record)
