@@ -82,17 +82,18 @@ def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Proc
 
 
 @pytest.mark.parametrize(
-    ("one", "two"),
+    ("whole", "split"),
     [
         ("h200/fixed-1.7b", "h200/pp2-1.7b"),
         ("h200/fixed-1.7b", "h200/tp2-1.7b"),
         ("h100/dp1-8b-lora-h100", "h100/pp2-8b-lora-h100"),
         ("h100/dp1-8b-lora-h100", "h100/tp2-8b-lora-h100"),
+        ("h200/dp4-8b-lora", "h200/tp4-8b-lora"),
     ],
 )
-def test_a_layout_of_two_gpus_is_guessed_as_well_as_one_gpu(one: str, two: str) -> None:
+def test_a_split_model_is_guessed_as_well_as_a_whole_one(whole: str, split: str) -> None:
     ratios = []
-    for name in (one, two):
+    for name in (whole, split):
         run = Run.read(RESULTS / f"{name}.json")
         process = next(process for process in run.processes if process.arm == "ours" and "tokens" in process.setting)
         seconds, compute = guessed_and_measured(run, process)
