@@ -17,7 +17,8 @@
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #                         moe-30b-lora-even-ep2 moe-35b-lora-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
 #       groups on 4 GPUs: four dp4-8b-lora tp4-8b-lora pp4-8b-lora pp4-8b-lora-last-6 four-colocated-8b four-server-8b
-#                         moe-30b-lora-ep4 moe-30b-lora-even-ep4 moe-30b-full-ep4 moe-35b-lora-ep4 moe-30b-server-ep2
+#                         moe-30b-lora-ep4 moe-30b-lora-even-ep4 moe-30b-full-ep4 step-full-30b-ep4 moe-35b-lora-ep4
+#                         moe-30b-server-ep2
 #       group on 2 GPUs and more: dispatch
 #   CARD=h100           sizes that fit into 80 GB, for the groups step-best held-out* step-lora-8b* step-adapter-8b two-*
 #                       four-* sync *-8b-lora lora-14b step-lora-30b-ep2* and moe-*b-lora-ep*; names get the suffix
@@ -214,6 +215,14 @@ step_30b_ep2() {
         "--vllm_tensor_parallel_size 2 --offload_model true --offload_optimizer true --offload_grad true $2"
 }
 
+# step_full_30b_ep4      the whole step of all weights of 30B-A3B on four GPUs, with the settings of templates/moe_full.sh
+step_full_30b_ep4() {
+    bench step step-full-30b-ep4 30b-qwen3-moe --random-weights "${fixed[@]}" --completions 128 \
+        --ours dp4+ep4+tokens6144 --rounds 1 --steps 3 --timeout 420 \
+        --flags "$graphs '{$dummy,$cache,$decoding}' --sleep_level 2 ${moe[*]} ${bf16_moments[*]} \
+--vllm_tensor_parallel_size 2 --offload_model true --offload_optimizer true --offload_grad true"
+}
+
 # held_out NAME ARGUMENT...      long prompts of large groups, and one completion of 20 times the length of the others
 held_out() {
     bench step "$1" 1.7b --lengths outlier:200:20 --prompts constant:1000 --generations 16 \
@@ -277,9 +286,9 @@ experts_apart() {
         --steps 3 --timeout 420 --flags "${moe[*]} $4" "${@:5}"
 }
 
-# adapters_of_35b NAME TOKENS
+# adapters_of_35b NAME TOKENS      The first step compiles and tunes kernels for three minutes.
 adapters_of_35b() {
-    experts_apart "$1" 35b-qwen3.5-moe "$2" "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" --profile
+    experts_apart "$1" 35b-qwen3.5-moe "$2" "${lora[*]} --attention_backend flash --vit_attn_impl sdpa"
 }
 
 # memory SHAPE GOAL
@@ -380,6 +389,8 @@ group() {
             step_30b_ep2 step-lora-30b-ep2 "" ;;
         step-lora-30b-ep2-fp8)
             step_30b_ep2 step-lora-30b-ep2-fp8 "${fp8[*]}" ;;
+        step-full-30b-ep4)
+            step_full_30b_ep4 ;;
         # The weight sync of all weights of 8B within a GPU, of which vLLM quantizes all but embeddings and head.
         colocated-sync-8b)
             colocated_sync colocated-sync-8b "" ;;

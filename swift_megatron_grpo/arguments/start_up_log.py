@@ -33,7 +33,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *_evaluation_notes(args),
         *recording.start_up_notes(args.replay_folder),
         *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
-        *quantization.start_up_notes(args.rollout_quantization, args.rollout_importance_sampling_mode),
+        *_quantization_notes(args),
         *routing.start_up_notes(args.router_replay_mode, args.steps_per_rollout),
         *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
     ]
@@ -48,6 +48,12 @@ def _layout(args: DerivedArguments) -> str:
 
 def _expert_notes(args: DerivedArguments) -> list[str]:
     return expert_size_notes(args.layout, read_model_shape(args.model_dir))
+
+
+def _quantization_notes(args: DerivedArguments) -> list[str]:
+    has_experts = read_model_shape(args.model_dir).experts is not None
+    splits_experts = has_experts and not args.uses_servers and args.vllm_tensor_parallel_size > 1
+    return quantization.start_up_notes(args.rollout_quantization, args.rollout_importance_sampling_mode, splits_experts)
 
 
 def _length_notes(args: DerivedArguments) -> list[str]:

@@ -92,12 +92,22 @@ def mismatch(here: Quantization, there: str) -> str | None:
     )
 
 
-def start_up_notes(quantization: Quantization, correction: str | None) -> list[str]:
-    """Return notes for the start-up log. `correction`: --rollout_importance_sampling_mode."""
-    if quantization == "none" or correction is not None:
+def start_up_notes(quantization: Quantization, correction: str | None, splits_experts: bool) -> list[str]:
+    """Return notes for the start-up log.
+
+    `correction`: --rollout_importance_sampling_mode. `splits_experts`: several GPUs share an engine and its experts.
+    """
+    if quantization == "none":
         return []
-    return [
-        f"--rollout_quantization {quantization}: vLLM samples from a policy whose weights and activations are rounded, "
-        "and no flag corrects for the difference, which has cost others accuracy; use "
-        "--rollout_importance_sampling_mode token_truncate"
-    ]
+    flag, notes = f"--rollout_quantization {quantization}", []
+    if correction is None:
+        notes.append(
+            f"{flag}: vLLM samples from a policy whose weights and activations are rounded, and no flag corrects for "
+            "the difference, which has cost others accuracy; use --rollout_importance_sampling_mode token_truncate"
+        )
+    if splits_experts:
+        notes.append(
+            f"{flag}: steps of a mixture of experts were slower with it where several GPUs share an engine "
+            "(docs/quantization.md); compare time/generation and time/weight_sync with --rollout_quantization none"
+        )
+    return notes

@@ -45,9 +45,14 @@ def test_devices_without_fp8_are_refused() -> None:
 
 
 def test_a_run_without_a_correction_is_advised() -> None:
-    [note] = start_up_notes("fp8", None)
+    [note] = start_up_notes("fp8", None, False)
     assert note.endswith("use --rollout_importance_sampling_mode token_truncate")
-    assert start_up_notes("fp8", "token_mask") == start_up_notes("none", None) == []
+    assert start_up_notes("fp8", "token_mask", False) == start_up_notes("none", None, True) == []
+
+
+def test_a_run_whose_gpus_share_the_experts_of_an_engine_gets_a_note_on_its_speed() -> None:
+    [note] = start_up_notes("fp8", "token_mask", True)
+    assert "slower" in note and note.endswith("with --rollout_quantization none")
 
 
 def test_servers_and_trainers_must_agree() -> None:
