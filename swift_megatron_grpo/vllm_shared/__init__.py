@@ -10,6 +10,7 @@
     quantization.py   what --rollout_quantization sets in vLLM, and its checks
     staging.py        the weights of a layer that quantizes, until all of them are there
     online_layers.py  such layers of vLLM
+    expert_quantization.py  quantizes all experts of a layer in one call
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
     fast_decoding.py  installs the next two, where they fit

@@ -21,6 +21,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from swift_megatron_grpo.vllm_shared.expert_quantization import process_loaded
+
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's mark of a layer that is quantized
 
 
@@ -134,7 +136,7 @@ class VllmOnlineLayer:
         """Quantize loaded parameters on a copy of the layer, and copy the results into the layer's own memory."""
         scratch = self._scratch(tensors)
         with set_current_vllm_config(self._vllm_config):
-            scratch.quant_method.process_weights_after_loading(scratch)
+            process_loaded(scratch)
         for key, value in (scratch._parameters | scratch._buffers).items():
             self._copy_result(key, value)
         _copy_derived(scratch.quant_method, self._module.quant_method, {id(scratch)})
