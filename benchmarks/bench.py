@@ -277,8 +277,8 @@ def run(args: argparse.Namespace) -> int:
     job = Job("", args.kind == "train", "", prompts, completions, shape.vocabulary, args.seed, args.memory_cap_gb,
               media, served=bool(args.servers), profiled_step=args.steps if args.profile else None,
               random_weights=args.random_weights, waits=args.ahead)  # fmt: skip
-    plan = Plan(job, commands(args, model, dataset, prompts), ranks, args.rounds, args.warm_up, args.timeout,
-                args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
+    plan = Plan(job, commands(args, model, dataset, prompts), ranks, args.rounds, args.steps, args.warm_up,
+                args.timeout, args.ahead, args.work / args.json.stem, gpu, args.omp_threads,
                 time.monotonic() + args.deadline)  # fmt: skip
     make_entry_point(plan.folder)
     result = Run(

@@ -34,6 +34,7 @@ SMALLER_BUDGET = "it is run again with"  # in the warning of this package, which
 TERMINATION_TIMEOUT = 45  # seconds for torchrun to end its ranks
 REFUSED = "swift_megatron_grpo: this run"  # what the message of the set-up starts with
 LOG_OF_TORCH = re.compile(r"(\[rank\d+\]:)?\[?[IWE]\d{4} \d\d:")  # of processes that end
+NOT_FINISHED = "failed: not finished after"  # what a process that was ended at its limit has as its status
 MAX_REASON = 400  # characters of a failure's reason
 LOCKS = Path(tempfile.gettempdir())
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
@@ -54,6 +55,7 @@ class Plan:
     commands: dict[str, list[str]]  # of each arm, with everything but output folder and setting
     ranks: int
     rounds: int
+    steps: int  # of each process, with those of the warm-up
     warm_up: int
     timeout: float  # seconds for a process
     ahead: bool  # start a process while the previous one measures; it waits before it uses the device
@@ -212,7 +214,7 @@ def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return f"failed: not finished after {timeout:g} s"
+        return f"{NOT_FINISHED} {timeout:g} s"
     log = (folder / "log.txt").read_text(errors="replace")
     if code == 0 and SMALLER_BUDGET not in log:
         return "ok"
@@ -256,14 +258,25 @@ def _reason(log: str) -> str:
 
 
 def _collect(plan: Plan, setting: Setting, folder: Path, status: str) -> Process:
-    ranks = read_ranks(folder, plan.ranks) if status == "ok" else []
-    if ranks:
+    ranks = []
+    if status == "ok" or (status.startswith(NOT_FINISHED) and _has_all_steps(folder, plan)):
+        status, ranks = "ok", read_ranks(folder, plan.ranks)  # a profile or the end of the run may take too long
         _check_tokens(plan, setting, ranks)
     return Process(setting.arm, setting.name, status, merge_ranks(ranks, plan.warm_up), list(setting.flags))
 
 
 def read_ranks(folder: Path, ranks: int) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+    return [json.loads(file.read_text()) for file in _rank_files(folder, ranks)]
+
+
+def _has_all_steps(folder: Path, plan: Plan) -> bool:
+    return all(file.exists() for file in _rank_files(folder, plan.ranks)) and all(
+        len(rank["steps"]) == plan.steps for rank in read_ranks(folder, plan.ranks)
+    )
+
+
+def _rank_files(folder: Path, ranks: int) -> list[Path]:
+    return [folder / f"rank{rank}.json" for rank in range(ranks)]
 
 
 def _check_tokens(plan: Plan, setting: Setting, ranks: Sequence[dict[str, Any]]) -> None:

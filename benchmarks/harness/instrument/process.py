@@ -35,4 +35,7 @@ def write_results(job: Job, clock: Clock, tokens: Sequence[tuple[int, int]], ran
         "tokens": sum(all_tokens for all_tokens, _ in tokens),
         "completion_tokens": sum(completion for _, completion in tokens),
     }
-    Path(job.folder, f"rank{rank}.json").write_text(json.dumps(results))
+    file = Path(job.folder, f"rank{rank}.json")
+    unfinished = file.with_suffix(".part")  # in case the process is ended while it writes
+    unfinished.write_text(json.dumps(results))
+    unfinished.replace(file)

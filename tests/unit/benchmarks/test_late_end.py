@@ -1,0 +1,52 @@
+"""A process that is ended at its limit keeps its figures if all of its steps were measured."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import processes
+from benchmarks.harness.instrument.clock import Clock
+from benchmarks.harness.instrument.process import write_results
+from benchmarks.harness.job import Job
+from benchmarks.harness.processes import NOT_FINISHED, Plan, Setting
+
+SETTING = Setting("ours", "tokens16", ())
+STEP: dict[str, Any] = {
+    "seconds": 2.0, "phases": {"forward_backward": 2.0}, "peak_bytes": {"forward_backward": 1e9}, "reserved_bytes": 2e9,
+    "vllm_bytes": None, "busy_cores": 1.0, "outside_bytes": None, "allocator_retries": 0, "loss": 0.5, "grad_norm": 1.0,
+}  # fmt: skip
+
+
+def plan_of_two_ranks(folder: Path) -> Plan:
+    job = Job("ours", True, str(folder), [4], [[3, 3]], 100, 0, None, [], False, None, False, False)
+    return Plan(job, {}, 2, 1, 3, 1, 60.0, False, folder, False, 1, 0.0)
+
+
+def write(plan: Plan, steps_of_ranks: list[int]) -> None:
+    for rank, steps in enumerate(steps_of_ranks):
+        clock = Clock()
+        clock.steps = [STEP] * steps
+        write_results(plan.job, clock, [(7, 3), (7, 3)], rank)
+
+
+@pytest.mark.parametrize(("steps_of_ranks", "is_measured"), [([3, 3], True), ([3, 2], False), ([3], False)])
+def test_a_process_that_is_ended_after_its_steps_is_measured(
+    tmp_path: Path, steps_of_ranks: list[int], is_measured: bool
+) -> None:
+    plan = plan_of_two_ranks(tmp_path)
+    write(plan, steps_of_ranks)
+    status = processes._wait(subprocess.Popen(["sleep", "60"], start_new_session=True), 0.1, tmp_path)
+    assert status == f"{NOT_FINISHED} 0.1 s"
+    process = processes._collect(plan, SETTING, tmp_path, status)
+    assert (process.status, len(process.steps)) == (("ok", 2) if is_measured else (status, 0))
+
+
+def test_a_process_that_has_failed_is_not_measured(tmp_path: Path) -> None:
+    plan = plan_of_two_ranks(tmp_path)
+    write(plan, [3, 3])
+    process = processes._collect(plan, SETTING, tmp_path, "failed: exit code 1")
+    assert (process.status, process.steps) == ("failed: exit code 1", [])
