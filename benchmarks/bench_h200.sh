@@ -288,7 +288,7 @@ experts_apart() {
 
 # adapters_of_35b NAME TOKENS      The first step compiles and tunes kernels for three minutes.
 adapters_of_35b() {
-    experts_apart "$1" 35b-qwen3.5-moe "$2" "${lora[*]} --attention_backend flash --vit_attn_impl sdpa"
+    experts_apart "$1" 35b-qwen3.5-moe "$2" "${lora[*]} --attention_backend flash --vit_attn_impl sdpa" --profile
 }
 
 # memory SHAPE GOAL

@@ -37,7 +37,7 @@ def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> No
             _after.setdefault(module_name, []).append(callback)
             _install()
             return
-    # The import system itself distinguishes executing modules from finished ones by `_initializing`.
+    # As importlib asks: only the spec of a module that importlib executes or has executed has the attribute.
     if getattr(module.__spec__, "_initializing", False):
         raise RuntimeError(f"{module_name} is being imported at this moment: register the callback earlier")
     callback(module)

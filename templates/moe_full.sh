@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Full-parameter GRPO of a mixture-of-experts model on four H200, with vLLM in the training processes.
+# Full-parameter GRPO of a mixture-of-experts model, with vLLM in the training processes. Training was measured on four
+# H200 with this layout and budget, vLLM beside it has not been.
 #   MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507 DATASET=data.jsonl OUTPUT=output templates/moe_full.sh [flags]
 # Given flags override those below. DATASET: one JSON object per line, with `messages` and the columns that the reward
 # functions read (`solution` for accuracy).

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # GRPO of a LoRA adapter on a mixture of experts, with vLLM in a separate process whose GPUs share the experts.
 #   MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507 DATASET=data.jsonl OUTPUT=output templates/moe_server.sh [trainer flags]
-# Two GPUs generate and two train, as was measured on H200s. For H100s of 80 GB: --max_tokens_per_micro_batch 6144.
+# Two GPUs generate and two train, as was measured on H200s. For H100s of 80 GB: TOKENS=6144.
 # All other flags, and how to start servers separately (`moe_server.sh serve`), are in dense_server.sh.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -26,7 +26,7 @@ moe=(
     --tensor_model_parallel_size 1           # TP: each rank has whole layers, apart from experts
     --sequence_parallel false                # which is for TP
     --expert_model_parallel_size 2           # EP: ranks that share the experts of a layer
-    --max_tokens_per_micro_batch 12288       # tokens of one forward and backward pass; less needs less memory
+    --max_tokens_per_micro_batch "${TOKENS:-12288}" # of one forward and backward pass; less needs less memory
     --moe_grouped_gemm true                  # one matrix product for all experts of a rank
     --moe_permute_fusion true                # fused kernels that sort tokens by expert
 )

@@ -7,12 +7,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-command=both
-case "${1:-}" in
-serve | train | both) command=$1 && shift ;;
-esac
-
-export MODEL=${MODEL:-Qwen/Qwen3.5-35B-A3B}
+export MODEL=${MODEL:-Qwen/Qwen3.5-35B-A3B} TOKENS=${TOKENS:-8192}
 # The server leaves the image part out, and the trainer does not send it. No spaces: the shell splits SERVER_FLAGS.
 export SERVER_FLAGS="--vllm_limit_mm_per_prompt {\"image\":0,\"video\":0} ${SERVER_FLAGS:-}"
-exec "$here/moe_server.sh" "$command" --max_tokens_per_micro_batch 8192 "$@"
+exec "$here/moe_server.sh" "$@"

@@ -5,6 +5,7 @@ two-server-MODEL-COMPLETIONS      one trains, a server on the other one generate
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
 sync-MODEL                        a trainer and a server on another GPU
 NAME-fp8                          vLLM in 8 bits, against NAME
+NAME-epN                          the train phase with the experts of a layer on N GPUs
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from .cells import percent
 from .markdown import table
 from .planned import flag
 from .results import Measured, Run
@@ -42,6 +44,13 @@ EIGHT_BITS = """\
 sync quantizes.
 """
 
+APART = """\
+## Experts on several GPUs
+
+The train phase with `--expert_model_parallel_size`, which divides the experts of a layer over the GPUs. The MFU is by
+active parameters. Routers have random weights, except in runs with `even` in their name, whose choices are random.
+"""
+
 
 def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     by_name = {run.name: run for run in runs}
@@ -61,6 +70,7 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
         for name, run in by_name.items()
         if "-fp8" in name and (bf16 := name.replace("-fp8", "")) in by_name
     ]
+    apart = [_ours(run) for name, run in by_name.items() if run.kind == "train" and re.search(r"-ep\d+(-|$)", name)]
     sections: list[str] = []
     if pairs:
         sections += [AHEAD, _ahead(pairs)]
@@ -70,6 +80,8 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
         sections += [SYNC, _syncs(syncs)]
     if precisions:
         sections += [EIGHT_BITS, _in_8_bits(precisions)]
+    if apart:
+        sections += [APART, _experts_apart(apart)]
     return sections
 
 
@@ -114,6 +126,20 @@ def _syncs(rows: Sequence[Measured]) -> str:
         "sync": lambda row: f"{row.phase('weight_sync'):.3f} s",
         "check": lambda row: f"{row.phase('sync_check'):.3f} s",
         "goal": lambda row: row.run.goal,
+    }
+    return table(columns, rows)
+
+
+def _experts_apart(rows: Sequence[Measured]) -> str:
+    columns: dict[str, Callable[[Measured], str]] = {
+        "run": lambda row: row.run.name,
+        "setting": lambda row: row.setting,
+        "completions": lambda row: str(row.run.workload["completions"]),
+        "train phase": lambda row: f"{row.train_median:.2f} s",
+        "tokens/s/device": lambda row: f"{row.tokens_per_second_per_device:,.0f}",
+        "MFU": lambda row: percent(row.mfu),
+        "MFU as verl counts": lambda row: percent(row.mfu_as_verl_counts),
+        "peak GB": lambda row: f"{row.peak_gb:.1f}",
     }
     return table(columns, rows)
 

@@ -210,15 +210,19 @@ def _fields(job: Job) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout: float, folder: Path) -> str:
+    code = None
     try:
         code = process.wait(timeout)
     except subprocess.TimeoutExpired:
         _kill(process)
-        return f"{NOT_FINISHED} {timeout:g} s"
     log = (folder / "log.txt").read_text(errors="replace")
-    if code == 0 and SMALLER_BUDGET not in log:
+    if SMALLER_BUDGET in log:
+        return "out of memory"
+    if code is None:
+        return f"{NOT_FINISHED} {timeout:g} s"
+    if code == 0:
         return "ok"
-    if code == 0 or any(sign in log for sign in OUT_OF_MEMORY):
+    if any(sign in log for sign in OUT_OF_MEMORY):
         return "out of memory"
     return f"failed: {_reason(log) or f'exit code {code}'}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._C import _distributed_c10d
@@ -16,7 +16,8 @@ _SHOWN = 20
 
 def describe_collectives() -> str:
     """Describe the collectives that this process has recorded."""
-    entries = [entry for name in _RECORDERS if hasattr(_distributed_c10d, name) for entry in _entries(name)]
+    built = [vars(_distributed_c10d)[name] for name in _RECORDERS if name in vars(_distributed_c10d)]
+    entries = [entry for dump in built for entry in _entries(dump)]
     return format_entries(entries, time.time_ns())
 
 
@@ -34,8 +35,8 @@ def format_entries(entries: Sequence[dict[str, Any]], now: int) -> str:
     return "\n".join(lines)
 
 
-def _entries(recorder: str) -> list[dict[str, Any]]:
-    trace = json.loads(getattr(_distributed_c10d, recorder)())
+def _entries(dump: Callable[[], bytes]) -> list[dict[str, Any]]:
+    trace = json.loads(dump())
     entries: list[dict[str, Any]] = trace.get("entries", [])
     return entries
 

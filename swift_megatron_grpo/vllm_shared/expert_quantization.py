@@ -1,8 +1,7 @@
 """vLLM's FP8 of experts with one call for all of a layer, where vLLM makes one for each expert.
 
 Every output channel has a scale of its own, so the experts of a layer can be quantized as one expert that has the
-channels of all: the bits are the same. A sync of 48 layers of 128 experts launches some hundred kernels for it instead
-of tens of thousands, for which the host took about a second.
+channels of all: the bits are the same. A sync of 48 layers of 128 experts makes 96 calls for it instead of 12,288.
 """
 
 from __future__ import annotations
@@ -37,7 +36,5 @@ def _process_as_one_expert(layer: Any) -> None:
     layer.local_num_experts = 1
     layer._parameters.update({name: weight.data.view(1, -1, weight.shape[-1]) for name, weight in loaded.items()})
     method._setup_kernel = set_up_with_experts_apart
-    try:
-        method.process_weights_after_loading(layer)
-    finally:
-        del method._setup_kernel
+    method.process_weights_after_loading(layer)
+    del method._setup_kernel  # a cycle, which would hold the loaded weights until Python collects garbage

@@ -343,6 +343,7 @@ def test_runs_of_this_package_are_compared_by_name() -> None:
         run("dp1-8b", 1, 2.0), run("dp2-8b", 2, 2.05), run("pp2-8b", 2, 2.2),
         run("sync-8b", 1, 1.0, weight_sync=0.06, sync_check=0.08),
         run("step-lora-8b-fp8-h100", 1, 1.0, generation=0.7), run("step-lora-8b-h100", 1, 2.0, generation=1.5),
+        replace(run("moe-8b-ep2-h100", 2, 4.0), kind="train", flops_as_verl_counts=989e12, device="NVIDIA H200"),
     ]  # fmt: skip
     text = page.page(runs)
     row = "| two-server-1.7b-128 | 8 | 4.00 s | asleep | 1.70 / 3.00 s | 3.00 s | 0.50 / 2.00 s | **1.33** |"
@@ -351,6 +352,8 @@ def test_runs_of_this_package_are_compared_by_name() -> None:
     assert "| pp2-8b | 2 | 2.200 s | 182 | 1.100 |" in text
     assert "| sync-8b | 0.060 s | 0.080 s |" in text
     assert "| step-lora-8b-fp8-h100 | 3.00 s | 1.50 / 0.000 s | 2.00 s | 0.70 / 0.000 s | **1.50** |" in text
+    [row] = [line for line in text.splitlines() if line.startswith("| moe-8b-ep2-h100 | tokens1 | 8 |")]
+    assert row.startswith("| moe-8b-ep2-h100 | tokens1 | 8 | 4.00 s | 100 |") and "| 12.5% |" in row
 
 
 def test_the_report_replaces_only_the_table_in_the_readme() -> None:

@@ -12,7 +12,7 @@ from benchmarks.harness import processes
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.process import write_results
 from benchmarks.harness.job import Job
-from benchmarks.harness.processes import NOT_FINISHED, Plan, Setting
+from benchmarks.harness.processes import NOT_FINISHED, SMALLER_BUDGET, Plan, Setting
 
 SETTING = Setting("ours", "tokens16", ())
 STEP: dict[str, Any] = {
@@ -33,20 +33,29 @@ def write(plan: Plan, steps_of_ranks: list[int]) -> None:
         write_results(plan.job, clock, [(7, 3), (7, 3)], rank)
 
 
+def ended_at_its_limit(folder: Path, log: str = "") -> str:
+    """Return the status of a process that sleeps."""
+    (folder / "log.txt").write_text(f"{log}\n")
+    return processes._wait(subprocess.Popen(["sleep", "60"], start_new_session=True), 0.1, folder)
+
+
 @pytest.mark.parametrize(("steps_of_ranks", "is_measured"), [([3, 3], True), ([3, 2], False), ([3], False)])
 def test_a_process_that_is_ended_after_its_steps_is_measured(
     tmp_path: Path, steps_of_ranks: list[int], is_measured: bool
 ) -> None:
     plan = plan_of_two_ranks(tmp_path)
     write(plan, steps_of_ranks)
-    status = processes._wait(subprocess.Popen(["sleep", "60"], start_new_session=True), 0.1, tmp_path)
+    status = ended_at_its_limit(tmp_path)
     assert status == f"{NOT_FINISHED} 0.1 s"
     process = processes._collect(plan, SETTING, tmp_path, status)
     assert (process.status, len(process.steps)) == (("ok", 2) if is_measured else (status, 0))
 
 
-def test_a_process_that_has_failed_is_not_measured(tmp_path: Path) -> None:
+def test_a_process_that_has_failed_or_lowered_its_budget_is_not_measured(tmp_path: Path) -> None:
     plan = plan_of_two_ranks(tmp_path)
     write(plan, [3, 3])
-    process = processes._collect(plan, SETTING, tmp_path, "failed: exit code 1")
-    assert (process.status, process.steps) == ("failed: exit code 1", [])
+    lowered = ended_at_its_limit(tmp_path, f"the step needs more: {SMALLER_BUDGET} 8192")
+    assert lowered == "out of memory"
+    for status in ("failed: exit code 1", lowered):
+        process = processes._collect(plan, SETTING, tmp_path, status)
+        assert (process.status, process.steps) == (status, [])

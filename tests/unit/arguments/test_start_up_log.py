@@ -1,0 +1,28 @@
+"""Notes of the start-up log that depend on the model and the layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.arguments import start_up_log
+
+
+@pytest.mark.parametrize(
+    ("experts", "gpus_of_an_engine", "uses_servers", "is_noted"),
+    [(8, 2, False, True), (8, 1, False, False), (8, 2, True, False), (None, 2, False, False)],
+)
+def test_fp8_is_noted_where_gpus_of_this_run_share_the_experts_of_an_engine(
+    tmp_path: Path, experts: int | None, gpus_of_an_engine: int, uses_servers: bool, is_noted: bool
+) -> None:
+    sizes = {} if experts is None else {"num_experts": experts}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **sizes}))
+    args: Any = SimpleNamespace(
+        model_dir=tmp_path, uses_servers=uses_servers, vllm_tensor_parallel_size=gpus_of_an_engine,
+        rollout_quantization="fp8", rollout_importance_sampling_mode="token_truncate",
+    )  # fmt: skip
+    assert bool(start_up_log._quantization_notes(args)) == is_noted
