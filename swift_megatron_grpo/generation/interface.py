@@ -95,7 +95,7 @@ class GenerationEngine(Protocol):
 
     @property
     def memory_to_wake(self) -> int:
-        """Bytes of this rank's GPU that the engine will allocate on waking; 0 if it is awake or on other GPUs."""
+        """Bytes of this rank's GPU that the engine has yet to allocate; 0 if it is awake or on other GPUs."""
         ...
 
     @property

@@ -297,8 +297,9 @@ def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
 
 
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
-    residency.make_room(memory_to_start(config.vllm))
-    residency.for_generation()
+    needed = memory_to_start(config.vllm)
+    residency.make_room(needed)
+    residency.for_generation(needed)
     vllm, turns, template, stop = config.vllm, config.turns, run.template, run.stop
     generation = LocalVllm(vllm, template, stop) if turns is None else MultiTurnVllm(vllm, turns, template, stop)
     generation.sleep()

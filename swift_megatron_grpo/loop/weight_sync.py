@@ -114,7 +114,7 @@ class WeightSync:
 
     def _wake_cache(self, timer: PhaseTimer) -> None:
         with timer("phase_switch"):
-            self._residency.for_generation()
+            self._residency.for_generation(self._engine.memory_to_wake)
             self._engine.wake_cache()
 
     def _any_needs_weights(self, version: int) -> bool:

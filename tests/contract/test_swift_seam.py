@@ -87,6 +87,7 @@ def upstream() -> dict[str, Any]:
                         "_get_stop_token_ids", "set_default_max_tokens", "_get_grpo_lora_request")},
             "get_current_usage": source(CuMemAllocator.get_current_usage),
             "cumem_sleep": source(CuMemAllocator.sleep),
+            "cumem_wake_up": source(CuMemAllocator.wake_up),
             "add_request": parameters(LLMEngine.add_request),
             "prompt_logprobs": "prompt_logprobs" in parameters(SamplingParams),
             "_get_prompt_logprobs_dict": source(GPUModelRunner._get_prompt_logprobs_dict),
@@ -247,6 +248,7 @@ def test_vllms_allocator_counts_memory_while_asleep_and_empties_torchs_cache() -
     """generation/local/engine.py reads how much memory a sleeping engine will allocate when it wakes up."""
     assert "for ptr, data in self.pointer_to_data.items()" in upstream()["get_current_usage"]
     assert "asleep" not in upstream()["get_current_usage"]
+    assert "data.tag in tags" in upstream()["cumem_wake_up"]
     # torch.cuda below vLLM 0.33, torch.accelerator from there on; engine.py replaces both while it switches
     assert re.search(r"torch\.(cuda|accelerator)\.empty_cache\(\)", upstream()["cumem_sleep"])
 

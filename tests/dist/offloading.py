@@ -39,7 +39,8 @@ def main(out: str, flags: list[str]) -> None:
         "moved_by_training": len(differing(actual[0], actual[-1])),
         "resident_with_offloading": [step.resident for step in actual],
         "resident_without": [step.resident for step in expected],
-        "decisions": offloading.decisions,
+        "decisions": [*offloading.decisions],
+        "short_after_the_sync": offloading.weight_sync_that_takes_the_spare_memory(),
     }
     Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
 
@@ -72,6 +73,7 @@ class Run:
         self.reference = self.trainer.build_reference(self.engine, Coordinator(timedelta(minutes=5)))
         self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
         self.decisions: list[str] = []
+        self.spare = 0  # bytes of the GPU that are free while nothing is offloaded
         trainer = self.trainer
         self.residency = Residency(
             config,
@@ -79,11 +81,14 @@ class Run:
             _frozen_models(trainer),
             trainer.optimizer,
             log=self.decisions.append,
-            free_memory=self.offloaded_bytes,
+            free_memory=self.free_bytes,
         )
 
-    def offloaded_bytes(self) -> int:
-        return sum(group.nbytes() for group in self.residency.groups.values() if group.is_offloaded)
+    def free_bytes(self) -> int:
+        return self.spare + sum(self.residency.groups[name].nbytes() for name in self.offloaded())
+
+    def offloaded(self) -> list[str]:
+        return [name for name, group in self.residency.groups.items() if group.is_offloaded]
 
     def step(self, seed: int) -> Step:
         """Run the phases of a step in the order of the loop, including the old log-probs."""
@@ -93,7 +98,7 @@ class Run:
         resident["room made"] = self.resident_bytes()
         residency.for_weight_sync()
         weights = {n: t.clone() for n, t in export_weights(self.trainer.bridge, self.trainer.unwrapped_models)}
-        residency.for_generation()
+        residency.for_generation(0)
         resident["generation"] = self.resident_bytes()
         self.overwrite_freed_memory()
         residency.for_inference()
@@ -109,6 +114,17 @@ class Run:
         resident["training"] = self.resident_bytes()
         residency.restore()
         return Step(metrics, weights, resident)
+
+    def weight_sync_that_takes_the_spare_memory(self) -> list[list[str]]:
+        """Return what is offloaded before and after the engine wakes its cache."""
+        residency, needed, self.spare = self.residency, self.free_bytes() + 1, 1
+        residency.make_room(needed)
+        residency.for_weight_sync()
+        offloaded, self.spare = [self.offloaded()], 0
+        residency.for_generation(needed)
+        offloaded.append(self.offloaded())
+        residency.restore()
+        return offloaded
 
     def overwrite_freed_memory(self) -> None:
         """Overwrite freed memory, as vLLM would; otherwise an allocator may return it unchanged."""

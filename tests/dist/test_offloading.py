@@ -55,3 +55,10 @@ def test_an_offloading_decision_is_logged_once(ranks: Ranks) -> None:
     wake, training = report["decisions"]
     assert wake.endswith("the trainer offloads gradients and optimizer state and reference policy and weights")
     assert training.startswith("the reference policy is offloaded in training")
+
+
+@pytest.mark.dist
+def test_more_is_offloaded_if_the_weight_sync_took_what_was_free(ranks: Ranks) -> None:
+    before, after = offloaded(ranks, "full", 0)["short_after_the_sync"]
+    assert before == ["reference policy"]  # no phase between has read it
+    assert sorted(after) == ["gradients", "reference policy"]

@@ -33,7 +33,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         engine.load_weights(
             export_weights(trainer.bridge, trainer.unwrapped_models), 0, adapter=None, collect_checksums=False
         )
-        residency.for_generation()
+        residency.for_generation(engine.memory_to_wake)
         levels["before the cache"] = memory()
         engine.wake_cache()
         levels["awake"] = memory()
@@ -124,7 +124,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 def offload_everything(residency: Residency) -> None:
     residency.make_room(sum(group.nbytes() for group in residency.groups.values()))  # Run reports no free memory
-    residency.for_generation()
+    residency.for_generation(0)
 
 
 def restore_everything(residency: Residency) -> None:

@@ -54,6 +54,8 @@ logger = get_logger()
 
 GIB = 2**30
 _STEPS_TO_DRAIN = 8  # vLLM keeps two batches in flight at most
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # vLLM's tags of what sleeps; it wakes everything else with the weights
+_AWAKE, _ASLEEP = frozenset[str](), frozenset({_WEIGHTS, _KV_CACHE})
 
 
 class LocalVllm:
@@ -75,7 +77,7 @@ class LocalVllm:
                 f"{current_platform.device_name} platform has no device memory to release"
             )
             self._sleep_level = 0
-        self._asleep = False
+        self._asleep: frozenset[str] = _AWAKE
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
         model = self._engine.inner_model
@@ -88,15 +90,17 @@ class LocalVllm:
 
     @property
     def memory_to_wake(self) -> int:
-        """Weights and KV cache as vLLM's allocator counts them, plus activations.
+        """What sleeps of weights and KV cache, as vLLM's allocator counts them, plus activations.
 
         Activations get what --vllm_gpu_memory_utilization leaves: at least 1 GiB, and at most 4 GiB because
         --vllm_engine_kwargs may set the size of the cache independently.
         """
         if not self._asleep:
             return 0
-        pool: int = CuMemAllocator.get_instance().get_current_usage()
-        return pool + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
+        allocator = CuMemAllocator.get_instance()
+        pool: int = allocator.get_current_usage()
+        awake = 0 if _WEIGHTS in self._asleep else pool - _pool_of(_KV_CACHE, allocator)
+        return pool - awake + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
 
     @property
     def is_new(self) -> bool:
@@ -128,9 +132,9 @@ class LocalVllm:
         return sample(self._engine, requests, sampling, self._weights_version, self._give_up)
 
     def wake_weights(self) -> None:
-        if self._asleep:
+        if _WEIGHTS in self._asleep:
             set_expandable_segments(False)
-            self._wake("weights")
+            self._wake(_WEIGHTS)
 
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
@@ -151,9 +155,8 @@ class LocalVllm:
         self._weights_version = version
 
     def wake_cache(self) -> None:
-        if self._asleep:
-            self._wake("kv_cache")
-            self._asleep = False
+        if _KV_CACHE in self._asleep:
+            self._wake(_KV_CACHE)
 
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         return partial(self._score, text)
@@ -190,6 +193,7 @@ class LocalVllm:
                 "use a lower --vllm_gpu_memory_utilization, or offload more of the trainer while vLLM generates "
                 f"with --offload_model, --offload_optimizer and --offload_grad true. vLLM's error: {error}"
             ) from error
+        self._asleep -= {tag}
 
     def sleep(self) -> None:
         if self._sleep_level:
@@ -197,7 +201,7 @@ class LocalVllm:
             with _keep_memory_cache():
                 vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)
-            self._asleep = True
+            self._asleep = _ASLEEP
             if self._sleep_level == 2:
                 self._weights_version = NO_WEIGHTS  # level 2 discards them
 
@@ -224,6 +228,10 @@ def _keep_memory_cache() -> Iterator[None]:
 
 
 def _do_nothing() -> None: ...
+
+
+def _pool_of(tag: str, allocator: CuMemAllocator) -> int:
+    return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.tag == tag)
 
 
 def memory_to_start(config: VllmConfig) -> int:

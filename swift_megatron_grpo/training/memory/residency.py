@@ -5,7 +5,7 @@ everything fits, nothing is offloaded. A group is reloaded in the phase that rea
 
     make_room           offloads groups that no weight sync reads, if the engine needs their memory
     for_weight_sync     reloads the policy
-    for_generation      offloads the policy too, if the engine needs its memory
+    for_generation      offloads the policy too, if the engine needs its memory, and more if the sync took some of it
     for_inference       reloads the policy
     for_reference       reloads the policy and the frozen reference
     for_training        reloads the policy, gradients and the optimizer's state; the reference stays only if it fits
@@ -109,8 +109,14 @@ class Residency:
         self._reload(*self._policy)
         gather_parameters(self._models)
 
-    def for_generation(self) -> None:
-        """Offload all groups that the last decision names, the policy included."""
+    def for_generation(self, needed: int) -> None:
+        """Offload all groups that the last decision names, the policy included, and more if memory is short by now.
+
+        `needed`: bytes that the engine is still about to take. The weight sync has used memory since the decision,
+        and torch's allocator may still cache it.
+        """
+        self._offload(self._movable)
+        self._decide_what_to_offload(needed)
         self._offload(self._movable)
 
     def for_inference(self) -> None:
