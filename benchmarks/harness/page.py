@@ -41,7 +41,8 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   Tokens of images count, the image part of a model does not. A prompt that completions share counts once.
 * *MFU as verl counts*: by the formula of verl's FLOPs counter, to compare with published figures: all attention
   scores, and embedding and output layer on all tokens. Earlier runs have no figure.
-* *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most.
+* *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most. It includes a vLLM
+  that stays awake, but not one that sleeps, except in earlier runs, which did not record how much of it was asleep.
 * *Images/s*: completions of a step, each of which shows its prompt's image, divided by the seconds of the train phase.
 * *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
   group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm

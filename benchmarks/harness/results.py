@@ -45,7 +45,8 @@ class Step:
 
     @property
     def train_peak_gb(self) -> float:
-        return max(self.peak_gb.get(phase, 0.0) for phase in TRAIN_PHASES)
+        """Peak of the train phase, without a vLLM that sleeps."""
+        return max(self.peak_gb.get(phase, 0.0) for phase in TRAIN_PHASES) - (self.vllm_gb or 0.0)
 
 
 @dataclass(frozen=True)

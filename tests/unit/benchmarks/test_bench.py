@@ -182,6 +182,7 @@ def test_comparisons_use_medians_over_all_processes_of_a_setting() -> None:
 def test_memory_and_mfu_describe_the_train_phase() -> None:
     best = some_run().best("ours")
     assert best is not None and best.peak_gb == 40.0
+    assert step(2.0, vllm_gb=15.0).train_peak_gb == 25.0  # that of a vLLM that sleeps has gone back to the GPU
     assert best.mfu == pytest.approx(1.0 / (2.0 * 0.75) / 2)  # one second of one chip's peak, on two chips
     assert best.tokens_per_second_per_device == pytest.approx(800 / 2.0 / 2)
 
