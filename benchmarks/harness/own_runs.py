@@ -28,8 +28,8 @@ each of its GPUs. *Waiting* is what the trainer waits for completions.
 RANKS = """\
 ## Layouts of one model
 
-DP, TP (with SP) and PP on several GPUs, each GPU with as many completions. *Cost* is the time of the train phase over
-that of one GPU.
+DP, TP (with SP) and PP on several GPUs, each GPU with as many completions. With *last-N* the last stage of a pipeline
+has N layers, and the others share the rest. *Cost* is the time of the train phase over that of one GPU.
 """
 SYNC = """\
 ## Weight sync to a server on another GPU
@@ -62,7 +62,7 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     ranks = [
         (_ours(by_name[one]), _ours(run))
         for name, run in by_name.items()
-        if re.match(r"[dtp]p\d+-", name) and (one := re.sub(r"^[dtp]p\d+", "dp1", name)) in by_name
+        if re.match(r"[dtp]p\d+-", name) and (one := _on_one_gpu(name)) in by_name
     ]
     syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     precisions = [
@@ -83,6 +83,10 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     if apart:
         sections += [APART, _experts_apart(apart)]
     return sections
+
+
+def _on_one_gpu(name: str) -> str:
+    return re.sub(r"^[dtp]p\d+", "dp1", re.sub(r"-last-\d+", "", name))
 
 
 def _ours(run: Run) -> Measured:

@@ -90,7 +90,7 @@ class LocalVllm:
 
     @property
     def memory_to_wake(self) -> int:
-        """What sleeps of weights and KV cache, as vLLM's allocator counts them, plus activations.
+        """Weights and KV cache that sleep, as vLLM's allocator counts them, plus activations.
 
         Activations get what --vllm_gpu_memory_utilization leaves: at least 1 GiB, and at most 4 GiB because
         --vllm_engine_kwargs may set the size of the cache independently.
