@@ -110,6 +110,8 @@ replay=(tests/unit/training/test_router_replay.py
 newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
 optimizer=(tests/dist/test_optimizer_copies.py tests/dist/test_flat_optimizer.py)
 experts=tests/dist/test_row_dispatch.py
+exchanged=tests/dist/test_stage_shapes.py::test_shapes_are_exchanged_in_the_first_pass_alone
+shapes=("$exchanged[2-pp2]" "$exchanged[2-pp2+vpp2]")
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
     local stack="$PWD/.stacks/megatron-core-$1"
@@ -124,8 +126,8 @@ core-0.18.2() {
     other_core 0.18.2 "${seams[@]}" tests/unit/platforms tests/unit/training/memory tests/unit/training/head/test_logprob.py \
         tests/unit/training/test_trained_weights.py tests/unit/arguments/test_flags.py \
         tests/unit/arguments/test_grpo_arguments.py tests/unit/test_import_hooks.py tests/unit/plugin/test_autoload.py \
-        "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts tests/dist/test_engine_runs.py tests/e2e/test_cli.py \
-        tests/e2e/test_parity.py "$@"
+        "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "${shapes[@]}" \
+        tests/dist/test_engine_runs.py tests/e2e/test_cli.py tests/e2e/test_parity.py "$@"
 }
 
 core-0.19.2() {

@@ -4,6 +4,7 @@
     planning.py          which rank runs which sample in which micro batch
     passes.py            runs micro batches
     schedule.py          Megatron's pipeline schedule over packed micro batches
+    stage_shapes.py      what pipeline stages send each other, from the plan instead of a message before each tensor
     shared_prompts.py    attention of completions that share one copy of their prompt
     torch_attention.py   torch's flash kernel, where Transformer Engine has none
     expert_layers.py     the layers of a model that have experts

@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import routing_shape
+from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.expert_layers import ExpertLayers, layers_with_experts
@@ -26,6 +27,7 @@ from swift_megatron_grpo.training.planning import EngineSettings, Planner
 from swift_megatron_grpo.training.recorded_routing import rows_by_sample
 from swift_megatron_grpo.training.router_replay import PassRouters
 from swift_megatron_grpo.training.shared_prompts import attend_to_shared_prompts, why_repeated
+from swift_megatron_grpo.training.stage_shapes import StageShapes
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
@@ -47,6 +49,7 @@ class Passes:
         self.prompts_repeated = self._share_prompts(settings)  # why, although prompts could be shared on request
         self.settings = replace(settings, share_prompts_from=None) if self.prompts_repeated else settings
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
+        self._stage_shapes = StageShapes(self.config, len(self.models), self._group_size)
 
     def _share_prompts(self, settings: EngineSettings) -> str | None:
         """Prepare the models to share prompts, or return why they cannot."""
@@ -115,11 +118,20 @@ class Passes:
                 "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
             ),
             nullcontext() if routers is None else routers.installed(),
+            self._stage_shapes.of_pass(self._rows(samples, plan) if position.pp_size > 1 else []),
         ):
             results = schedule.run(
                 self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train, routers
             )
         return results, routers
+
+    def _rows(self, samples: Sequence[Sample], plan: StepPlan) -> list[int]:
+        """Return the rows of this rank's hidden states in each of its micro batches."""
+        ranks = self.parallel.cp_size * (self.parallel.tp_size if self.config.sequence_parallel else 1)
+        return [
+            lay_out([samples[i] for i in indices], self._align, plan.share_prompts).total // ranks
+            for indices in plan.of_rank(self.parallel.dp_rank)
+        ]
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
         settings, longest = self.settings, max(len(sample.tokens) for sample in samples)

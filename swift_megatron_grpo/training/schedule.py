@@ -51,7 +51,7 @@ def run(
         data_iterator=[micro_batches() for _ in models] if interleaved else micro_batches(),
         model=list(models) if interleaved else models[0],
         num_microbatches=count,
-        seq_length=1,  # placeholder: stages send each other the shape of every micro batch (variable_seq_lengths)
+        seq_length=1,  # placeholder: stage_shapes.py has the shapes of all micro batches (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=not train,
     )

@@ -63,6 +63,10 @@ def upstream() -> dict[str, Any]:
             "dispatcher": source(token_dispatcher.MoEAlltoAllTokenDispatcher),
             "moe_layer": source(moe_layer),
             "p2p_ops": parameters(p2p_communication._p2p_ops),
+            "communicate": source(p2p_communication.P2PCommunicator._communicate),
+            "communicate_shapes": parameters(p2p_communication.P2PCommunicator._communicate_shapes),
+            "schedule_table": parameters(schedules.get_schedule_table),
+            "schedules": source(schedules),
             "move": parameters(token_dispatcher.maybe_move_tensor_to_cpu),
             "disable_jit_fuser": parameters(jit.disable_jit_fuser),
             "finalize_model_grads": parameters(finalize_model_grads),
@@ -214,3 +218,15 @@ def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
     for caller in upstream()["weighted_swiglu_callers"]:
         before, _ = " ".join(caller.split()).split("= weighted_bias_swiglu_impl(")  # the only call
         assert condition in before[-200:] and "elif self.config.bias_activation_fusion" in before
+
+
+def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_for_the_gpu() -> None:
+    """training/stage_shapes.py replaces the method, and switches the wait off."""
+    exchanged = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
+    assert upstream()["communicate_shapes"] == exchanged
+    compact = "".join(upstream()["communicate"].split())
+    assert "self._communicate_shapes(tensor_send_next,tensor_send_prev,recv_prev,recv_next)" in compact
+    assert "ifconfig.batch_p2p_commandconfig.batch_p2p_sync:" in compact
+    table = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"]
+    assert upstream()["schedule_table"] == table
+    assert "schedule_table = get_schedule_table(" in upstream()["schedules"]

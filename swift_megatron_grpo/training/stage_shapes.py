@@ -1,0 +1,135 @@
+"""Shapes of what pipeline stages send each other, from the plan of the step instead of a message before each tensor.
+
+Packed micro batches differ in length, so Megatron's stages send a shape before every tensor, wait for the GPU and read
+the shape on the host. The host can then prepare nothing while the GPU works: packing the next micro batch and launching
+its first kernels come on top of every micro batch, on every stage. All ranks have the plan, so the shapes are known.
+The first pass still exchanges them and compares; later passes rely on the plan if all stages have agreed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from mcore_bridge import ModelConfig
+from megatron.core import mpu
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+logger = logging.getLogger(__name__)
+Shape = list[int]
+_NO_TENSOR: Shape = [0, 0, 0]  # as Megatron writes it
+
+
+class UnplannedShape(RuntimeError):
+    """A stage has computed hidden states of another shape than the plan of the step has."""
+
+
+class StageShapes:
+    """Provides the shapes of each pass, once they have been compared with those that the stages exchange."""
+
+    def __init__(self, config: ModelConfig, chunks: int, group_size: int) -> None:
+        self._hidden_size = config.hidden_size
+        self._chunks = chunks  # virtual pipeline stages of this rank
+        self._group_size = group_size  # micro batches that the interleaved schedule processes together
+        self._group = mpu.get_pipeline_model_parallel_group()
+        self._agreed: bool | None = None  # None: not compared yet
+        if self._group.size() > 1:
+            config.batch_p2p_sync = False  # a wait for the GPU after each exchange, for a race in PyTorch 1
+
+    @contextmanager
+    def of_pass(self, rows: Sequence[int]) -> Iterator[None]:
+        """Take the shapes of a pass from the plan. `rows`: of this rank's hidden states, by micro batch."""
+        if self._group.size() == 1 or self._agreed is False:
+            yield
+            return
+        planned = PlannedExchanges(
+            [[count, 1, self._hidden_size] for count in rows],
+            self._group.rank(),
+            self._group.size(),
+            self._chunks,
+            self._group_size,
+        )
+        if self._agreed:
+            with _shapes_from(planned.shapes):
+                yield
+            return
+        differences: list[str] = []
+        with _shapes_from(_exchanged_and_compared(planned, differences)):
+            yield
+        self._agreed = self._on_all_stages(not differences)
+        if differences:
+            logger.warning(
+                "pipeline stages go on to exchange the shape of every tensor, which costs time: the plan of the first "
+                f"pass had other shapes, {differences[0]}"
+            )
+
+    def _on_all_stages(self, agreed: bool) -> bool:
+        vote = torch.tensor(int(agreed), device=torch.device(torch.cuda.current_device()))
+        torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
+
+class PlannedExchanges:
+    """The shapes of one pass, in the order in which Megatron's schedules send and receive them on one stage."""
+
+    def __init__(self, shapes: Sequence[Shape], stage: int, stages: int, chunks: int, group_size: int) -> None:
+        # (micro batch, chunk) in the order of forward; backward has the same with chunks counted from the last one
+        table = get_schedule_table(len(shapes), chunks, group_size)
+
+        def without(chunk: int | None) -> Iterator[Shape]:
+            return iter([shapes[micro_batch] for micro_batch, of in table if of != chunk])
+
+        is_first, is_last = stage == 0, stage == stages - 1
+        self._from_previous = without(0 if is_first else None)  # the model begins in the first stage's first chunk
+        self._to_next = without(chunks - 1 if is_last else None)  # and ends in the last stage's last one
+        self._from_next = without(0 if is_last else None)
+        self._to_previous = without(chunks - 1 if is_first else None)
+
+    def shapes(
+        self, to_next: torch.Tensor | None, to_previous: torch.Tensor | None, from_previous: bool, from_next: bool
+    ) -> tuple[Shape, Shape]:
+        """Return the shapes that one exchange receives from the previous and from the next stage."""
+        for sent, planned in ((to_next, self._to_next), (to_previous, self._to_previous)):
+            if sent is not None and list(sent.shape) != (expected := next(planned, _NO_TENSOR)):
+                raise UnplannedShape(
+                    f"this pipeline stage has computed a tensor of shape {list(sent.shape)}, but the plan of the step, "
+                    f"by which the other stage receives it, has {expected}"
+                )
+        received = next(self._from_previous, _NO_TENSOR) if from_previous else _NO_TENSOR
+        return received, next(self._from_next, _NO_TENSOR) if from_next else _NO_TENSOR
+
+
+def _exchanged_and_compared(planned: PlannedExchanges, differences: list[str]) -> Callable[..., tuple[Shape, Shape]]:
+    """Let Megatron exchange the shapes, and note where the plan has others."""
+    exchange = P2PCommunicator._communicate_shapes
+
+    def shapes(
+        communicator: P2PCommunicator,
+        to_next: torch.Tensor | None,
+        to_previous: torch.Tensor | None,
+        from_previous: bool,
+        from_next: bool,
+    ) -> tuple[Shape, Shape]:
+        received: tuple[Shape, Shape] = exchange(communicator, to_next, to_previous, from_previous, from_next)
+        try:
+            expected = planned.shapes(to_next, to_previous, from_previous, from_next)
+        except UnplannedShape as error:
+            differences.append(str(error))
+        else:
+            differences.extend([f"{expected} where {received} arrived"] if expected != received else [])
+        return received
+
+    return shapes
+
+
+@contextmanager
+def _shapes_from(shapes: Callable[..., tuple[Shape, Shape]]) -> Iterator[None]:
+    original = P2PCommunicator._communicate_shapes
+    P2PCommunicator._communicate_shapes = shapes
+    try:
+        yield
+    finally:
+        P2PCommunicator._communicate_shapes = original
