@@ -14,6 +14,7 @@ from swift_megatron_grpo.training.grouped_experts import group_products
 from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.megatron_fixes.linear_attention import unmark_gathered_projections
 from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
+from swift_megatron_grpo.training.megatron_fixes.sequence_bounds import leave_bounds_unread
 from swift_megatron_grpo.training.torch_attention import attend_with_torch
 from swift_megatron_grpo.training.towers import guard_towers
 
@@ -30,6 +31,7 @@ def prepare_trained(
     unmark_gathered_projections(models)
     guard_towers(models, frozen=False)
     drop_stock_replay(models)
+    leave_bounds_unread(models)
     attend_with_torch(models)
     if fast_kernels:
         add_adapters_in_place(models, gradients_have_hooks=overlap_grad_reduce)
@@ -42,6 +44,7 @@ def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> Non
     """Install kernels in the frozen reference copy."""
     guard_towers(models, frozen=True)
     drop_stock_replay(models)
+    leave_bounds_unread(models)
     attend_with_torch(models)
     if fast_kernels:
         use_fast_kernels(models, trained=False, recompute_elementwise=False)

@@ -29,8 +29,12 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from swift_megatron_grpo.packing.collate import collate, count
+from swift_megatron_grpo.packing.plan import Alignment
 from swift_megatron_grpo.platforms.cpu.linear_attention import tree
 from swift_megatron_grpo.training.megatron_fixes import linear_attention as fixes
+from swift_megatron_grpo.training.megatron_fixes.sequence_bounds import bounds
+from swift_megatron_grpo.types import Sample
 
 FORWARD = inspect.getsource(GatedDeltaNet.forward)
 FINALIZE = inspect.getsource(inspect.getmodule(finalize_module))  # type: ignore[arg-type]
@@ -96,6 +100,27 @@ def test_megatron_core_below_0_17_has_no_context_parallelism_for_delta_nets() ->
     assert has_it == (Version(version("megatron-core")) >= Version("0.17"))
     assert ("Gated delta net does not support context parallel for now" in check) != has_it
     assert "tensor_a2a_cp2hp, tensor_a2a_hp2cp" in FORWARD and "self.cp_size" in FORWARD
+
+
+def test_a_delta_net_reads_the_bounds_of_sequences_on_the_host_and_passes_on_a_view() -> None:
+    """Once it does neither, delete sequence_bounds.py."""
+    check = inspect.getsource(GatedDeltaNet._resolve_cu_seqlens)
+    assert "cu_seqlens = cu_seqlens.reshape(-1)" in check and "cu_seqlens[0] != 0:" in check
+    assert "self._resolve_cu_seqlens(" in FORWARD and isinstance(
+        inspect.getattr_static(GatedDeltaNet, "_resolve_cu_seqlens"), staticmethod
+    )
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_bounds_of_a_micro_batch_pass_the_check_of_delta_nets(cp_size: int, tp_size: int) -> None:
+    samples = [Sample(tokens=[1] * n, completion_mask=[False] + [True] * (n - 1), advantage=0.0) for n in (2, 9, 5)]
+    align = Alignment.of_layout(tp_size, cp_size, sequence_parallel=tp_size > 1)
+    batch = collate(samples, range(3), count(samples), align, 0, cp_size, torch.device("cpu"))
+    given = batch.inputs.cu_seqlens
+    checked = GatedDeltaNet._resolve_cu_seqlens(None, given, batch.inputs.packed_ids.shape[1], cp_size=cp_size)
+    assert checked is not None and torch.equal(checked, given) and checked is not given
+    assert bounds(None, given, batch.inputs.packed_ids.shape[1], cp_size=cp_size) is given
 
 
 def test_the_bridge_reads_the_interval_of_full_attention_and_not_the_list_of_layers() -> None:

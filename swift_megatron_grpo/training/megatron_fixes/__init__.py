@@ -10,6 +10,7 @@
     flat_optimizer.py         thousands of small tensors, which the optimizer handles one by one
     linear_attention.py       two gradients of gated delta nets with tensor parallelism
     linear_attention_context.py  context parallelism of gated delta nets
+    sequence_bounds.py        bounds of packed sequences, which gated delta nets read on the host in every layer
     router_bias.py            the expert bias, which moves without a learning rate
     hybrid_optimizer.py       weights that are loaded after --optimizer_cpu_offload has copied them
     moe_aux_losses.py         values of the losses that MoE layers add
