@@ -121,7 +121,7 @@ def switch(loop: Any, part: Any) -> None:
     with part("sync: export and load"):
         engine.load_weights(loop.stages.sync.export(), loop._weights_version, adapter, collect_checksums=False)
     with part("offload the policy"):
-        residency.for_generation()
+        residency.for_generation(engine.memory_to_wake)
     with part("wake cache"):
         engine.wake_cache()
     with part("sleep"):

@@ -133,7 +133,7 @@ core-0.18.2() {
 core-0.19.2() {
     local selected
     mapfile -t selected < <(layouts dense-full-tp2+sp "${moe[@]}")
-    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "$@"
+    other_core 0.19.2 "${seams[@]}" "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "${shapes[@]}" "$@"
 }
 
 if [ -n "$quick" ]; then

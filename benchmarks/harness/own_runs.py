@@ -3,6 +3,7 @@
 two-colocated-MODEL-COMPLETIONS   both GPUs train and generate; with four- all four do
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout; four-: two and two
 dpN-MODEL, tpN-MODEL, ppN-MODEL   a layout of N GPUs, with as many completions for each GPU as dp1-MODEL
+ppN-MODEL-last-M                  the same with M layers on the last stage of the pipeline
 sync-MODEL                        a trainer and a server on another GPU
 NAME-fp8                          vLLM in 8 bits, against NAME
 NAME-epN                          the train phase with the experts of a layer on N GPUs

@@ -230,10 +230,10 @@ def merge_ranks(ranks: Sequence[dict[str, Any]], warm_up: int) -> list[Step]:
 def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
     phases = {phase for rank in ranks for phase in rank["phases"]}
     losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
-    vllm, outside, retries = (
-        [rank[name] for rank in ranks if rank[name] is not None]
-        for name in ("vllm_bytes", "outside_bytes", "allocator_retries")
+    outside, retries = (
+        [rank[name] for rank in ranks if rank[name] is not None] for name in ("outside_bytes", "allocator_retries")
     )
+    vllm = max(ranks, key=lambda rank: max(rank["peak_bytes"].values()))["vllm_bytes"]
     return Step(
         seconds=round(max(rank["seconds"] for rank in ranks), 5),
         phases={
@@ -250,7 +250,7 @@ def _merge_step(ranks: Sequence[dict[str, Any]]) -> Step:
         reserved_gb=round(max(rank["reserved_bytes"] for rank in ranks) / 1e9, 3),
         loss=statistics.fmean(losses),
         grad_norm=ranks[0]["grad_norm"],
-        vllm_gb=round(max(vllm) / 1e9, 3) if vllm else None,
+        vllm_gb=None if vllm is None else round(vllm / 1e9, 3),
         busy_cores=None if ranks[0]["busy_cores"] is None else round(ranks[0]["busy_cores"], 1),
         outside_gb=round(max(outside) / 1e9, 3) if outside else None,
         allocator_retries=max(retries, default=None),

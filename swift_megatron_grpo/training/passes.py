@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,7 +50,9 @@ class Passes:
         self.prompts_repeated = self._share_prompts(settings)  # why, although prompts could be shared on request
         self.settings = replace(settings, share_prompts_from=None) if self.prompts_repeated else settings
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
-        self._stage_shapes = StageShapes(self.config, len(self.models), self._group_size)
+        self._stage_shapes = StageShapes(self.config.hidden_size, len(self.models), self._group_size)
+        if self.parallel.pp_size > 1:
+            self.config.batch_p2p_sync = False  # a wait for the GPU after each exchange, for a race in PyTorch 1
 
     def _share_prompts(self, settings: EngineSettings) -> str | None:
         """Prepare the models to share prompts, or return why they cannot."""
@@ -118,7 +121,7 @@ class Passes:
                 "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
             ),
             nullcontext() if routers is None else routers.installed(),
-            self._stage_shapes.of_pass(self._rows(samples, plan) if position.pp_size > 1 else []),
+            self._stage_shapes.of_pass(partial(self._rows, samples, plan)),
         ):
             results = schedule.run(
                 self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train, routers

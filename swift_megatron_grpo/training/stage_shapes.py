@@ -4,49 +4,67 @@ Packed micro batches differ in length, so Megatron's stages send a shape before 
 the shape on the host. The host can then prepare nothing while the GPU works: packing the next micro batch and launching
 its first kernels come on top of every micro batch, on every stage. All ranks have the plan, so the shapes are known.
 The first pass still exchanges them and compares; later passes rely on the plan if all stages have agreed.
+
+Below megatron-core 0.18 the interleaved schedule frees what it sends before it has waited for the send. Only the wait
+for the GPU in the next exchange of shapes protects the message, so virtual stages go on to exchange there.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from mcore_bridge import ModelConfig
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.pipeline_parallel.schedules import (
+    forward_backward_pipelining_with_interleaving,
+    get_schedule_table,
+)
 
 logger = logging.getLogger(__name__)
 Shape = list[int]
 _NO_TENSOR: Shape = [0, 0, 0]  # as Megatron writes it
 
 
+def sends_end_before_memory_is_freed() -> bool:
+    """Return True if the interleaved schedule waits for a send before it frees the tensor."""
+    wait = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:"
+    return wait in inspect.getsource(forward_backward_pipelining_with_interleaving)
+
+
 class UnplannedShape(RuntimeError):
     """A stage has computed hidden states of another shape than the plan of the step has."""
+
+    def __init__(self, computed: Shape, planned: Shape) -> None:
+        self.difference = f"{computed} where the plan has {planned}"
+        super().__init__(
+            f"a pipeline stage computed a tensor of shape {self.difference}, although the first pass had the planned "
+            "shapes; --pipeline_model_parallel_size 1 works with this model, please report it"
+        )
 
 
 class StageShapes:
     """Provides the shapes of each pass, once they have been compared with those that the stages exchange."""
 
-    def __init__(self, config: ModelConfig, chunks: int, group_size: int) -> None:
-        self._hidden_size = config.hidden_size
+    def __init__(self, hidden_size: int, chunks: int, group_size: int) -> None:
+        self._hidden_size = hidden_size
         self._chunks = chunks  # virtual pipeline stages of this rank
         self._group_size = group_size  # micro batches that the interleaved schedule processes together
         self._group = mpu.get_pipeline_model_parallel_group()
-        self._agreed: bool | None = None  # None: not compared yet
-        if self._group.size() > 1:
-            config.batch_p2p_sync = False  # a wait for the GPU after each exchange, for a race in PyTorch 1
+        # True: later passes rely on the plan. False: all passes exchange. None: the next pass compares.
+        self._agreed = None if chunks == 1 or sends_end_before_memory_is_freed() else False
 
     @contextmanager
-    def of_pass(self, rows: Sequence[int]) -> Iterator[None]:
+    def of_pass(self, rows: Callable[[], Sequence[int]]) -> Iterator[None]:
         """Take the shapes of a pass from the plan. `rows`: of this rank's hidden states, by micro batch."""
         if self._group.size() == 1 or self._agreed is False:
             yield
             return
         planned = PlannedExchanges(
-            [[count, 1, self._hidden_size] for count in rows],
+            [[count, 1, self._hidden_size] for count in rows()],
             self._group.rank(),
             self._group.size(),
             self._chunks,
@@ -60,10 +78,10 @@ class StageShapes:
         with _shapes_from(_exchanged_and_compared(planned, differences)):
             yield
         self._agreed = self._on_all_stages(not differences)
-        if differences:
+        if not self._agreed and torch.distributed.get_rank() == 0:
             logger.warning(
-                "pipeline stages go on to exchange the shape of every tensor, which costs time: the plan of the first "
-                f"pass had other shapes, {differences[0]}"
+                "pipeline stages go on to exchange the shape of every tensor, which costs time: they had "
+                + (differences[0] if differences else "other shapes than the plan on another stage")
             )
 
     def _on_all_stages(self, agreed: bool) -> bool:
@@ -94,10 +112,7 @@ class PlannedExchanges:
         """Return the shapes that one exchange receives from the previous and from the next stage."""
         for sent, planned in ((to_next, self._to_next), (to_previous, self._to_previous)):
             if sent is not None and list(sent.shape) != (expected := next(planned, _NO_TENSOR)):
-                raise UnplannedShape(
-                    f"this pipeline stage has computed a tensor of shape {list(sent.shape)}, but the plan of the step, "
-                    f"by which the other stage receives it, has {expected}"
-                )
+                raise UnplannedShape(list(sent.shape), expected)
         received = next(self._from_previous, _NO_TENSOR) if from_previous else _NO_TENSOR
         return received, next(self._from_next, _NO_TENSOR) if from_next else _NO_TENSOR
 
@@ -117,9 +132,9 @@ def _exchanged_and_compared(planned: PlannedExchanges, differences: list[str]) -
         try:
             expected = planned.shapes(to_next, to_previous, from_previous, from_next)
         except UnplannedShape as error:
-            differences.append(str(error))
+            differences.append(error.difference)
         else:
-            differences.extend([f"{expected} where {received} arrived"] if expected != received else [])
+            differences.extend([f"{received} where the plan has {expected}"] if expected != received else [])
         return received
 
     return shapes

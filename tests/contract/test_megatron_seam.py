@@ -230,3 +230,9 @@ def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_
     table = ["num_microbatches", "num_model_chunks", "microbatch_group_size_per_vp_stage"]
     assert upstream()["schedule_table"] == table
     assert "schedule_table = get_schedule_table(" in upstream()["schedules"]
+
+
+def test_the_interleaved_schedule_frees_what_it_sends_before_the_send_has_ended_below_0_18(core: Version) -> None:
+    """training/stage_shapes.py; once no supported version does, delete sends_end_before_memory_is_freed."""
+    waits = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:" in upstream()["schedules"]
+    assert waits is (core >= Version("0.18"))

@@ -31,6 +31,7 @@ def main(out: str, flags: list[str]) -> None:
         del resident
     offloading = Run(flags, EVERYTHING)
     actual = [offloading.step(seed) for seed in range(STEPS)]
+    decisions = [*offloading.decisions]
     report: dict[str, Any] = {
         "groups": {name: group.nbytes() for name, group in offloading.residency.groups.items()},
         "metrics_equal": [a.metrics == b.metrics for a, b in zip(actual, expected, strict=True)],
@@ -39,8 +40,9 @@ def main(out: str, flags: list[str]) -> None:
         "moved_by_training": len(differing(actual[0], actual[-1])),
         "resident_with_offloading": [step.resident for step in actual],
         "resident_without": [step.resident for step in expected],
-        "decisions": [*offloading.decisions],
-        "short_after_the_sync": offloading.weight_sync_that_takes_the_spare_memory(),
+        "decisions": decisions,
+        "short_after_the_sync": [offloading.weight_sync_that_takes_the_spare_memory() for _ in range(2)],
+        "decisions_of_short_memory": offloading.decisions[len(decisions) :],
     }
     Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
 

@@ -23,10 +23,8 @@ def main(out: str, flags: list[str], wrong: bool) -> None:
         exchanged += 1
         return exchange(*args)
 
-    def of_another_size(*args: Any) -> StageShapes:
-        shapes = StageShapes(*args)
-        shapes._hidden_size += 1
-        return shapes
+    def of_another_size(hidden_size: int, *args: Any) -> StageShapes:
+        return StageShapes(hidden_size + 1, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(P2PCommunicator, "_communicate_shapes", counted)

@@ -59,6 +59,10 @@ def test_an_offloading_decision_is_logged_once(ranks: Ranks) -> None:
 
 @pytest.mark.dist
 def test_more_is_offloaded_if_the_weight_sync_took_what_was_free(ranks: Ranks) -> None:
-    before, after = offloaded(ranks, "full", 0)["short_after_the_sync"]
-    assert before == ["reference policy"]  # no phase between has read it
-    assert sorted(after) == ["gradients", "reference policy"]
+    report = offloaded(ranks, "full", 0)
+    for before, after in report["short_after_the_sync"]:
+        assert before == ["reference policy"]  # no phase between has read it
+        assert sorted(after) == ["gradients", "reference policy"]
+    before_the_sync, after_it = report["decisions_of_short_memory"]  # of the first of the two steps
+    assert before_the_sync.endswith("the trainer offloads reference policy")
+    assert after_it.endswith("the trainer offloads gradients and reference policy")

@@ -1,4 +1,4 @@
-"""Stages of a pipeline exchange shapes in their first pass alone, unless the plan has others."""
+"""Stages of a pipeline exchange shapes in their first pass alone, unless the plan has others or Megatron needs them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.tools.check_layouts import Variant, task
+from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
 from tests.dist.conftest import Ranks
 
 LAYOUTS = {2: ["pp2", "pp2+vpp2"], 4: ["pp4", "tp2+sp+pp2", "pp2+cp2", "pp2+vpp2+dp2+tokens64"]}
@@ -35,9 +36,10 @@ def run_layouts(ranks: Ranks, number: int) -> None:
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
 def test_shapes_are_exchanged_in_the_first_pass_alone(ranks: Ranks, number: int, layout: str) -> None:
+    needed = "vpp2" in layout and not sends_end_before_memory_is_freed()
     for report in reports(ranks, number, layout, wrong=False):
         first, *others = report["exchanged"]
-        assert first > 0 and others == [0, 0]
+        assert first > 0 and (all(count > 0 for count in others) if needed else others == [0, 0])
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)

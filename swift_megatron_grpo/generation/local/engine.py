@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -54,7 +54,7 @@ logger = get_logger()
 
 GIB = 2**30
 _STEPS_TO_DRAIN = 8  # vLLM keeps two batches in flight at most
-_WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # vLLM's tags of what sleeps; it wakes everything else with the weights
+_WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # tags of vLLM's allocations
 _AWAKE, _ASLEEP = frozenset[str](), frozenset({_WEIGHTS, _KV_CACHE})
 
 
@@ -90,17 +90,10 @@ class LocalVllm:
 
     @property
     def memory_to_wake(self) -> int:
-        """Weights and KV cache that sleep, as vLLM's allocator counts them, plus activations.
-
-        Activations get what --vllm_gpu_memory_utilization leaves: at least 1 GiB, and at most 4 GiB because
-        --vllm_engine_kwargs may set the size of the cache independently.
-        """
         if not self._asleep:
             return 0
-        allocator = CuMemAllocator.get_instance()
-        pool: int = allocator.get_current_usage()
-        awake = 0 if _WEIGHTS in self._asleep else pool - _pool_of(_KV_CACHE, allocator)
-        return pool - awake + min(max(_share_of_gpu(self._memory_share) - pool, GIB), 4 * GIB)
+        pool = [(data.tag, data.handle[1]) for data in CuMemAllocator.get_instance().pointer_to_data.values()]
+        return bytes_to_wake(pool, self._asleep, _share_of_gpu(self._memory_share))
 
     @property
     def is_new(self) -> bool:
@@ -230,8 +223,16 @@ def _keep_memory_cache() -> Iterator[None]:
 def _do_nothing() -> None: ...
 
 
-def _pool_of(tag: str, allocator: CuMemAllocator) -> int:
-    return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.tag == tag)
+def bytes_to_wake(pool: Sequence[tuple[str, int]], asleep: Container[str], share: int) -> int:
+    """Return what sleeps of vLLM's pool, tags and bytes of its allocations, plus activations.
+
+    Activations get what --vllm_gpu_memory_utilization, a share of so many bytes, leaves: at least 1 GiB, and at most 4
+    GiB because --vllm_engine_kwargs may set the size of the cache independently. Whatever is not the KV cache wakes
+    with the weights.
+    """
+    total = sum(size for _, size in pool)
+    sleeping = total if _WEIGHTS in asleep else sum(size for tag, size in pool if tag == _KV_CACHE)
+    return sleeping + min(max(share - total, GIB), 4 * GIB)
 
 
 def memory_to_start(config: VllmConfig) -> int:

@@ -30,7 +30,7 @@ from megatron.core.utils import get_model_config
 
 def unmark_gathered_projections(models: Iterable[torch.nn.Module]) -> None:
     """Remove the mark from the weights that see all tokens, and leave that of out_norm."""
-    for net in _delta_nets(models):
+    for net in delta_nets(models):
         if (
             not net.config.linear_decoupled_in_proj
         ):  # otherwise the norm is a module of the layer, and its mark is right
@@ -49,11 +49,12 @@ def finalize_gradients(models: Sequence[torch.nn.Module], *args: Any, **options:
     config = get_model_config(models[0])
     if config.experimental_attention_variant != "gated_delta_net" or mpu.get_tensor_model_parallel_world_size() == 1:
         return
-    for net in _delta_nets(models):
+    for net in delta_nets(models):
         weight = net.out_norm.weight
         if weight.requires_grad and not config.sequence_parallel:
             dist.all_reduce(weight.main_grad, group=mpu.get_tensor_model_parallel_group())
 
 
-def _delta_nets(models: Iterable[torch.nn.Module]) -> list[GatedDeltaNet]:
+def delta_nets(models: Iterable[torch.nn.Module]) -> list[GatedDeltaNet]:
+    """Return the gated delta nets of these models."""
     return [module for model in models for module in model.modules() if isinstance(module, GatedDeltaNet)]

@@ -3,7 +3,7 @@
 Upstream, in mcore-bridge 1.6.5: each delta net checks that the bounds begin at 0, end at the last token and suit the
 context-parallel ranks. The check waits for the GPU twice in each layer. It also returns a new view of the bounds, and
 the kernels, which cache what they derive from bounds by identity, read the lengths again in each layer: a third wait.
-The host cannot launch kernels ahead of the GPU.
+The host cannot launch kernels ahead of the GPU. (With context parallelism it waits twice for each sequence as well.)
 
 Bounds of packing/collate.py pass the check by construction. Fix: return them as they are.
 
@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from mcore_bridge.model.modules import GatedDeltaNet
+
+from swift_megatron_grpo.training.megatron_fixes.linear_attention import delta_nets
 
 
 def leave_bounds_unread(models: Iterable[torch.nn.Module]) -> None:
     """Replace the check of all gated delta nets in these models."""
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, GatedDeltaNet):
-                module._resolve_cu_seqlens = bounds
+    for net in delta_nets(models):
+        net._resolve_cu_seqlens = bounds
 
 
 def bounds(padded: torch.Tensor | None, actual: torch.Tensor, total: int, cp_size: int = 1) -> torch.Tensor:

@@ -84,6 +84,7 @@ class Residency:
             *(self._policy if config.offload_model else []),
         ]
         self._chosen: set[str] | None = None  # names of the groups to offload, by the last decision
+        self._logged: dict[str, set[str]] = {}  # the same as it was logged last, by the moment of the decision
         self._reference_fits_training: bool | None = None
         self._spare_in_training: int | None = None  # with the reference on the GPU; the least since the last decision
         for inner in storages.torch_optimizers(optimizer):
@@ -101,7 +102,7 @@ class Residency:
         """
         gather_parameters(self._models)
         self._decide_about_training()
-        self._decide_what_to_offload(needed)
+        self._decide_what_to_offload(needed, "before the weight sync")
         self._offload([group for group in self._movable if group not in self._policy])
 
     def for_weight_sync(self) -> None:
@@ -116,7 +117,7 @@ class Residency:
         and torch's allocator may still cache it.
         """
         self._offload(self._movable)
-        self._decide_what_to_offload(needed)
+        self._decide_what_to_offload(needed, "after the weight sync")
         self._offload(self._movable)
 
     def for_inference(self) -> None:
@@ -174,7 +175,7 @@ class Residency:
             action = "stays on the GPU" if fits else "is offloaded"
             self._log(f"the reference policy {action} in training: next to it {max(spare, 0) / GIB:.1f} GiB are free")
 
-    def _decide_what_to_offload(self, needed: int) -> None:
+    def _decide_what_to_offload(self, needed: int, moment: str) -> None:
         free = self._free_memory()
         if free < needed:
             _release_unused_memory()  # activations of the last step
@@ -184,9 +185,10 @@ class Residency:
         )
         added = groups_to_offload(needed - free, sizes)
         chosen = {group.name for group in self._movable if group.is_offloaded} | set(added)
-        if needed and self._movable and chosen != self._chosen:
+        if needed and self._movable and chosen != self._logged.get(moment, self._chosen):
             missing = needed - free - sum(sizes[name] for name in added)
             self._log(_message(needed, free, sorted(chosen), missing))
+            self._logged[moment] = chosen
         self._chosen = chosen
 
 
