@@ -105,7 +105,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         add("--warm-up", type=int, default=1, help="first steps of each process that are not counted")
         add("--rounds", type=int, default=2, help="times that compared settings are measured")
         add("--profile", action="store_true",
-            help="also write the kernels of one more step, by time, to kernels.txt beside the log")  # fmt: skip
+            help="also write the kernels of one more step, by time, to kernels.RANK.txt beside the log")  # fmt: skip
         add("--memory-cap-gb", type=float, help="limit of PyTorch's allocator on each GPU, for both trainers")
         add("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="precision of the weights")
         add("--flags", default="", help="further flags of `megatron rlhf` for both trainers, as one quoted string")

@@ -243,7 +243,7 @@ colocated_sync() {
 
 # layout_of_8b NAME SETTING FLAG...      the digit in NAME is the number of GPUs
 layout_of_8b() {
-    bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours "$2" --rounds 1 \
+    bench train "$1" 8b "${fixed[@]}" --completions $((64 * ${1:2:1})) --ours $2 --rounds 1 --profile \
         --goal "cost per token within 5 %" --flags "${lora[*]} ${*:3}"
 }
 
@@ -483,9 +483,10 @@ group() {
             layout_of_8b "$1" "${1%%-*}+sp+tokens$((${1:2:1} * tokens_layout))" ;;
         pp2-8b-lora | pp4-8b-lora)
             layout_of_8b "$1" "${1%%-*}+tokens$((tokens_layout / ${1:2:1}))" ;;
-        # 10 layers on each of the first three stages and 6 on the last one, which has the output layer.
+        # 10 layers on each of the first three stages and 6 on the last one, which has the output layer. A pipeline of
+        # more micro batches waits less at its ends; products of larger ones are faster.
         pp4-8b-lora-last-6)
-            layout_of_8b "$1" pp4+tokens$((tokens_layout / 4)) \
+            layout_of_8b "$1" "pp4+tokens$((tokens_layout / 4)) pp4+tokens$((tokens_layout / 2))" \
                 --decoder_last_pipeline_num_layers "$([ -n "${DRY:-}" ] && echo 1 || echo 6)" ;;
         # The image part is frozen, as in ms-swift's defaults.
         vl-qwen2.5)

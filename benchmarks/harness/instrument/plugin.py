@@ -85,7 +85,7 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
 
     def measured(self: Any, data_iterator: Any) -> Any:
         if len(CLOCK.steps) == JOB.profiled_step:
-            return profiled(Path(JOB.folder), lambda: train_step(self, data_iterator))
+            return profiled(Path(JOB.folder, f"kernels.{get_rank()}.txt"), lambda: train_step(self, data_iterator))
         if not CLOCK.steps:
             config = self.unwrapped_models[0].config
             CLOCK.time_method(self.optimizer, "step", "optimizer")
@@ -101,7 +101,7 @@ def measure_steps(trainer_class: type[BaseMegatronTrainer]) -> None:
     trainer_class.train_step = measured
 
 
-def profiled(folder: Path, run: Callable[[], Any]) -> Any:
+def profiled(file: Path, run: Callable[[], Any]) -> Any:
     """Return what `run` returns, and write the kernels that it runs, the longest first."""
     activity = ProfilerActivity.CUDA if torch.cuda.is_available() else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
@@ -109,7 +109,7 @@ def profiled(folder: Path, run: Callable[[], Any]) -> Any:
     table = profiler.key_averages().table(
         sort_by=f"self_{activity.name.lower()}_time_total", row_limit=80, max_name_column_width=120
     )
-    (folder / "kernels.txt").write_text(table)
+    file.write_text(table)
     return result
 
 
