@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Full-parameter GRPO of a mixture-of-experts model, with vLLM in the training processes. Measured on four H200 with this
-# layout and budget: a step of 128 completions of 512 tokens takes 10 s.
+# layout and budget, and a smaller cache of vLLM: a step of 128 completions of 512 tokens takes 10 s.
 #   MODEL=Qwen/Qwen3-30B-A3B-Instruct-2507 DATASET=data.jsonl OUTPUT=output templates/moe_full.sh [flags]
 # Given flags override those below. DATASET: one JSON object per line, with `messages` and the columns that the reward
 # functions read (`solution` for accuracy).

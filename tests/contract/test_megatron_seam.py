@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
+from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
 from tests.contract.interpreter import result_of
 
 
@@ -233,6 +234,5 @@ def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_
 
 
 def test_the_interleaved_schedule_frees_what_it_sends_before_the_send_has_ended_below_0_18(core: Version) -> None:
-    """training/stage_shapes.py; once no supported version does, delete sends_end_before_memory_is_freed."""
-    waits = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:" in upstream()["schedules"]
-    assert waits is (core >= Version("0.18"))
+    """Once no supported version does, delete sends_end_before_memory_is_freed."""
+    assert sends_end_before_memory_is_freed() is (core >= Version("0.18"))

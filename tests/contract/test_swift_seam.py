@@ -244,10 +244,10 @@ def test_the_engine_encodes_prompts_and_makes_sampling_parameters() -> None:
 
 
 def test_vllms_allocator_counts_memory_while_asleep_and_empties_torchs_cache() -> None:
-    """generation/local/engine.py reads how much memory a sleeping engine will allocate when it wakes up."""
-    assert "for ptr, data in self.pointer_to_data.items()" in upstream()["get_current_usage"]
-    assert "asleep" not in upstream()["get_current_usage"]
-    assert "data.tag in tags" in upstream()["cumem_wake_up"]
+    """generation/local/engine.py reads tags and sizes of what a sleeping engine will allocate when it wakes up."""
+    usage = upstream()["get_current_usage"]
+    assert "for ptr, data in self.pointer_to_data.items()" in usage and "sum_bytes += handle[1]" in usage
+    assert ".pop(" not in upstream()["cumem_sleep"] and "data.tag in tags" in upstream()["cumem_wake_up"]
     # torch.cuda below vLLM 0.33, torch.accelerator from there on; engine.py replaces both while it switches
     assert re.search(r"torch\.(cuda|accelerator)\.empty_cache\(\)", upstream()["cumem_sleep"])
 

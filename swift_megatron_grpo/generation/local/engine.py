@@ -55,7 +55,7 @@ logger = get_logger()
 GIB = 2**30
 _STEPS_TO_DRAIN = 8  # vLLM keeps two batches in flight at most
 _WEIGHTS, _KV_CACHE = "weights", "kv_cache"  # tags of vLLM's allocations
-_AWAKE, _ASLEEP = frozenset[str](), frozenset({_WEIGHTS, _KV_CACHE})
+_ASLEEP = frozenset({_WEIGHTS, _KV_CACHE})
 
 
 class LocalVllm:
@@ -77,7 +77,7 @@ class LocalVllm:
                 f"{current_platform.device_name} platform has no device memory to release"
             )
             self._sleep_level = 0
-        self._asleep: frozenset[str] = _AWAKE
+        self._asleep = frozenset[str]()
         self._engine = _build(config, template, self._sleep_level > 0, seed=config.seed + group)
         self._name = f"engine {group}"
         model = self._engine.inner_model

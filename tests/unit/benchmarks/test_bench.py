@@ -211,8 +211,8 @@ def test_ranks_are_merged_into_steps_without_the_warm_up() -> None:
     assert merged.peak_gb == {"forward_backward": 3.0, "other": 1.0} and merged.reserved_gb == 2.0
     assert merged.loss == 0.25 and merged.grad_norm == 2.0  # only the last pipeline stage has the loss
     assert merged.vllm_gb is None and merged.outside_gb is None and merged.allocator_retries == 3
-    (merged,) = merge_ranks([rank(1.0, 0.25, 42 * 10**9), rank(1.0, 0.25, 41 * 10**9)], warm_up=1)
-    assert merged.vllm_gb == 42.0 and merged.outside_gb == 1.0
+    (merged,) = merge_ranks([rank(1.0, 0.25, 42 * 10**9), rank(3.0, 0.25, 41 * 10**9)], warm_up=1)
+    assert merged.vllm_gb == 41.0 and merged.outside_gb == 3.0  # vLLM's of the rank with the highest peak
 
 
 def test_memory_of_vllm_is_what_its_segments_hold() -> None:
