@@ -19,7 +19,7 @@ DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
 EXPERTS_SHARE = 0.37  # the same with mixtures of experts, as measured with 64 experts of 4.5B and --fast_kernels
 ADAPTED_EXPERTS_SHARE = 0.22  # the same with an adapter on each of 128 experts, as measured with 30B-A3B
 DELTA_NETS_SHARE = 0.37  # the same with gated delta nets in three of four layers, as measured with 2B
-ADAPTED_DELTA_NETS_SHARE = 0.27
+ADAPTED_DELTA_NETS_SHARE = 0.30
 BANDWIDTH_SHARE = 0.6  # of peak bandwidth while vLLM generates
 SECONDS_PER_TOKEN = 0.0025  # of vLLM's scheduler and launches, for one step of all sequences
 
@@ -57,8 +57,10 @@ def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:
 
 
 def _share(decoder: Decoder, passes: Passes) -> float:
+    """Return the share of peak FLOPs. Experts and delta nets in one model lower it by both factors."""
+    share = DENSE_SHARE
     if decoder.expert_layers:
-        return ADAPTED_EXPERTS_SHARE if passes.trains_adapters else EXPERTS_SHARE
+        share *= (ADAPTED_EXPERTS_SHARE if passes.trains_adapters else EXPERTS_SHARE) / DENSE_SHARE
     if decoder.delta_layers:
-        return ADAPTED_DELTA_NETS_SHARE if passes.trains_adapters else DELTA_NETS_SHARE
-    return DENSE_SHARE
+        share *= (ADAPTED_DELTA_NETS_SHARE if passes.trains_adapters else DELTA_NETS_SHARE) / DENSE_SHARE
+    return share

@@ -17,9 +17,9 @@ from swift_megatron_grpo.planning.throughput import seconds_of_training
 from swift_megatron_grpo.planning.work import Passes, work_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks"
-MEMORY_BOUND = 0.05  # the goal is 0.1; worst seen: 0.043
-TIME_FACTOR = 1.3  # seen: 0.82 to 1.25
-LAYOUT_BOUND = 0.12  # worst seen: 0.096
+MEMORY_BOUND = 0.05  # the goal is 0.1; worst seen: 0.046
+TIME_FACTOR = 1.3  # seen: 0.81 to 1.27
+LAYOUT_BOUND = 0.12  # worst seen: 0.107
 
 
 def measured(kind: str, *families: str) -> Iterator[Any]:
@@ -42,7 +42,7 @@ def family(shape: Shape) -> str:
     return "text" if shape.delta_nets is None else "delta nets"
 
 
-@pytest.mark.parametrize(("run", "process"), list(measured("train", "text")))
+@pytest.mark.parametrize(("run", "process"), list(measured("train", "text", "delta nets")))
 def test_the_planned_peak_is_near_the_measured_one(run: Run, process: Process) -> None:
     # measured: PyTorch's memory alone
     expected = max(rank.phases["train"] - rank.outside for rank in planned(run, process).memory(run.device)) / 1e9
@@ -71,7 +71,9 @@ def test_the_whole_peak_beside_a_vllm_that_sleeps_is_near_the_measured_one(run: 
     assert abs(expected / peak - 1) < MEMORY_BOUND, f"planned {expected:.1f} GB, measured {peak:.1f} GB"
 
 
-@pytest.mark.parametrize(("run", "process"), [*measured("train", "text"), *measured("step", "delta nets")])
+@pytest.mark.parametrize(
+    ("run", "process"), [*measured("train", "text", "delta nets"), *measured("step", "delta nets")]
+)
 def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Process) -> None:
     """The guess is for long micro batches: settings by count and of short sequences are left out."""
     budget = flag(process.flags, "max_tokens_per_micro_batch")
@@ -89,6 +91,8 @@ def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Proc
         ("h100/dp1-8b-lora-h100", "h100/pp2-8b-lora-h100"),
         ("h100/dp1-8b-lora-h100", "h100/tp2-8b-lora-h100"),
         ("h200/dp4-8b-lora", "h200/tp4-8b-lora"),
+        ("h200/dp4-8b-lora", "h200/pp4-8b-lora"),
+        ("h200/dp4-8b-lora", "h200/pp4-8b-lora-last-6"),
     ],
 )
 def test_a_split_model_is_guessed_as_well_as_a_whole_one(whole: str, split: str) -> None:
