@@ -9,6 +9,7 @@ bench_dispatch.py           tokens on their way to the experts of other GPUs and
 bench_server.py             generation behind a rollout server and in the training process, in turns on one device
 bench_generation.py         generation with other settings of vLLM: quantized weights, prefix caching, cascade
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
+gpu_tests.py                tests of tests/gpu, with a record of what ran where
 random_routers.py           loads of experts whose routers have random weights
 simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
 simulate_split.py           the share of GPUs for servers, against colocation

@@ -41,17 +41,22 @@ SOME_IDS = 200  # every vocabulary has as many
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Arguments of vLLM's engine, and variables of its process."""
+    """Arguments of vLLM's engine, of its compilation, and variables of its process."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, str] = field(default_factory=dict)
+    compilation: dict[str, Any] = field(default_factory=dict)
 
+
+GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # without torch.compile, as in most runs of bench.py
 
 VARIANTS = {
     "default": Variant(),
     "fp8_per_tensor": Variant({"quantization": "fp8_per_tensor"}),
     "fp8_per_channel": Variant({"quantization": "fp8_per_channel"}),
     "fp8_per_block": Variant({"quantization": "fp8_per_block"}),
+    "graphs_alone": Variant(compilation=GRAPHS_ALONE),
+    "fp8_graphs_alone": Variant({"quantization": "fp8_per_channel"}, compilation=GRAPHS_ALONE),
     "no_prefix_caching": Variant({"enable_prefix_caching": False}),
     # vLLM's second model runner has no cascade attention, so the first one is measured with it and without.
     "first_runner": Variant(environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
@@ -106,11 +111,13 @@ def generate(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
 
     speed_up_logprobs()
+    variant = VARIANTS[args.only]
     settings = {"max_model_len": args.prompt_tokens + args.tokens, "max_num_seqs": args.completions, "seed": 0,
                 "gpu_memory_utilization": args.memory, "enforce_eager": args.eager, "load_format": "dummy",
                 "dtype": args.dtype, "disable_log_stats": True,
-                "compilation_config": {"cudagraph_capture_sizes": graph_sizes(args.completions)}}  # fmt: skip
-    llm = LLM(str(model), **settings, **VARIANTS[args.only].engine)
+                "compilation_config": {"cudagraph_capture_sizes": graph_sizes(args.completions),
+                                       **variant.compilation}}  # fmt: skip
+    llm = LLM(str(model), **settings, **variant.engine)
     speed_up_decoding(llm.llm_engine)
     rounds = iter(range(10**9))
 

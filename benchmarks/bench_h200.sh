@@ -4,15 +4,16 @@
 #   benchmarks/bench_h200.sh GROUP...
 #       groups on 1 GPU: fixed fixed-4b long-0.6b long-1.7b long-4b memory memory-0.6b memory-1.7b step-equal step-best
 #                        held-out held-out-trl step-lora-8b step-lora-8b-fp8 step-lora-8b-verl step-adapter-8b
-#                        step-lora-30b step-lora-30b-fp8 colocated-sync-8b colocated-sync-8b-fp8
+#                        step-lora-30b step-lora-30b-fp8 step-lora-30b-compiled step-lora-30b-compiled-fp8
+#                        colocated-sync-8b colocated-sync-8b-fp8
 #                        step-verl (this and step-lora-8b-verl with verl 0.9.1, Ray and what else verl requires)
 #                        qwen3.5 qwen3.5-lora qwen3.5-step qwen3.5-step-lora
 #                        vl-qwen2.5 vl-qwen2.5-lora vl-qwen3 vl-qwen3-lora lora-8b lora-14b moe moe-even moe-step
 #                        moe-30b-lora moe-30b-lora-even
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
-#                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-long
-#                        generation-attention-1.7b generation-attention-8b
-#                        gpu-tests-NAME (pytest on tests/gpu/test_NAME.py)
+#                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-30b-64
+#                        generation-long generation-attention-1.7b generation-attention-8b
+#                        gpu-tests-NAME (tests/gpu/test_NAME.py, by benchmarks/gpu_tests.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #                         moe-30b-lora-even-ep2 moe-35b-lora-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
@@ -96,6 +97,7 @@ eager="--vllm_enforce_eager true --vllm_gpu_memory_utilization 0.1 --vllm_engine
 # FlashInfer, whose prefill of delta nets vLLM prefers on Hopper, compiles it for five minutes on 32 cores.
 decoding='"compilation_config":{"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[8,16,64,128]}'
 decoding+=',"gdn_prefill_backend":"triton"'
+compiled='"compilation_config":{"cudagraph_capture_sizes":[8,16,64,128]},"gdn_prefill_backend":"triton"'
 graphs="--vllm_gpu_memory_utilization 0.3 --vllm_engine_kwargs"
 if [ -n "${EAGER:-}" ]; then decoding='"gdn_prefill_backend":"triton"' graphs="--vllm_enforce_eager true $graphs"; fi
 dummy='"load_format":"dummy"' # the first weight sync brings the weights
@@ -385,6 +387,11 @@ group() {
             step_30b step-lora-30b tokens12288 64 "--offload_model true" ;;
         step-lora-30b-fp8)
             step_30b step-lora-30b-fp8 tokens12288 64 "${fp8[*]}" ;;
+        # With torch.compile, vLLM's default, which takes a minute of the start.
+        step-lora-30b-compiled)
+            decoding=$compiled step_30b step-lora-30b-compiled tokens12288 64 "--offload_model true" ;;
+        step-lora-30b-compiled-fp8)
+            decoding=$compiled step_30b step-lora-30b-compiled-fp8 tokens12288 64 "${fp8[*]}" ;;
         step-lora-30b-ep2)
             step_30b_ep2 step-lora-30b-ep2 "" ;;
         step-lora-30b-ep2-fp8)
@@ -572,6 +579,11 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
         generation-30b)
             part generation-30b bench_generation --shape 30b-qwen3-moe --variants default fp8_per_channel --rounds 2 \
                 --memory 0.95 --profile ;;
+        # As many completions as in step-lora-30b, whose routers send most tokens to a few experts; vLLM's own random
+        # weights do not.
+        generation-30b-64)
+            part generation-30b-64 bench_generation --shape 30b-qwen3-moe --completions 64 --rounds 2 --memory 0.95 \
+                --variants graphs_alone fp8_graphs_alone default fp8_per_channel ;;
         generation-long)
             part generation-long bench_generation --shape 1.7b --prompt-tokens 4096 --group-size 16 --tokens 256 \
                 --variants default no_prefix_caching first_runner cascade --rounds 2 ;;
@@ -579,7 +591,7 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
             part "$1" bench_generation --shape "${1##*-}" --rounds 2 --timeout 300 --profile \
                 --variants default triton_attention one_split flashinfer flash_attention_2 ;;
         gpu-tests-*)
-            "$python" -m pytest -q -x -p no:cacheprovider -m gpu "tests/gpu/test_${1#gpu-tests-}.py" ;;
+            "$python" -m benchmarks.gpu_tests --json "$out/parts/tests-${1#gpu-tests-}.json" "${1#gpu-tests-}" -- -q ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;

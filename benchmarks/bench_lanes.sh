@@ -32,7 +32,7 @@ run_in_turn() { # run_in_turn GPU[/CORES] GROUP[@SECONDS]...
         # to the whole group.
         DEADLINE=$limit timeout $((limit + 60)) "${pinned[@]}" "$here/bench_h200.sh" "$group" >"$logs/$group.log" 2>&1 ||
             echo "== $group failed"
-        grep -E '^(ours|stock|trl|verl|each|equal|==|in_process|server|default|fp8|no_prefix|first|cascade|[0-9]+ passed) ' \
+        grep -E '^(ours|stock|trl|verl|each|equal|==|in_process|server|default|fp8[a-z_]*|graphs_alone|no_prefix|first|cascade|[0-9]+ passed) ' \
             "$logs/$group.log" || true
     done
 }
