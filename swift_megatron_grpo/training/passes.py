@@ -121,7 +121,7 @@ class Passes:
                 "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
             ),
             nullcontext() if routers is None else routers.installed(),
-            self._stage_shapes.of_pass(partial(self._rows, samples, plan)),
+            self._stage_shapes.of_pass(partial(self._rows, samples, plan), train),
         ):
             results = schedule.run(
                 self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train, routers

@@ -3,7 +3,8 @@
 Packed micro batches differ in length, so Megatron's stages send a shape before every tensor, wait for the GPU and read
 the shape on the host. The host can then prepare nothing while the GPU works: packing the next micro batch and launching
 its first kernels come on top of every micro batch, on every stage. All ranks have the plan, so the shapes are known.
-The first pass still exchanges them and compares; later passes rely on the plan if all stages have agreed.
+The first pass forward and the first one with backward still exchange them and compare; later passes of the same kind
+rely on the plan if all stages have agreed.
 
 Below megatron-core 0.18 the interleaved schedule frees what it sends before it has waited for the send. Only the wait
 for the GPU in the next exchange of shapes protects the message, so virtual stages go on to exchange there.
@@ -41,13 +42,16 @@ class UnplannedShape(RuntimeError):
     def __init__(self, computed: Shape, planned: Shape) -> None:
         self.difference = f"{computed} where the plan has {planned}"
         super().__init__(
-            f"a pipeline stage computed a tensor of shape {self.difference}, although the first pass had the planned "
-            "shapes; --pipeline_model_parallel_size 1 works with this model, please report it"
+            f"a pipeline stage computed a tensor of shape {self.difference}, although the first pass of its kind had "
+            "the planned shapes; --pipeline_model_parallel_size 1 works with this model, please report it"
         )
 
 
 class StageShapes:
-    """Provides the shapes of each pass, once they have been compared with those that the stages exchange."""
+    """Provides the shapes of each pass, once they have been compared with those that the stages exchange.
+
+    Passes with backward are compared by themselves: a forward pass shows no gradient's shape.
+    """
 
     def __init__(self, hidden_size: int, chunks: int, group_size: int) -> None:
         self._hidden_size = hidden_size
@@ -55,12 +59,17 @@ class StageShapes:
         self._group_size = group_size  # micro batches that the interleaved schedule processes together
         self._group = mpu.get_pipeline_model_parallel_group()
         # True: later passes rely on the plan. False: all passes exchange. None: the next pass compares.
-        self._agreed = None if chunks == 1 or sends_end_before_memory_is_freed() else False
+        at_first = None if chunks == 1 or sends_end_before_memory_is_freed() else False
+        self._agreed: dict[bool, bool | None] = {False: at_first, True: at_first}  # by whether passes have backward
 
     @contextmanager
-    def of_pass(self, rows: Callable[[], Sequence[int]]) -> Iterator[None]:
-        """Take the shapes of a pass from the plan. `rows`: of this rank's hidden states, by micro batch."""
-        if self._group.size() == 1 or self._agreed is False:
+    def of_pass(self, rows: Callable[[], Sequence[int]], train: bool) -> Iterator[None]:
+        """Take the shapes of a pass, with `train` also backward, from the plan.
+
+        `rows`: of this rank's hidden states [rows, 1, hidden size], by micro batch. Their gradients have the same.
+        """
+        agreed = self._agreed[train]
+        if self._group.size() == 1 or agreed is False:
             yield
             return
         planned = PlannedExchanges(
@@ -70,24 +79,29 @@ class StageShapes:
             self._chunks,
             self._group_size,
         )
-        if self._agreed:
+        if agreed:
             with _shapes_from(planned.shapes):
                 yield
             return
         differences: list[str] = []
         with _shapes_from(_exchanged_and_compared(planned, differences)):
             yield
-        self._agreed = self._on_all_stages(not differences)
-        if not self._agreed and torch.distributed.get_rank() == 0:
+        first = self._first_stage_where(bool(differences))
+        self._agreed[train] = first is None
+        if first == self._group.rank():  # one rank of each pipeline, since those of other pipelines may agree
             logger.warning(
-                "pipeline stages go on to exchange the shape of every tensor, which costs time: they had "
-                + (differences[0] if differences else "other shapes than the plan on another stage")
+                f"the pipeline of rank {torch.distributed.get_rank()} goes on to exchange the shape of every tensor "
+                f"in {'training passes' if train else 'log-prob passes'}, which costs time: this rank had "
+                f"{differences[0]}"
             )
 
-    def _on_all_stages(self, agreed: bool) -> bool:
-        vote = torch.tensor(int(agreed), device=torch.device(torch.cuda.current_device()))
-        torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        return bool(vote.item())
+    def _first_stage_where(self, condition: bool) -> int | None:
+        """Return the first stage of this pipeline on which the condition holds; None: it holds on none."""
+        stage, stages = self._group.rank(), self._group.size()
+        lowest = torch.tensor(stage if condition else stages, device=torch.device(torch.cuda.current_device()))
+        torch.distributed.all_reduce(lowest, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        first = int(lowest.item())
+        return None if first == stages else first
 
 
 class PlannedExchanges:

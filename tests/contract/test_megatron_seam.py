@@ -222,7 +222,7 @@ def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
 
 
 def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_for_the_gpu() -> None:
-    """training/stage_shapes.py replaces the method, and switches the wait off."""
+    """training/stage_shapes.py replaces the method; training/passes.py switches off the wait after each tensor."""
     exchanged = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
     assert upstream()["communicate_shapes"] == exchanged
     compact = "".join(upstream()["communicate"].split())

@@ -1,43 +1,60 @@
-"""Passes of a pipeline, with the number of shapes that its stages exchange in each."""
+"""Passes of a pipeline, with the number of shapes that its stages exchange and of waits for the GPU in each."""
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from megatron.core import mpu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.training import passes
+from swift_megatron_grpo.training import passes, stage_shapes
 from swift_megatron_grpo.training.stage_shapes import StageShapes
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 
-def main(out: str, flags: list[str], wrong: bool) -> None:
-    """Run a forward pass and two steps; `wrong`: the plan has another hidden size than the model."""
-    exchange, exchanged = P2PCommunicator._communicate_shapes, 0
+def main(out: str, flags: list[str], train: list[bool], wrong: bool) -> None:
+    """Run passes forward or, with `train`, also backward.
 
-    def counted(*args: Any) -> Any:
-        nonlocal exchanged
-        exchanged += 1
-        return exchange(*args)
+    `wrong`: the plan of the last rank alone has another hidden size than the model.
+    """
+    calls, warnings = Counter[str](), list[str]()
 
-    def of_another_size(hidden_size: int, *args: Any) -> StageShapes:
-        return StageShapes(hidden_size + 1, *args)
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(P2PCommunicator, "_communicate_shapes", counted)
+        exchange, wait = P2PCommunicator._communicate_shapes, torch.cuda.synchronize
+        patch.setattr(P2PCommunicator, "_communicate_shapes", counted("exchanged", exchange))
+        patch.setattr(torch.cuda, "synchronize", counted("waits", wait))
+        patch.setattr(stage_shapes.logger, "warning", warnings.append)
         if wrong:
-            patch.setattr(passes, "StageShapes", of_another_size)
+            patch.setattr(passes, "StageShapes", wrong_on_the_last_rank)
         trainer = make_trainer(flags)
-        engine, counts = trainer.build_engine(), [0]
-        engine.infer(fixed_samples(trainer.config.padded_vocab_size, 16, seed=1))
-        counts.append(exchanged)
-        metrics = []
-        for seed in (2, 3):
-            samples = fixed_samples(trainer.config.padded_vocab_size, 16, seed, policies_given=True)
-            metrics.append(engine.train_step(samples, make_loss()))
-            counts.append(exchanged)
-    by_pass = [after - before for before, after in itertools.pairwise(counts)]
-    write_report(out, {"exchanged": by_pass, "steps": [[step["loss"], step["grad_norm"]] for step in metrics]})
+        engine, by_pass, steps = trainer.build_engine(), list[Counter[str]](), []
+        for seed, backward in enumerate(train, start=1):
+            samples = fixed_samples(trainer.config.padded_vocab_size, 16, seed, policies_given=backward)
+            calls.clear()
+            if backward:
+                step = engine.train_step(samples, make_loss())
+                steps.append([step["loss"], step["grad_norm"]])
+            else:
+                engine.infer(samples)
+            by_pass.append(calls.copy())
+    report = {name: [counts[name] for counts in by_pass] for name in ("exchanged", "waits")}
+    pipeline = torch.distributed.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
+    sync = engine.passes.config.batch_p2p_sync
+    write_report(out, {**report, "steps": steps, "warnings": warnings, "pipeline": pipeline, "batch_p2p_sync": sync})
+
+
+def wrong_on_the_last_rank(hidden_size: int, *args: Any) -> StageShapes:
+    is_last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+    return StageShapes(hidden_size + is_last, *args)

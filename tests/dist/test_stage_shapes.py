@@ -1,7 +1,9 @@
-"""Stages of a pipeline exchange shapes in their first pass alone, unless the plan has others or Megatron needs them."""
+"""Stages exchange shapes in the first pass of a kind alone, unless the plan has others or Megatron needs them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import pytest
@@ -12,41 +14,98 @@ from tests.dist.conftest import Ranks
 
 LAYOUTS = {2: ["pp2", "pp2+vpp2"], 4: ["pp4", "tp2+sp+pp2", "pp2+cp2", "pp2+vpp2+dp2+tokens64"]}
 CASES = [(ranks, layout) for ranks, layouts in LAYOUTS.items() for layout in layouts]
+TRAIN_FIRST = [(ranks, f"pp{ranks}") for ranks in LAYOUTS]
 pytestmark = pytest.mark.dist
 
 
-def reports(ranks: Ranks, number: int, layout: str, wrong: bool) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Run:
+    """Arguments of tests/dist/stage_shapes.py."""
+
+    train: tuple[bool, ...]  # by pass: whether it has backward
+    wrong: bool = False  # the plan of the last rank
+
+
+RUNS = {
+    "right": Run(train=(False, True, True, False)),
+    "wrong": Run(train=(False, True, True, False), wrong=True),
+    "train-first": Run(train=(True, True, False, False)),
+}
+
+
+def reports(ranks: Ranks, number: int, layout: str, run: str) -> list[dict[str, Any]]:
     run_layouts(ranks, number)
-    return [ranks.report(f"shapes-{layout}-{wrong}", rank) for rank in range(number)]
+    return [ranks.report(f"shapes-{layout}-{run}", rank) for rank in range(number)]
 
 
 def run_layouts(ranks: Ranks, number: int) -> None:
+    # Stages that disagree on who exchanges shapes wait for each other for ever without a timeout.
+    flags = ranks.flags("dense", "full", "float32", ["--ddp_timeout", "60"])
     tasks = [
         task(
             "tests.dist.stage_shapes:main",
-            out=str(ranks.folder / f"shapes-{layout}-{wrong}"),
-            flags=[*ranks.flags("dense", "full", "float32"), *Variant.parse(layout).flags()],
-            wrong=wrong,
+            out=str(ranks.folder / f"shapes-{layout}-{run}"),
+            flags=[*flags, *Variant.parse(layout).flags()],
+            **asdict(RUNS[run]),
         )
         for layout in LAYOUTS[number]
-        for wrong in (False, True)
+        for run in runs_of(number, layout)
     ]
     ranks.run(f"shapes-{number}", number, tasks)
 
 
+def runs_of(number: int, layout: str) -> list[str]:
+    return list(RUNS) if (number, layout) in TRAIN_FIRST else ["right", "wrong"]
+
+
+def needs_exchanges(layout: str) -> bool:
+    return "vpp2" in layout and not sends_end_before_memory_is_freed()
+
+
+def are_first(train: Sequence[bool]) -> list[bool]:
+    """Return for each pass whether it is the first one forward alone, or the first one with backward."""
+    return [backward not in train[:number] for number, backward in enumerate(train)]
+
+
 @pytest.mark.parametrize(("number", "layout"), CASES)
 def test_shapes_are_exchanged_in_the_first_pass_alone(ranks: Ranks, number: int, layout: str) -> None:
-    needed = "vpp2" in layout and not sends_end_before_memory_is_freed()
-    for report in reports(ranks, number, layout, wrong=False):
-        first, *others = report["exchanged"]
-        assert first > 0 and (all(count > 0 for count in others) if needed else others == [0, 0])
+    check_exchanges(reports(ranks, number, layout, "right"), RUNS["right"].train, needs_exchanges(layout))
+
+
+@pytest.mark.parametrize(("number", "layout"), TRAIN_FIRST)
+def test_passes_with_backward_that_come_first_are_compared_alone(ranks: Ranks, number: int, layout: str) -> None:
+    check_exchanges(reports(ranks, number, layout, "train-first"), RUNS["train-first"].train, needed=False)
+
+
+def check_exchanges(of_ranks: Sequence[dict[str, Any]], train: Sequence[bool], needed: bool) -> None:
+    """A pass without gradients decides for such passes alone."""
+    for report in of_ranks:
+        exchanges = [count > 0 for count in report["exchanged"]]
+        assert exchanges == ([True] * len(train) if needed else are_first(train))
+        assert report["warnings"] == []
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
-def test_shapes_that_are_not_those_of_the_plan_are_exchanged_in_every_pass(
+def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(ranks: Ranks, number: int, layout: str) -> None:
+    """It has no wait in later passes, unless virtual stages need that of the exchange."""
+    for run in runs_of(number, layout):
+        for report in reports(ranks, number, layout, run):
+            assert report["waits"] == report["exchanged"]
+            assert report["batch_p2p_sync"] is False
+
+
+@pytest.mark.parametrize(("number", "layout"), CASES)
+def test_a_pipeline_with_another_shape_on_one_stage_exchanges_in_every_pass(
     ranks: Ranks, number: int, layout: str
 ) -> None:
-    planned, exchanged = (reports(ranks, number, layout, wrong) for wrong in (False, True))
-    for with_plan, without in zip(planned, exchanged, strict=True):
-        assert all(count > 0 for count in without["exchanged"])
-        assert without["steps"] == with_plan["steps"]
+    right, wrong = (reports(ranks, number, layout, run) for run in ("right", "wrong"))
+    for rank, (with_plan, report) in enumerate(zip(right, wrong, strict=True)):
+        assert report["steps"] == with_plan["steps"]
+        last = number - 1
+        if last in report["pipeline"]:
+            assert all(count > 0 for count in report["exchanged"])
+        else:  # other pipelines have their own verdict
+            assert report["exchanged"] == with_plan["exchanged"]
+        logs = rank == last and not needs_exchanges(layout)
+        assert len(report["warnings"]) == (2 if logs else 0)  # for each kind of passes
+        assert all(f"the pipeline of rank {last} goes on" in warning for warning in report["warnings"])
