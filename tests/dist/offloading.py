@@ -1,4 +1,7 @@
-"""Run the same steps with everything offloaded that can be, and with nothing offloaded, on two ranks."""
+"""Run the same steps with everything offloaded that can be, and with nothing offloaded, on two ranks.
+
+The last steps have room for the engine until their weight sync takes it, so they offload more after it.
+"""
 
 from __future__ import annotations
 
@@ -19,30 +22,30 @@ from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export import export_weights
 
-STEPS = 3
+STEPS, SHORT_STEPS = 3, 2
 EVERYTHING = ResidencyConfig(offload_model=True, offload_optimizer=True, offload_grad=True)
 NOTHING = ResidencyConfig(offload_model=False, offload_optimizer=False, offload_grad=False)
 
 
 def main(out: str, flags: list[str]) -> None:
     resident = Run(flags, NOTHING)
-    expected = [resident.step(seed) for seed in range(STEPS)]
+    expected = resident.steps()
     with megatron_torn_down():
         del resident
     offloading = Run(flags, EVERYTHING)
-    actual = [offloading.step(seed) for seed in range(STEPS)]
-    decisions = [*offloading.decisions]
+    actual = offloading.steps()
+    usual, short = actual[:STEPS], actual[STEPS:]
     report: dict[str, Any] = {
         "groups": {name: group.nbytes() for name, group in offloading.residency.groups.items()},
         "metrics_equal": [a.metrics == b.metrics for a, b in zip(actual, expected, strict=True)],
         "trained": all(step.metrics["grad_norm"] > 0 for step in actual),
         "weights_differ": sorted({n for a, b in zip(actual, expected, strict=True) for n in differing(a, b)}),
         "moved_by_training": len(differing(actual[0], actual[-1])),
-        "resident_with_offloading": [step.resident for step in actual],
+        "resident_with_offloading": [step.resident for step in usual],
         "resident_without": [step.resident for step in expected],
-        "decisions": decisions,
-        "short_after_the_sync": [offloading.weight_sync_that_takes_the_spare_memory() for _ in range(2)],
-        "decisions_of_short_memory": offloading.decisions[len(decisions) :],
+        "decisions": [decision for step in usual for decision in step.decisions],
+        "short_after_the_sync": [step.offloaded for step in short],
+        "decisions_of_short_memory": [decision for step in short for decision in step.decisions],
     }
     Path(f"{out}.{torch.distributed.get_rank()}.json").write_text(json.dumps(report))
 
@@ -52,6 +55,8 @@ class Step:
     metrics: dict[str, float]
     weights: dict[str, torch.Tensor]  # as a weight sync would send them
     resident: dict[str, dict[str, int]]  # phase -> bytes on the device, by kind of tensor
+    offloaded: list[list[str]]  # groups, in the weight sync and in generation
+    decisions: list[str]
 
 
 def differing(one: Step, other: Step) -> list[str]:
@@ -92,15 +97,26 @@ class Run:
     def offloaded(self) -> list[str]:
         return [name for name, group in self.residency.groups.items() if group.is_offloaded]
 
-    def step(self, seed: int) -> Step:
-        """Run the phases of a step in the order of the loop, including the old log-probs."""
-        residency, reference, resident = self.residency, self.reference, {}
+    def steps(self) -> list[Step]:
+        return [self.step(seed, sync_takes_memory=seed >= STEPS) for seed in range(STEPS + SHORT_STEPS)]
+
+    def step(self, seed: int, sync_takes_memory: bool = False) -> Step:
+        """Run the phases of a step in the order of the loop, including the old log-probs.
+
+        The engine needs as much as everything takes, or one byte more than is free after the sync.
+        """
+        residency, reference, resident, logged = self.residency, self.reference, {}, len(self.decisions)
         samples = fixed_samples(self.trainer.config.padded_vocab_size, 8, seed)
-        residency.make_room(sum(group.nbytes() for group in residency.groups.values()))
+        needed = sum(group.nbytes() for group in residency.groups.values())
+        if sync_takes_memory:
+            needed, self.spare = self.free_bytes() + 1, 1
+        residency.make_room(needed)
         resident["room made"] = self.resident_bytes()
         residency.for_weight_sync()
         weights = {n: t.clone() for n, t in export_weights(self.trainer.bridge, self.trainer.unwrapped_models)}
-        residency.for_generation(0)
+        offloaded, self.spare = [self.offloaded()], 0
+        residency.for_generation(needed)
+        offloaded.append(self.offloaded())
         resident["generation"] = self.resident_bytes()
         self.overwrite_freed_memory()
         residency.for_inference()
@@ -115,18 +131,7 @@ class Run:
         metrics = self.engine.train_step(samples, self.loss)
         resident["training"] = self.resident_bytes()
         residency.restore()
-        return Step(metrics, weights, resident)
-
-    def weight_sync_that_takes_the_spare_memory(self) -> list[list[str]]:
-        """Return what is offloaded before and after the engine wakes its cache."""
-        residency, needed, self.spare = self.residency, self.free_bytes() + 1, 1
-        residency.make_room(needed)
-        residency.for_weight_sync()
-        offloaded, self.spare = [self.offloaded()], 0
-        residency.for_generation(needed)
-        offloaded.append(self.offloaded())
-        residency.restore()
-        return offloaded
+        return Step(metrics, weights, resident, offloaded, self.decisions[logged:])
 
     def overwrite_freed_memory(self) -> None:
         """Overwrite freed memory, as vLLM would; otherwise an allocator may return it unchanged."""

@@ -25,6 +25,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     levels_of_cycles: list[dict[str, dict[str, int]]] = []
     offloaded: list[list[str]] = []
+    to_wake: list[int] = []  # by the engine's account, in the second decision of each cycle
     for _ in range(cycles):
         levels = {}
         residency.make_room(engine.memory_to_wake)
@@ -33,7 +34,8 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         engine.load_weights(
             export_weights(trainer.bridge, trainer.unwrapped_models), 0, adapter=None, collect_checksums=False
         )
-        residency.for_generation(engine.memory_to_wake)
+        to_wake.append(engine.memory_to_wake)
+        residency.for_generation(to_wake[-1])
         levels["before the cache"] = memory()
         engine.wake_cache()
         levels["awake"] = memory()
@@ -45,7 +47,7 @@ def main(out: str, flags: list[str], cycles: int) -> None:
         loop.stages.training.train_step(samples, make_loss(loop.config.loss))
         levels["trained"] = memory()
         levels_of_cycles.append(levels)
-    results = {"levels": levels_of_cycles, "offloaded": offloaded, "to wake": engine.memory_to_wake}
+    results = {"levels": levels_of_cycles, "offloaded": offloaded, "to wake": to_wake}
     Path(f"{out}.json").write_text(json.dumps(results))
     engine.shutdown()
 

@@ -19,6 +19,7 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
 CYCLES = 6
+MOST_FOR_ACTIVATIONS = 4 * GIB  # that an engine counts beside its cache (generation/local/engine.py)
 # 0.8 billion weights: 13 GiB of trained state, more than the tight share leaves free
 SHAPE = ["--layers", "16", "--hidden", "2048", "--heads", "16", "--kv-heads", "8", "--head-dim", "128",
          "--intermediate", "6144"]  # fmt: skip
@@ -57,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_steps_with_and_without_offloading_are_bitwise_equal(results: dict[str, Any]) -> None:
     steps = results["steps"]
-    assert steps["metrics_equal"] == [True, True, True] and steps["weights_differ"] == [] and steps["trained"]
+    assert steps["metrics_equal"] == [True] * 5 and steps["weights_differ"] == [] and steps["trained"]
 
 
 def test_a_round_trip_frees_everything_and_changes_nothing(results: dict[str, Any]) -> None:
@@ -80,9 +81,14 @@ def test_each_phase_uses_the_same_memory_in_every_cycle(results: dict[str, Any],
     for phase in cycles[0]:
         free = [levels[phase]["free"] for levels in cycles]
         assert max(free) - min(free) < 256 * MIB, (phase, free)
-    for levels in cycles:
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_second_decision_counts_what_waking_the_cache_takes(results: dict[str, Any], share: str) -> None:
+    for levels, to_wake in list(zip(results[share]["levels"], results[share]["to wake"], strict=True))[2:]:
         allocated = levels["before the cache"]["free"] - levels["awake"]["free"]
-        assert 0 < allocated < results[share]["to wake"] + 64 * MIB
+        assert allocated > GIB  # nearly all of the engine's share
+        assert 0.9 * allocated < to_wake < allocated + MOST_FOR_ACTIVATIONS + 256 * MIB
 
 
 def test_only_state_that_does_not_fit_is_offloaded(results: dict[str, Any]) -> None:

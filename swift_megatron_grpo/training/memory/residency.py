@@ -102,7 +102,7 @@ class Residency:
         """
         gather_parameters(self._models)
         self._decide_about_training()
-        self._decide_what_to_offload(needed, "before the weight sync")
+        self._decide_what_to_offload(needed, "Before")
         self._offload([group for group in self._movable if group not in self._policy])
 
     def for_weight_sync(self) -> None:
@@ -117,7 +117,7 @@ class Residency:
         and torch's allocator may still cache it.
         """
         self._offload(self._movable)
-        self._decide_what_to_offload(needed, "after the weight sync")
+        self._decide_what_to_offload(needed, "After")
         self._offload(self._movable)
 
     def for_inference(self) -> None:
@@ -178,7 +178,7 @@ class Residency:
     def _decide_what_to_offload(self, needed: int, moment: str) -> None:
         free = self._free_memory()
         if free < needed:
-            _release_unused_memory()  # activations of the last step
+            _release_unused_memory()  # activations of the last step, or what the weight sync used
             free = self._free_memory()
         sizes = (
             {group.name: group.nbytes() for group in self._movable if not group.is_offloaded} if free < needed else {}
@@ -187,7 +187,7 @@ class Residency:
         chosen = {group.name for group in self._movable if group.is_offloaded} | set(added)
         if needed and self._movable and chosen != self._logged.get(moment, self._chosen):
             missing = needed - free - sum(sizes[name] for name in added)
-            self._log(_message(needed, free, sorted(chosen), missing))
+            self._log(_message(moment, needed, free, sorted(chosen), missing))
             self._logged[moment] = chosen
         self._chosen = chosen
 
@@ -215,9 +215,9 @@ def _release_unused_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def _message(needed: int, free: int, offloaded: Sequence[str], missing: int) -> str:
+def _message(moment: str, needed: int, free: int, offloaded: Sequence[str], missing: int) -> str:
     message = (
-        f"vLLM needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB of the GPU are free: "
+        f"{moment} the weight sync: vLLM needs {needed / GIB:.1f} GiB and {free / GIB:.1f} GiB of the GPU are free: "
         f"the trainer offloads {' and '.join(offloaded) or 'nothing'}"
     )
     if missing <= 0:
