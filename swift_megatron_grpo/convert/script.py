@@ -25,7 +25,7 @@ def script_of(conversion: Conversion, trainer: str, source: str) -> str:
         *_comments("Not needed:", conversion.needless),
         "set -euo pipefail",
         *exports,
-        command,
+        command + ' "$@"',  # so that `bash run.sh --check true` does not start the training
     ]
     return "\n".join(lines) + "\n"
 

@@ -164,9 +164,11 @@ _OPTIMIZER = {f"{_ACTOR}.optim.{name}": name for name in (
     "lr", "weight_decay", "clip_grad", "optimizer", "lr_decay_style", "min_lr", "lr_warmup_init",
     "weight_decay_incr_style", "lr_wsd_decay_style")}  # fmt: skip
 
+_COLUMNS = '{"prompt":"messages"}'  # verl's default name of the conversation, and this package's
+
 _RULES: dict[str, Rule] = {
     # data
-    "data.train_files": "dataset",
+    "data.train_files": Computed(["dataset", "columns"], lambda value: {"dataset": value, "columns": _COLUMNS}),
     "data.val_files": "val_dataset",
     "data.max_prompt_length": "max_length",
     "data.max_response_length": "max_completion_length",
@@ -180,7 +182,7 @@ _RULES: dict[str, Rule] = {
         "prompts are cut at their beginning, left out or refused here",
     ),
     "data.filter_overlong_prompts": choice({"true": {"truncation_strategy": "delete"}, "false": {}}),
-    "data.prompt_key": ByHand("rename the column to `messages`, or use --columns"),
+    "data.prompt_key": ByHand("put it into --columns in place of `prompt`"),
     "data.reward_fn_key": ByHand("reward functions get every column of the dataset"),
     "data.custom_cls.*": ByHand("register the dataset with --external_plugins"),
     "data.image_key": ByHand("rename the column to `images`, or use --columns"),

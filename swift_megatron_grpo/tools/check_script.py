@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -68,8 +69,13 @@ def make_plan(script: str, folder: Path, ranks: int, steps: int, environment: Ma
     found = launches(script, environment)
     runs = [launch for launch in found if launch.kind == "rlhf" and _is_grpo(launch)]
     if not runs:
-        raise NoStandIn("the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked")
+        raise NoStandIn(
+            "the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked. If it calls another "
+            "script, run it with `--check true` instead"
+        )
     flags = read_flags(runs[0].arguments)
+    if flags.get("vllm_server_base_url") == []:  # the script splits a variable; the run has a server of its own
+        flags["vllm_server_base_url"] = ["http://127.0.0.1:8000"]
     architecture = architecture_of(flags)
     rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
     environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
@@ -98,8 +104,14 @@ def _is_grpo(launch: Launch) -> bool:
 
 
 def _world_size(launch: Launch) -> int:
-    of_one, machines = (int(launch.environment.get(name, "1")) for name in ("NPROC_PER_NODE", "NNODES"))
-    return of_one * machines
+    return math.prod(_count(launch, name) for name in ("NPROC_PER_NODE", "NNODES"))
+
+
+def _count(launch: Launch, name: str) -> int:
+    value = launch.environment.get(name, "1")
+    if not value.isdigit():
+        raise NoStandIn(f"the script computes {name}, which is not done here; set it: {name}=8 python -m ...")
+    return int(value)
 
 
 def _on_cpu(flags: Flags) -> Flags:

@@ -1,7 +1,8 @@
 """Read the launches of `megatron rlhf` and `swift rollout` from a shell script, without running the script.
 
-What is read: assignments, `export`, arrays, ${NAME} and ${NAME:-default}, quotes, continued lines, comments, command
-separators and redirections. A command substitution has no value here and becomes an empty text.
+What is read: assignments, `export`, arrays, ${NAME}, ${NAME:-default} and ${NAME:?message}, quotes, continued lines,
+comments, command separators and redirections. A substitution of commands, arithmetic or patterns has no value here and
+becomes an empty text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_PARAMETER = re.compile(r"\$(?:\{([A-Za-z_]\w*)(\[@\])?(?::?-([^}]*))?\}|([A-Za-z_]\w*)|[@*#?$!0-9])")
+_PARAMETER = re.compile(r"\$(?:([A-Za-z_]\w*)|[@*#?$!0-9])")
+_IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[@\])?(?:(:?[-?])(.*))?", re.DOTALL)
 _WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
 COMMANDS = {"rlhf": (("megatron", "rlhf"), ("swift", "megatron", "rlhf")), "rollout": (("swift", "rollout"),)}
 
@@ -198,19 +200,34 @@ class _Reader:
         if rest.startswith(("$(", "`")):
             self._at += _length_of_substitution(rest)
             return
+        if rest.startswith("${"):
+            length = _length_in_brackets(rest, "{", "}")
+            self._at += length
+            self._braces(word, rest[2 : length - 1])
+            return
         match = _PARAMETER.match(rest)
         if match is None:
             word.text += rest[0]
             self._at += 1
             return
         self._at += match.end()
-        name, is_array, default = match[1] or match[4], match[2], match[3] or ""
+        if match[1] is not None:
+            word.text += self.state.variables.get(match[1], "")
+        elif match[0] in ("$@", "$*"):  # the script has no arguments
+            word.values = []
+
+    def _braces(self, word: _Word, inside: str) -> None:
+        """Append what ${inside} expands to."""
+        match = _IN_BRACES.fullmatch(inside)
+        if match is None:
+            return
+        name, is_array, operator, default = match.groups()
         if is_array:
             word.values = list(self.state.arrays.get(name, []))
-        elif name is None:  # "$@" and the like: the script has no arguments
-            word.values = [] if match[0] in ("$@", "$*") else word.values
-        else:
-            word.text += self.state.variables.get(name) or default.strip("\"'")
+        elif value := self.state.variables.get(name):
+            word.text += value
+        elif operator and operator.endswith("-") and "$(" not in default:
+            word.text += default.strip("\"'")
 
     def _array(self, name: str, adds: bool) -> None:
         self._at += 1
@@ -231,9 +248,14 @@ def _length_of_substitution(text: str) -> int:
     if text[0] == "`":
         end = text.find("`", 1)
         return len(text) if end < 0 else end + 1
+    return _length_in_brackets(text, "(", ")")
+
+
+def _length_in_brackets(text: str, opening: str, closing: str) -> int:
+    """Return the length up to the bracket that closes the first one; the text begins with `$` and that one."""
     depth = 0
     for place, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
+        depth += (character == opening) - (character == closing)
         if place > 0 and depth == 0:
             return place + 1
     return len(text)

@@ -44,6 +44,12 @@ def test_a_template_passes_a_dry_run(name: str, tmp_path: Path) -> None:
     assert plan.published["train_iters"] and "num_train_epochs" not in plan.published
 
 
+def test_check_script_reads_a_template_that_computes_its_ranks_and_servers(tmp_path: Path) -> None:
+    given = "export NPROC_PER_NODE=6 DATASET=org/rows\n"
+    plan = plan_of_text(given + (TEMPLATES / "dense_server.sh").read_text(), tmp_path)
+    assert plan.world_size == 6 and plan.server is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_trains_two_steps(name: str, tmp_path: Path) -> None:

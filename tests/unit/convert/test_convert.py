@@ -167,7 +167,8 @@ def test_the_printed_script_is_valid_and_lists_everything(tmp_path: Path, capsys
     path.write_text(VERL)
     assert main([str(path), "actor_rollout_ref.rollout.temperature=0.6", "data.prompt_key=two words; `x`"]) == 0
     script, summary = capsys.readouterr()
-    assert "--temperature 0.6" in script and "#   data.prompt_key=two words; `x`: rename" in script
+    assert script.endswith(' "$@"\n') and """--columns '{"prompt":"messages"}'""" in script
+    assert "--temperature 0.6" in script and "#   data.prompt_key=two words; `x`: put it into --columns" in script
     assert "#   actor_rollout_ref.rollout.flux_capacitor: 121" in script and "#   reward functions: name them" in script
     assert "1 without a counterpart" in summary
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
