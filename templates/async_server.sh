@@ -21,4 +21,5 @@ async=(
 
 # time/generation in the log is the time that training waits for completions. If it is long, give the servers more of
 # the GPUs (SERVER_GPUS, TRAIN_GPUS); if it is 0, they may need fewer.
+[ "$command" != serve ] || exec "$here/dense_server.sh" serve "$@"
 exec "$here/dense_server.sh" "$command" "${async[@]}" "$@"

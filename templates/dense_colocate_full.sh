@@ -23,15 +23,15 @@ args=(
     --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
     # Data and rewards.
-    --dataset "$DATASET"                     # one JSON object per line, with `messages`
+    --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
     --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
-    --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
+    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
 
     # Batch sizes count completions. A rollout has 256 = 32 prompts * 8 and is trained in two optimizer steps of 128.
     --num_generations 8                      # completions per prompt
     --global_batch_size 128                  # completions per optimizer step
     --steps_per_generation 2                 # optimizer steps per rollout
-    --max_tokens_per_micro_batch 16384       # tokens of one forward and backward pass; less needs less memory
+    --max_tokens_per_micro_batch 8192        # tokens of one pass: 8B fits into 80 GB; an H200 has room for 16384
     --max_length 2048                        # tokens of a prompt, at most
     --max_completion_length 4096             # tokens of a completion, at most
     --temperature 1.0                        # of sampling

@@ -23,7 +23,7 @@ serve() {
         --vllm_max_model_len 6144                # at least max_length + max_completion_length of the trainer
         --vllm_gpu_memory_utilization 0.9        # share of the GPU memory for vLLM
     )
-    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-}
+    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-} "$@"
 }
 
 train() {
@@ -44,15 +44,15 @@ train() {
         --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
         # Data and rewards.
-        --dataset "$DATASET"                     # one JSON object per line, with `messages`
+        --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
         --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
-        --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
+        --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
 
         # Batch sizes count completions. A rollout has 192 = 24 prompts * 8 and is trained in two optimizer steps of 96.
         --num_generations 8                      # completions per prompt
         --global_batch_size 96                   # completions per optimizer step
         --steps_per_generation 2                 # optimizer steps per rollout
-        --max_tokens_per_micro_batch 16384       # tokens of one forward and backward pass; less needs less memory
+        --max_tokens_per_micro_batch 8192        # tokens of one pass: 8B fits into 80 GB; an H200 has room for 16384
         --max_length 2048                        # tokens of a prompt, at most
         --max_completion_length 4096             # tokens of a completion, at most
         --temperature 1.0                        # of sampling
@@ -83,10 +83,11 @@ train() {
 }
 
 case "${1:-both}" in
-serve) serve ;;
+serve) shift && serve "$@" ;;
 train) shift && train "$@" ;;
 *)
     [ "${1:-}" != both ] || shift
+    [[ " $* " != *" --check true "* ]] || train "$@" # a check needs no server
     set -m # gives the server its own process group, because `swift` starts it as a child process
     (serve) &
     server=$!

@@ -32,8 +32,8 @@ args=(
     --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
     # Data and rewards.
-    --dataset "$DATASET"                     # one JSON object per line, with `messages`
-    --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
+    --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
+    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
 
     # Batch sizes count completions.
     --num_generations 8                      # completions per prompt

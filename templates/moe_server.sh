@@ -30,4 +30,5 @@ moe=(
     --moe_grouped_gemm true                  # one matrix product for all experts of a rank
     --moe_permute_fusion true                # fused kernels that sort tokens by expert
 )
+[ "$command" != serve ] || exec "$here/dense_server.sh" serve "$@"
 exec "$here/dense_server.sh" "$command" "${moe[@]}" "$@"

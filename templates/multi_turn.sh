@@ -47,7 +47,7 @@ serve() {
         "${turns[@]}"
         "${max_tokens[@]}"
     )
-    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-}
+    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-} "$@"
 }
 
 train() {
@@ -68,7 +68,7 @@ train() {
         --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
         # Data and environment.
-        --dataset "$DATASET"                     # one JSON object per line, with `messages`
+        --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages`
         "${turns[@]}"                            # servers must be started with the same
         --max_length 512                         # tokens of the first prompt, at most
         --max_completion_length 256              # tokens of a turn of the model, at most
@@ -97,17 +97,18 @@ train() {
 }
 
 train_with_server() {
-    local servers
+    local servers gpus=${TRAIN_GPUS//[^,]/}
     read -ra servers <<<"$SERVER"
-    export CUDA_VISIBLE_DEVICES=$TRAIN_GPUS
+    export CUDA_VISIBLE_DEVICES=$TRAIN_GPUS NPROC_PER_NODE=${NPROC_PER_NODE:-$((${#gpus} + 1))}
     train --vllm_mode server --vllm_server_base_url "${servers[@]}" --vllm_server_timeout 600 "$@"
 }
 
 case "${1:-}" in
-serve) serve ;;
+serve) shift && serve "$@" ;;
 train) shift && train_with_server "$@" ;;
-server)
+server | both)
     shift
+    [[ " $* " != *" --check true "* ]] || train_with_server "$@" # a check needs no server
     set -m # gives the server its own process group, because `swift` starts it as a child process
     (serve) &
     server=$!

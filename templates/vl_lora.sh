@@ -26,15 +26,14 @@ args=(
     --merge_lora true                        # also save checkpoint-N-merged, which loads without peft
 
     # Parallel layout: ranks = TP * PP * CP * DP.
-    --tensor_model_parallel_size 2           # TP: ranks that share each layer; each has the whole tower
-    --sequence_parallel true                 # divide activations between TP ranks as well
+    --tensor_model_parallel_size 1           # TP: a larger model may need 2, with --sequence_parallel true
     --attention_backend flash                # without flash-attn: torch's kernel, or fused (cuDNN)
     --recompute_granularity none             # to save memory: full, which takes a third more FLOPs
 
     # Data and rewards.
-    --dataset "$DATASET"                     # one JSON object per line, with `messages` and `images`
+    --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages` and `images`
     --max_pixels 602112                      # larger images are scaled down: 768 tokens of 28 x 28 pixels
-    --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
+    --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
 
     # Batch sizes count completions.
     --num_generations 8                      # completions per prompt

@@ -31,7 +31,7 @@ serve() {
         --vllm_max_model_len 6144                # tokens of a prompt, its images and a completion
         --vllm_gpu_memory_utilization 0.9        # share of the GPU memory for vLLM
     )
-    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-}
+    CUDA_VISIBLE_DEVICES=$SERVER_GPUS exec swift rollout "${args[@]}" ${SERVER_FLAGS:-} "$@"
 }
 
 train() {
@@ -56,10 +56,10 @@ train() {
         --vit_gradient_checkpointing true        # recompute the image part in backward
 
         # Data and rewards.
-        --dataset "$DATASET"                     # one JSON object per line, with `messages` and `images`
+        --dataset "${DATASET:?set a file or hub name}" # one JSON object per line, with `messages` and `images`
         --max_pixels "$MAX_PIXELS"               # of one image
         --load_from_cache_file true              # reuse the preprocessed dataset of an earlier run
-        --reward_funcs accuracy format           # their sum; accuracy needs pip install "swift-megatron-grpo[math]"
+        --reward_funcs accuracy                  # needs pip install "swift-megatron-grpo[math]" and a column `solution`
 
         # Batch sizes count completions. A rollout has 192 = 24 prompts * 8 and is trained in two optimizer steps of 96.
         --num_generations 8                      # completions per prompt
@@ -96,10 +96,11 @@ train() {
 }
 
 case "${1:-both}" in
-serve) serve ;;
+serve) shift && serve "$@" ;;
 train) shift && train "$@" ;;
 *)
     [ "${1:-}" != both ] || shift
+    [[ " $* " != *" --check true "* ]] || train "$@" # a check needs no server
     set -m # gives the server its own process group, because `swift` starts it as a child process
     (serve) &
     server=$!

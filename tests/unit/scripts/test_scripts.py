@@ -225,17 +225,46 @@ def test_the_async_template_adds_flags_to_the_server_template(tmp_path: Path) ->
     assert "--async_generate" in flags and len(flags) == len(set(flags))
 
 
-def test_the_template_of_qwen3_5_leaves_the_image_part_out_of_the_server(tmp_path: Path) -> None:
-    """Fakes of `swift` and `megatron`, first on the path, print their arguments."""
+def started(folder: Path, template: str, *arguments: str, **environ: str) -> list[str]:
+    """Run a template with `swift` and `megatron` replaced; return number of ranks, name and arguments of each start."""
     for name in ("swift", "megatron"):
-        (tmp_path / name).write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@"\n')
-        (tmp_path / name).chmod(0o755)
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DATASET": "d"}
-    template = REPOSITORY / "templates" / "qwen3_5_moe_server.sh"
-    server, trainer = (
-        subprocess.check_output([template, command], env=environ, text=True).splitlines()
-        for command in ("serve", "train")
-    )
+        (folder / name).write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$NPROC_PER_NODE" "${0##*/}" "$@"\n')
+        (folder / name).chmod(0o755)
+    given = {name: value for name, value in os.environ.items() if name != "NPROC_PER_NODE"}
+    given |= {"PATH": f"{folder}:{os.environ['PATH']}", "DATASET": "d", "NPROC_PER_NODE": "", **environ}
+    return subprocess.check_output([REPOSITORY / "templates" / template, *arguments], env=given, text=True).splitlines()
+
+
+SERVER_TEMPLATES = ["dense_server.sh", "vl_server.sh", "async_server.sh", "moe_server.sh", "qwen3_5_moe_server.sh"]
+
+
+@pytest.mark.parametrize("template", [*SERVER_TEMPLATES, "multi_turn.sh server"])
+def test_a_check_starts_no_server(template: str, tmp_path: Path) -> None:
+    lines = started(tmp_path, *template.split(), "--check", "true")
+    assert lines[1:3] == ["megatron", "rlhf"] and lines[-2:] == ["--check", "true"] and "swift" not in lines
+
+
+@pytest.mark.parametrize("template", [*SERVER_TEMPLATES, "multi_turn.sh"])
+def test_serve_passes_its_flags_to_the_server_alone(template: str, tmp_path: Path) -> None:
+    lines = started(tmp_path, template, "serve", "--vllm_gpu_memory_utilization", "0.5")
+    assert lines[1:3] == ["swift", "rollout"] and lines[-2:] == ["--vllm_gpu_memory_utilization", "0.5"]
+    assert not any(flag in lines for flag in ("--async_generate", "--tuner_type", "--rlhf_type"))
+
+
+@pytest.mark.parametrize("template", [*SERVER_TEMPLATES, "multi_turn.sh"])
+def test_as_many_ranks_train_as_gpus_are_named(template: str, tmp_path: Path) -> None:
+    assert started(tmp_path, template, "train", TRAIN_GPUS="1,2,3,4")[:2] == ["4", "megatron"]
+
+
+def test_a_template_without_data_names_the_variable(tmp_path: Path) -> None:
+    command = ["bash", str(REPOSITORY / "templates" / "dense_colocate_full.sh")]
+    environ = {name: value for name, value in os.environ.items() if name != "DATASET"}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert ended.returncode != 0 and "DATASET: set a file or hub name" in ended.stderr
+
+
+def test_the_template_of_qwen3_5_leaves_the_image_part_out_of_the_server(tmp_path: Path) -> None:
+    server, trainer = (started(tmp_path, "qwen3_5_moe_server.sh", command) for command in ("serve", "train"))
     assert json.loads(server[server.index("--vllm_limit_mm_per_prompt") + 1]) == {"image": 0, "video": 0}
     assert server[server.index("--model") + 1] == trainer[trainer.index("--model") + 1] == "Qwen/Qwen3.5-35B-A3B"
     last = len(trainer) - 1 - trainer[::-1].index("--tuner_type")
