@@ -239,6 +239,16 @@ def _advice(flag: str, valid: Sequence[int]) -> str:
     return f"; {use_flag(flag, valid)}" if valid else ""
 
 
+def check_batched_messages(layout: Layout, overlap_p2p_comm: bool) -> None:
+    """Refuse several messages between the same two stages in one batch, which mixes them up. Megatron-LM refuses it."""
+    stages, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if stages == 2 and virtual > 1 and not overlap_p2p_comm:
+        raise ValueError(
+            "--overlap_p2p_comm false with two pipeline stages and --virtual_pipeline_model_parallel_size "
+            f"{virtual} sends several messages between them at once, which mixes them up; use --overlap_p2p_comm true"
+        )
+
+
 def check_interleaving(layout: Layout, micro_batches: int | None) -> None:
     """Check the schedule of a virtual pipeline.
 

@@ -266,6 +266,7 @@ def _check_checkpoints(args: DerivedArguments) -> None:
 def _check_interleaving(args: DerivedArguments) -> None:
     micro_batches = None if args.max_tokens_per_micro_batch is not None else args.batch_plan().gradient_accumulation
     layouts.check_interleaving(args.layout, micro_batches)
+    layouts.check_batched_messages(args.layout, args.overlap_p2p_comm)
 
 
 def _check_reference(args: DerivedArguments) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from swift_megatron_grpo.arguments.layout_checks import (
     ModelShape,
+    check_batched_messages,
     check_interleaving,
     check_layout,
     expert_size_notes,
@@ -243,6 +244,16 @@ def interleaved(group: int | None = None, virtual: int = 2) -> Layout:
         virtual_pipeline_model_parallel_size=virtual,
         microbatch_group_size_per_vp_stage=group,
     )
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, True), (2, 1, False), (4, 2, False), (1, 1, False)])
+def test_messages_of_virtual_stages_are_not_batched_between_two_stages(sizes: tuple[int, int, bool]) -> None:
+    stages, virtual, overlap = sizes
+    check_batched_messages(
+        layout(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual), overlap
+    )
+    with pytest.raises(ValueError, match="use --overlap_p2p_comm true"):
+        check_batched_messages(layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3), False)
 
 
 def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
