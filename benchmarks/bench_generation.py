@@ -37,6 +37,8 @@ MARK = "RESULT "
 PLAIN, WITH_LOGPROBS = "without log-probs", "with log-probs"
 PROFILED_TOKENS = 64
 SOME_IDS = 200  # every vocabulary has as many
+# What the results record of the arguments: runs that differ in any of them do not compare.
+WORKLOAD = ("shape", "completions", "group_size", "tokens", "prompt_tokens", "rounds", "memory", "dtype", "eager")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ VARIANTS = {
 }
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--json", type=Path, required=True, help="file for the results")
@@ -87,7 +89,11 @@ def parse() -> argparse.Namespace:
     add("--timeout", type=float, default=300, help="seconds for one variant")
     add("--work", type=Path, default=REPOSITORY / "runs" / "generation", help="folder for the model")
     add("--only", help=argparse.SUPPRESS)  # the variant that a started process measures
-    return parser.parse_args()
+    args = parser.parse_args(arguments)
+    compiled = [name for name in args.variants if VARIANTS[name].compilation]
+    if args.eager and compiled:
+        parser.error(f"--eager turns off what {' and '.join(compiled)} would set of vLLM's compilation; leave one out")
+    return args
 
 
 def prompts_of(args: argparse.Namespace, number: int) -> list[dict[str, list[int]]]:
@@ -178,7 +184,7 @@ def main() -> int:
         os._exit(0)  # vLLM's threads may outlive their engine
     exit_at_sigterm()
     device, versions = machine(revision(), PACKAGES)
-    workload = {name: getattr(args, name) for name in ("shape", "completions", "group_size", "tokens", "prompt_tokens")}
+    workload = {name: getattr(args, name) for name in WORKLOAD}
     measured: dict[str, dict[str, Any]] = {}
     for variant in args.variants:
         measured[variant] = measure(variant, args.timeout)

@@ -13,7 +13,7 @@
 #                        share-1.7b share-8b-lora, and one cell of the last two, as in share-1.7b-2048-8
 #                        dp1-8b-lora server-1.7b server-8b generation-8b generation-30b generation-30b-64
 #                        generation-long generation-attention-1.7b generation-attention-8b
-#                        gpu-tests-NAME (tests/gpu/test_NAME.py, by benchmarks/gpu_tests.py)
+#                        gpu-tests-NAME[,NAME...] (tests/gpu/test_NAME.py, by benchmarks/gpu_tests.py)
 #       groups on 2 GPUs: two pp2-stages qwen3.5-server two-colocated two-colocated-8b two-server two-server-8b sync
 #                         sync-30b moe-server dp2-8b-lora tp2-8b-lora pp2-8b-lora moe-30b-lora-ep2
 #                         moe-30b-lora-even-ep2 moe-35b-lora-ep2 step-lora-30b-ep2 step-lora-30b-ep2-fp8
@@ -591,7 +591,8 @@ $graphs {$dummy,$cache,$decoding,\"enable_return_routed_experts\":true}" group m
             part "$1" bench_generation --shape "${1##*-}" --rounds 2 --timeout 300 --profile \
                 --variants default triton_attention one_split flashinfer flash_attention_2 ;;
         gpu-tests-*)
-            "$python" -m benchmarks.gpu_tests --json "$out/parts/tests-${1#gpu-tests-}.json" "${1#gpu-tests-}" -- -q ;;
+            local tests=${1#gpu-tests-}
+            "$python" -m benchmarks.gpu_tests --json "$out/parts/tests-$tests.json" ${tests//,/ } -- -q ;;
         *)
             echo "bench_h200: unknown group $1; the head of this file lists the groups" >&2
             exit 2 ;;
