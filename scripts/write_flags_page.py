@@ -22,17 +22,17 @@ PAGE = REPOSITORY / "docs" / "flags.md"
 AREAS = {
     "Start, stop and time limits": ("check", "stop_grace", "phase_timeout", "reward_timeout", "trace_"),
     "Rewards and evaluation": ("bad_reward", "eval_", "report"),
-    "Algorithm": ("advantage_estimator", "kl_", "dual_clip", "entropy_coef", "router_"),
+    "Algorithm": ("advantage_estimator", "kl_", "dual_clip", "entropy_coef", "router_", "lora_dropout"),
     "Data": ("truncation_strategy",),
     "Batches and speed": (
         "max_tokens_per_micro_batch", "infer_", "share_prompts", "fast_kernels", "recompute_elementwise", "offload_",
     ),
     "Reference model": ("ref_",),
     "vLLM, servers and weights": (
-        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_logprobs_interval",
+        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_logprobs_interval", "rollout_quantization",
     ),
     "Rollouts on disk": ("rollout_",),
-    "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_", "lora_dropout"),
+    "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_"),
 }  # fmt: skip
 OTHER = "Other"
 # A value that is neither the default nor one of the choices; other flags get one of their type.
@@ -43,8 +43,12 @@ EXAMPLES = {
     "rollout_dump": "/shared/run1/rollouts", "rollout_replay": "/shared/run1/rollouts", "vllm_server_api_key": "KEY",
     "vllm_request_timeout": "7200", "max_staleness": "2", "rollout_logprobs_interval": "1", "check_gpu": "H200-141G",
     "host": "10.0.0.5", "port": "8001", "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
+    "eval_names": "math code", "eval_temperature": "0.6", "eval_top_p": "0.95", "eval_max_completion_length": "8192",
+    "eval_correct_reward": "accuracy", "trace_steps": "3-5", "resume": "auto",
     "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
 }  # fmt: skip
+# Choices of ms-swift that are refused.
+REFUSED = {"truncation_strategy": ("right", "split")}
 # Flags of ms-swift that have another default here, and no help text of ours.
 WITHOUT_HELP = {
     "vllm_mode": "Where vLLM runs: in the training processes (colocate), or behind `swift rollout` (server). ms-swift "
@@ -128,7 +132,8 @@ def _table(members: list[Flag]) -> str:
 
 
 def _values(flag: Flag) -> str:
-    return ", ".join(flag.choices) if flag.choices else flag.type
+    accepted = [choice for choice in flag.choices if choice not in REFUSED.get(flag.name, ())]
+    return ", ".join(accepted) or flag.type
 
 
 def _default(flag: Flag) -> str:

@@ -1,7 +1,8 @@
 """Estimate how long the phases of a step take, from FLOPs, memory bandwidth and exchanged bytes. Pure Python.
 
-The shares of a GPU's peak below are those that docs/performance.md has for dense models on one H200. They are the same
-for every GPU, so the result is a first guess, to see by what factor a layout is too small.
+The shares of a GPU's peak below follow runs of docs/performance.md, some of them on several GPUs: one share for dense
+models, and two each, without and with adapters, for mixtures of experts and for gated delta nets. They are the same for
+every GPU, so the result is a first guess, to see by what factor a layout is too small.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """vLLM's FP8 of experts with one call for all of a layer, where vLLM makes one for each expert.
 
 Every output channel has a scale of its own, so the experts of a layer can be quantized as one expert that has the
-channels of all: the bits are the same. A sync of 48 layers of 128 experts makes 96 calls for it instead of 12,288.
+channels of all: the bits are the same. A sync of 48 layers of 128 experts has 96 matrices to quantize instead of
+12,288; how many kernels a matrix takes depends on vLLM. A matrix is quantized into memory of its own and then copied to
+its place, so both 8-bit copies of all experts' w13 exist for a moment.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 Upstream, in mcore-bridge 1.6.5: each delta net checks that the bounds begin at 0, end at the last token and suit the
 context-parallel ranks. The check waits for the GPU twice in each layer. It also returns a new view of the bounds, and
 the kernels, which cache what they derive from bounds by identity, read the lengths again in each layer: a third wait.
-The host cannot launch kernels ahead of the GPU. (With context parallelism it waits twice for each sequence as well.)
+The host cannot launch kernels ahead of the GPU.
 
-Bounds of packing/collate.py pass the check by construction. Fix: return them as they are.
+Bounds of packing/collate.py pass the check by construction. Fix: return them as they are. With context parallelism each
+delta net also reads both bounds of every sequence, once before its kernels and once after them, to exchange the tokens
+of one sequence after the other. These four waits a sequence remain.
 
 Tests: tests/contract/test_linear_attention.py compares with upstream's check, and fails once that reads nothing;
 tests/dist/test_sequence_bounds.py counts the tensors that the kernels get.
