@@ -73,18 +73,19 @@ class Ranks:
     """Runs each job once on forked ranks and reads its results."""
 
     folder: Path
-    _done: set[str] = field(default_factory=set)
+    _codes: dict[str, int] = field(default_factory=dict)  # exit codes of the jobs that have run
 
     def run(self, name: str, ranks: int, tasks: Sequence[Task]) -> None:
-        """Run tasks one after the other on this many ranks, unless a job with this name has run already."""
-        if name in self._done:
-            return
-        job, log = self.folder / f"{name}.job.json", self.folder / f"{name}.txt"
-        job.write_text(json.dumps(list(tasks)))
-        with log.open("w") as output:
-            code = fork_server("trainer").start("tasks", [str(job)], ranks, self.folder, output, {}).wait()
+        """Run tasks one after the other on this many ranks; a job that has run already is not repeated."""
+        log = self.folder / f"{name}.txt"
+        if name not in self._codes:
+            job = self.folder / f"{name}.job.json"
+            job.write_text(json.dumps(list(tasks)))
+            with log.open("w") as output:
+                process = fork_server("trainer").start("tasks", [str(job)], ranks, self.folder, output, {})
+                self._codes[name] = process.wait()
+        code = self._codes[name]
         assert code == 0, f"{name} on {ranks} ranks ended with code {code}:\n{log.read_text()[-6000:]}"
-        self._done.add(name)
 
     def report(self, name: str, rank: int) -> dict[str, Any]:
         report: dict[str, Any] = json.loads((self.folder / f"{name}.{rank}.json").read_text())
@@ -142,7 +143,7 @@ class Ranks:
             (self.folder / f"{kind}-{tuner}").mkdir(exist_ok=True)
             for layout in ("one", *names):
                 tasks.setdefault(Variant.parse(layout).ranks, []).append(self.layout_task(kind, tuner, layout))
-                self._done.add(f"{kind}-{tuner}-{layout}")
+                self._codes[f"{kind}-{tuner}-{layout}"] = 0  # runs in the job below
         for ranks, of_ranks in tasks.items():
             self.run(f"{name}-{ranks}", ranks, of_ranks)
 
@@ -178,7 +179,7 @@ class Ranks:
             folder.mkdir()
             flags = self.flags(kind, "full", "float32", DESCENT)
             tasks.append(task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
-            self._done.add(f"{kind}-descent")
+            self._codes[f"{kind}-descent"] = 0  # runs in the job below
         self.run(name, 1, tasks)
 
     def image_layouts(self, layouts: Mapping[tuple[str, str], Sequence[str]]) -> None:
