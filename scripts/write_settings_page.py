@@ -26,7 +26,7 @@ from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory
 from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
 from swift_megatron_grpo.planning.throughput import seconds_of_training
 from swift_megatron_grpo.planning.towers import Pictures, Tower
-from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
+from swift_megatron_grpo.planning.work import PassCounts, StepWork, work_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing_settings.md"
 BEGIN = "<!-- settings, by scripts/write_settings_page.py -->\n"
@@ -152,7 +152,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
     flags += ["--offload_model true --offload_optimizer true --offload_grad true"] if offload else []
     flags += ["--optimizer_cpu_offload true"] if on_cpu else []
     flags += [f"--vllm_tensor_parallel_size {ranks}"] if ranks > 1 else []
-    seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, Passes(lora, recompute), item=2)
+    seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, PassCounts(lora, recompute), item=2)
     seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
     seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
     return Choice(training, Vllm(engine_of(shapes, ranks, 0.5), 2), flags, seconds)

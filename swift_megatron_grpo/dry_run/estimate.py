@@ -32,7 +32,7 @@ from swift_megatron_grpo.planning.memory import (
 )
 from swift_megatron_grpo.planning.stages import EvenStages, even_stages
 from swift_megatron_grpo.planning.throughput import Generation, seconds_of_generation, seconds_of_training
-from swift_megatron_grpo.planning.work import Passes, StepWork, work_of
+from swift_megatron_grpo.planning.work import PassCounts, StepWork, work_of
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _train_seconds(
 ) -> float:
     old = config.num_iterations > 1 or config.batch.steps_per_generation > 1
     reference = config.reference.beta != 0
-    passes = Passes(args.has_adapter, training.recompute.granularity == "full", old + reference)
+    passes = PassCounts(args.has_adapter, training.recompute.granularity == "full", old + reference)
     return seconds_of_training(
         work, gpu, model.decoder, training.layout, plan.num_micro_batches, passes, training.weight_bytes
     )

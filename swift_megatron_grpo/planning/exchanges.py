@@ -9,7 +9,7 @@ from __future__ import annotations
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.experts import rows_that_leave
-from swift_megatron_grpo.planning.work import Passes, StepWork
+from swift_megatron_grpo.planning.work import PassCounts, StepWork
 
 # GB that a GPU sends per second to others of its machine, with tensor parallelism. It includes what smaller matrix
 # products lose. Two H100 sent 140 of 8B, two H200 240 of 1.7B; four H200 350 of 8B, in micro batches of 65,536 tokens.
@@ -19,14 +19,14 @@ TENSOR_GB = 230.0
 ROWS_GB = 100.0
 
 
-def seconds_of_exchanges(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes, item: int) -> float:
+def seconds_of_exchanges(work: StepWork, decoder: Decoder, layout: Layout, passes: PassCounts, item: int) -> float:
     """Return the seconds in which a rank exchanges activations of `item` bytes a value."""
     between_tensor_ranks = _between_tensor_ranks(work, decoder, layout, passes) / TENSOR_GB
     rows = _between_expert_ranks(work, decoder, layout, passes) / ROWS_GB
     return (between_tensor_ranks + rows) * item / 1e9
 
 
-def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes) -> float:
+def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: PassCounts) -> float:
     """Return the values that a rank gathers from its tensor-parallel group, or reduces for it.
 
     Attention and a dense feed-forward gather their input and reduce their output. Backward does both for the gradients
@@ -38,7 +38,7 @@ def _between_tensor_ranks(work: StepWork, decoder: Decoder, layout: Layout, pass
     return rows * decoder.hidden * (2 * passes.forward + 3)
 
 
-def _between_expert_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: Passes) -> float:
+def _between_expert_ranks(work: StepWork, decoder: Decoder, layout: Layout, passes: PassCounts) -> float:
     """Return the values that a rank sends to the experts of other ranks, and sends back to the tokens' ranks."""
     if layout.expert_model_parallel_size == 1 or not decoder.expert_layers:
         return 0.0

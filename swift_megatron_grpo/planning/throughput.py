@@ -14,7 +14,7 @@ from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.exchanges import seconds_of_exchanges
 from swift_megatron_grpo.planning.gpus import Gpu
 from swift_megatron_grpo.planning.stages import bubble, fullest_stage
-from swift_megatron_grpo.planning.work import Passes, StepWork
+from swift_megatron_grpo.planning.work import PassCounts, StepWork
 
 DENSE_SHARE = 0.45  # of peak FLOPs in forward and backward
 EXPERTS_SHARE = 0.37  # the same with mixtures of experts, as measured with 64 experts of 4.5B and --fast_kernels
@@ -38,7 +38,7 @@ class Generation:
 
 
 def seconds_of_training(
-    work: StepWork, gpu: Gpu, decoder: Decoder, layout: Layout, micro_batches: int, passes: Passes, item: int
+    work: StepWork, gpu: Gpu, decoder: Decoder, layout: Layout, micro_batches: int, passes: PassCounts, item: int
 ) -> float:
     """Return the seconds of the train phase. `micro_batches`: of a data-parallel rank. `item`: bytes of an activation.
 
@@ -57,7 +57,7 @@ def seconds_of_generation(generation: Generation, gpu: Gpu) -> float:
     return generation.waves * generation.steps * step
 
 
-def _share(decoder: Decoder, passes: Passes) -> float:
+def _share(decoder: Decoder, passes: PassCounts) -> float:
     """Return the share of peak FLOPs. Experts and delta nets in one model lower it by both factors."""
     share = DENSE_SHARE
     if decoder.expert_layers:

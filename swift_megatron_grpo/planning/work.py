@@ -19,7 +19,7 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassCounts:
     """The passes of a step over its samples."""
 
     trains_adapters: bool = False

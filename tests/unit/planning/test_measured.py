@@ -14,7 +14,7 @@ from benchmarks.harness.shapes import SHAPES, Shape
 from swift_megatron_grpo.dry_run.micro_batches import saved_by_sharing
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.throughput import seconds_of_training
-from swift_megatron_grpo.planning.work import Passes, work_of
+from swift_megatron_grpo.planning.work import PassCounts, work_of
 
 RESULTS = Path(__file__).parents[3] / "benchmarks"
 MEMORY_BOUND = 0.05  # the goal is 0.1; worst seen: 0.046
@@ -114,7 +114,7 @@ def guessed_and_measured(run: Run, process: Process) -> tuple[float, float]:
         step.model.decoder,
         step.batch.layout,
         step.plan.num_micro_batches,
-        Passes(flag(run.flags, "tuner_type") == "lora", "recompute" in process.setting),
+        PassCounts(flag(run.flags, "tuner_type") == "lora", "recompute" in process.setting),
         item=2,
     )
     saved = saved_by_sharing(step.plan, step.batch, step.model, step.samples)

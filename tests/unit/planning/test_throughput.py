@@ -8,7 +8,7 @@ from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.planning.activations import Decoder
 from swift_megatron_grpo.planning.gpus import find_gpu
 from swift_megatron_grpo.planning.throughput import seconds_of_training
-from swift_megatron_grpo.planning.work import Passes, StepWork
+from swift_megatron_grpo.planning.work import PassCounts, StepWork
 
 DECODER = Decoder(8, 64, 64, 64, 128, 256, False)
 
@@ -29,7 +29,7 @@ def test_even_stages_take_as_long_as_the_simulated_schedule(stages: int, micro_b
     work = StepWork(1e15, 0.0, 8192, 4096)
     layout = Layout(stages, pipeline_model_parallel_size=stages)
     seconds = [
-        seconds_of_training(work, find_gpu("H200-141G"), DECODER, one, micro_batches, Passes(), item=2)
+        seconds_of_training(work, find_gpu("H200-141G"), DECODER, one, micro_batches, PassCounts(), item=2)
         for one in (layout, Layout(stages))
     ]
     schedule = simulated([1.0] * stages, micro_batches) / micro_batches
@@ -40,7 +40,7 @@ def test_many_micro_batches_take_as_long_as_the_fullest_stage() -> None:
     """The output layer takes as much as two of the eight layers."""
     layout, work = Layout(4, pipeline_model_parallel_size=4), StepWork(1e15, 2e14, 8192, 4096)
     seconds = [
-        seconds_of_training(work, find_gpu("H200-141G"), DECODER, one, 1000, Passes(), item=2)
+        seconds_of_training(work, find_gpu("H200-141G"), DECODER, one, 1000, PassCounts(), item=2)
         for one in (layout, Layout(4))
     ]
     schedule = simulated([2.0, 2.0, 2.0, 4.0], 1000) / 1000 / (10 / 4)
