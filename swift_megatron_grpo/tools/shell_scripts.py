@@ -218,6 +218,8 @@ class _Reader:
 
     def _braces(self, word: _Word, inside: str) -> None:
         """Append what ${inside} expands to."""
+        if inside.startswith(("@", "*")):  # the script has no arguments
+            word.values = []
         match = _IN_BRACES.fullmatch(inside)
         if match is None:
             return

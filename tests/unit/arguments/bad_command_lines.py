@@ -372,9 +372,12 @@ _DATASETS = """
 """
 
 
+_TWO_STAGES = "--tensor_model_parallel_size 1 --sequence_parallel false --pipeline_model_parallel_size 2"
+_BATCHED = f"{_TWO_STAGES} --virtual_pipeline_model_parallel_size 2 --overlap_p2p_comm false"
+BATCHED_MESSAGES = Case("layout", tuple(_BATCHED.split()), ("use --overlap_p2p_comm true",))
 CASES: list[Case] = list(
     chain(
-        _renamed("misspelt", _MISSPELT),
+        [BATCHED_MESSAGES, *_renamed("misspelt", _MISSPELT)],
         _renamed("other name", _OTHER_NAMES),
         _each("not an integer", "abc 1.5", _INTEGERS),
         _each("not a number", "abc 1,5", _NUMBERS),

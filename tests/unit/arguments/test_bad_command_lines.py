@@ -10,7 +10,7 @@ import pytest
 
 from tests.forking.client import run_code, run_script
 from tests.paths import REPOSITORY
-from tests.unit.arguments.bad_command_lines import ADVICE, CASES, Case
+from tests.unit.arguments.bad_command_lines import ADVICE, BATCHED_MESSAGES, CASES, Case
 from tests.unit.arguments.bad_files import FILES
 
 LEAST_ANSWERED = 0.98
@@ -147,6 +147,12 @@ def test_at_least_98_of_100_mistakes_are_answered_by_flag_and_working_value(
     share = 1 - len(unanswered) / len(CASES)
     assert len(CASES) >= 300 and len({case.name for case in CASES}) == len(CASES)
     assert share >= LEAST_ANSWERED, f"{share:.1%} are answered; not: {json.dumps(unanswered, indent=1)}"
+
+
+def test_batched_messages_of_virtual_stages_are_refused(outcomes: dict[str, Outcome]) -> None:
+    kind, message, followed = outcomes[BATCHED_MESSAGES.name]
+    assert kind == "ValueError" and message.startswith("--overlap_p2p_comm false with two pipeline stages")
+    assert followed == "accepted: "
 
 
 def test_no_mistake_is_accepted_but_those_that_need_a_model(outcomes: dict[str, Outcome]) -> None:

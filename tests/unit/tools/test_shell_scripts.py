@@ -59,7 +59,7 @@ def test_variables_of_the_callers_environment_count() -> None:
 
 
 def test_braces_may_be_nested_and_hold_a_message_or_arithmetic() -> None:
-    script = 'export N=${N:-$((${#gpus} + 1))} M=${M:?set it}; megatron rlhf --a "${A:-{b}}" --c ${C:-d}'
+    script = 'export N=${N:-$((${#gpus} + 1))} M=${M:?set it}; megatron rlhf --a "${A:-{b}}" --c ${C:-d} "${@:2}"'
     computed, given = launches(script)[0], launches(script, {"N": "6", "M": "m"})[0]
     assert computed.environment["N"] == computed.environment["M"] == ""
     assert (given.environment["N"], given.environment["M"]) == ("6", "m")
