@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+_ATTENTION_BACKEND = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")  # Megatron refuses another one
+
 
 class megatron_torn_down:
     """Destroys Megatron's groups on exit, because every layout creates them again; torch's process group stays."""
@@ -20,6 +24,8 @@ class megatron_torn_down:
         mpu.destroy_model_parallel()
         gpt_bridge.EP_PP_GROUP = None  # mcore-bridge creates it once per process
         unset_num_microbatches_calculator()
+        for name in _ATTENTION_BACKEND:
+            os.environ.pop(name, None)
         # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
         # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
         # it, and the model once its hooks do, whose references Python's garbage collector cannot see.

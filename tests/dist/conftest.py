@@ -65,7 +65,7 @@ _MODELS = {
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_IMAGES = "tests.dist.image_runs:run_layout"
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
-_RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
+RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Ranks:
 
     def layout_task(self, kind: str, tuner: str, name: str) -> Task:
         folder = str(self.folder / f"{kind}-{tuner}")
-        return task(_RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
+        return task(RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
 
     def generic_head(self, kind: str, tuner: str) -> str:
         """Run one rank with the head's generic path, for logits that are no plain product; return the folder."""
@@ -165,8 +165,8 @@ class Ranks:
         flags = self.flags(kind, "full", "float32", DESCENT)
         arguments = {"flags": flags, "batches": ["given"], "folder": str(folder)}
         tasks = [
-            task(_RUN_LAYOUT, name="one", **arguments),
-            task(_RUN_LAYOUT, name="mbs4+shared", **arguments, one_prompt=True),
+            task(RUN_LAYOUT, name="one", **arguments),
+            task(RUN_LAYOUT, name="mbs4+shared", **arguments, one_prompt=True),
         ]
         self.run(f"{kind}-descent", 1, tasks)
         return folder
@@ -178,7 +178,7 @@ class Ranks:
             folder = self.folder / f"{kind}-descent"
             folder.mkdir()
             flags = self.flags(kind, "full", "float32", DESCENT)
-            tasks.append(task(_RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
+            tasks.append(task(RUN_LAYOUT, name="one", flags=flags, batches=["given"], folder=str(folder)))
             self._codes[f"{kind}-descent"] = 0  # runs in the job below
         self.run(name, 1, tasks)
 

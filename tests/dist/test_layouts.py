@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.tools.check_layouts import compare, task
-from tests.dist.conftest import LAYOUTS, TUNERS, Ranks
+from tests.dist.conftest import LAYOUTS, RUN_LAYOUT, TUNERS, Ranks
 
 pytestmark = pytest.mark.dist
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
@@ -38,6 +38,17 @@ def test_the_compared_steps_are_not_trivial(ranks: Ranks, tuner: str) -> None:
     assert first["actor/approxkl"] == 0 and first["actor/clipfrac"] == 0  # on-policy: the ratio is 1
     assert second["actor/approxkl"] > 0 and second["kl"] > 0  # off-policy, and away from the reference
     assert first["grad_norm"] > 0.05  # large enough to be clipped: a wrong norm would show in the weights
+
+
+def test_a_process_can_train_with_one_attention_backend_after_another(ranks: Ranks) -> None:
+    tasks = []
+    for backend in ("fused", "flash"):
+        folder = ranks.folder / f"{backend}-attention"
+        folder.mkdir()
+        flags = ranks.flags("dense", "full", "float32", ["--attention_backend", backend])
+        tasks.append(task(RUN_LAYOUT, name="one", flags=flags, batches=["on-policy"], folder=str(folder)))
+    ranks.run("attention-backends", 1, tasks)
+    assert (ranks.folder / "flash-attention" / "one.json").exists()
 
 
 @pytest.mark.parametrize(
