@@ -277,7 +277,7 @@ def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code != 0:
-        raise RuntimeError(f"{ranks} ranks failed with code {code}; the end of their output:\n{log.read_text()[-6000:]}")
+        raise RuntimeError(f"{ranks} ranks failed with code {code}; their last output:\n{log.read_text()[-6000:]}")
 
 
 def compare(name: str, folder: str) -> Difference:
