@@ -1,8 +1,13 @@
-"""Tests for machines with GPUs: `pytest -m gpu tests/gpu`. A test that needs more GPUs than exist is skipped."""
+"""Tests for machines with GPUs: `pytest -m gpu tests/gpu`. A test that needs more GPUs than exist is skipped.
+
+`DRY_GPUS=4 pytest -m gpu tests/gpu/test_layouts.py` runs layouts on as many CPU ranks instead, to find mistakes in the
+tests themselves.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +60,8 @@ def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None
 @pytest.fixture(scope="session")
 def gpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gpus:
     """Run the tasks of the selected tests, one launch for each number of ranks: most of the time is start-up."""
-    gpus = Gpus(torch.cuda.device_count(), tmp_path_factory.mktemp("gpus"))
+    count = int(os.environ.get("DRY_GPUS", torch.cuda.device_count()))
+    gpus = Gpus(count, tmp_path_factory.mktemp("gpus"))
     if gpus.count == 0:
         pytest.skip("needs a CUDA device")
     for kind in ("dense", "moe"):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from benchmarks.gpu_tests import Recorder, _split, add, main
+from tests.paths import REPOSITORY
 
 Outcome = Literal["passed", "failed", "skipped"]
 # One test of each end that a test can have.
@@ -46,6 +47,12 @@ def outcomes(file: Path) -> dict[str, str]:
 
 def report(test: str, outcome: Outcome, when: str = "call") -> pytest.TestReport:
     return pytest.TestReport(test, ("", 0, ""), {}, outcome, None, when)  # type: ignore[arg-type]
+
+
+def test_every_recorded_test_exists() -> None:
+    for record in records(REPOSITORY / "benchmarks" / "h200" / "parts" / "tests.json"):
+        file, _, test = record["test"].partition("::")
+        assert f"def {test.partition('[')[0]}(" in (REPOSITORY / file).read_text(), record["test"]
 
 
 @pytest.fixture

@@ -38,6 +38,7 @@ VERSION = "2.11.0"
 _RECIPES = ("CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "MXFP8BlockScaling",
             "NVFP4BlockScaling", "Recipe")  # fmt: skip
 _ACTIVATIONS = ("GEGLU", "GELU", "ReGLU", "ReLU", "SiLU", "SwiGLU")
+_LAYERS_WITHOUT_CPU = ("Fp8Padding", "Fp8Unpadding", "LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 _OPS = ("AllReduce", "BasicLinear", "Bias", "FusibleOperation", "LayerNorm", "RMSNorm", "ReduceScatter", "Sequential")
 _PERMUTATIONS = ("moe_permute", "moe_permute_with_probs", "moe_sort_chunks_by_index",
                  "moe_sort_chunks_by_index_with_probs", "moe_unpermute")  # fmt: skip
@@ -81,9 +82,7 @@ def _contents() -> dict[str, dict[str, Any]]:
             "checkpoint": distributed.checkpoint,
             "fp8_autocast": recipe.fp8_autocast,
             "fp8_model_init": recipe.fp8_model_init,
-            **_classes(
-                "pytorch", "Fp8Padding", "Fp8Unpadding", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"
-            ),
+            **_classes("pytorch", *_LAYERS_WITHOUT_CPU, "Float8BlockwiseQTensor"),  # mcore-bridge asks for each weight
         },
         "pytorch.attention": {"DotProductAttention": attention.DotProductAttention},
         "pytorch.attention.rope": _functions(
