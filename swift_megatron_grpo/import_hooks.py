@@ -37,8 +37,9 @@ def after_import(module_name: str, callback: Callable[[ModuleType], None]) -> No
             _after.setdefault(module_name, []).append(callback)
             _install()
             return
-    # As importlib asks: only the spec of a module that importlib executes or has executed has the attribute.
-    if getattr(module.__spec__, "_initializing", False):
+    # A module without a spec was put into sys.modules by hand, complete. importlib marks the spec while it executes.
+    spec: Any = module.__spec__
+    if spec is not None and spec._initializing:
         raise RuntimeError(f"{module_name} is being imported at this moment: register the callback earlier")
     callback(module)
 

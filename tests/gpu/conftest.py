@@ -7,7 +7,9 @@ tests themselves.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +57,15 @@ def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None
         model=str(gpus.model(kind)), tuner=tuner, dtype="bfloat16", attention_backend="fused", extra=extra or []
     )
     return base_flags(settings, str(gpus.folder))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_of_this_process() -> Iterator[None]:
+    """Free what the tests of a file have left on the GPU, since later ones start runs that need nearly all of it."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

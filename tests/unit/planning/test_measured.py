@@ -90,6 +90,8 @@ def test_the_guessed_train_phase_is_of_the_measured_size(run: Run, process: Proc
         ("h200/fixed-1.7b", "h200/tp2-1.7b"),
         ("h100/dp1-8b-lora-h100", "h100/pp2-8b-lora-h100"),
         ("h100/dp1-8b-lora-h100", "h100/tp2-8b-lora-h100"),
+        ("h200/dp2-8b-lora", "h200/pp2-8b-lora"),
+        ("h200/dp2-8b-lora", "h200/tp2-8b-lora"),
         ("h200/dp4-8b-lora", "h200/tp4-8b-lora"),
         ("h200/dp4-8b-lora", "h200/pp4-8b-lora"),
         ("h200/dp4-8b-lora", "h200/pp4-8b-lora-last-6"),

@@ -82,7 +82,7 @@ def _contents() -> dict[str, dict[str, Any]]:
             "checkpoint": distributed.checkpoint,
             "fp8_autocast": recipe.fp8_autocast,
             "fp8_model_init": recipe.fp8_model_init,
-            **_classes("pytorch", *_LAYERS_WITHOUT_CPU, "Float8BlockwiseQTensor"),  # mcore-bridge asks for each weight
+            **_classes("pytorch", *_LAYERS_WITHOUT_CPU, "Float8BlockwiseQTensor"),  # imported for each weight
         },
         "pytorch.attention": {"DotProductAttention": attention.DotProductAttention},
         "pytorch.attention.rope": _functions(
