@@ -1,7 +1,7 @@
 """Tests for machines with GPUs: `pytest -m gpu tests/gpu`. A test that needs more GPUs than exist is skipped.
 
-`DRY_GPUS=4 pytest -m gpu tests/gpu/test_layouts.py` runs layouts on as many CPU ranks instead, to find mistakes in the
-tests themselves.
+`DRY_GPUS=4 pytest -m gpu tests/gpu/test_layouts.py tests/gpu/test_kernels.py tests/gpu/test_torch_attention.py` trains
+on as many CPU ranks instead, to find mistakes in the tests themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +30,15 @@ LAYOUTS = {
 LAYOUT_TEST = "test_a_layout_matches_one_gpu"
 # A router in bf16 sends a few tokens to other experts. A second step, far from the first policy, would amplify this.
 BATCHES = {"dense": ["on-policy", "off-policy"], "moe": ["given"]}
-# Further runs on one rank: name, model, flags, batches.
-VARIANTS: list[tuple[str, str, list[str], list[str]]] = [
-    ("dense-given", "dense", [], ["given"]),
-    ("moe-given", "moe", [], ["given"]),
-    ("plain-kernels", "dense", ["--fast_kernels", "false"], BATCHES["dense"]),
-    ("torch-attention", "dense", ["--attention_backend", "flash"], BATCHES["dense"]),
-]
+# Further runs on one rank, which train the same steps as the layouts of the dense model: name, flags.
+VARIANTS = {
+    "plain-kernels": ["--fast_kernels", "false"],
+    "torch-attention": ["--attention_backend", "flash"],
+    "recompute-elementwise": ["--recompute_elementwise", "true"],
+}
+RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
+RUN_VARIANT = {"recompute-elementwise": "tests.gpu.phases:recompute_in_small_micro_batches"}
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @dataclass(frozen=True)
@@ -101,10 +104,15 @@ def add_layouts(
         adapter = str(gpus.folder / f"{kind}-adapter")
         tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
         flags = [*flags, "--adapters", adapter]
-    Path(gpus.layouts(kind, tuner)).mkdir()
-    job = {"flags": flags, "batches": BATCHES[kind], "folder": gpus.layouts(kind, tuner), "one_prompt": True}
+    job = training_job(kind, flags, Path(gpus.layouts(kind, tuner)))
     for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():
         tasks[number] += layout_runs
+
+
+def training_job(kind: str, flags: list[str], folder: Path) -> dict[str, Any]:
+    """Make the folder and return arguments of run_layout: layouts and runs that are compared train the same steps."""
+    folder.mkdir()
+    return {"flags": flags, "batches": BATCHES[kind], "folder": str(folder), "one_prompt": True}
 
 
 def add_runs_of_other_tests(gpus: Gpus, tasks: list[dict[str, object]]) -> None:
@@ -119,12 +127,10 @@ def add_runs_of_other_tests(gpus: Gpus, tasks: list[dict[str, object]]) -> None:
             others=[{"infer_max_tokens": 64}, {"infer_micro_batch_size": 8}],
         )
     )
-    for name, kind, extra, batches in VARIANTS:
-        (gpus.folder / name).mkdir()
-        job = {"flags": make_flags(gpus, kind, "full", extra), "batches": batches, "folder": str(gpus.folder / name)}
-        tasks += layout_tasks(job, ["one"])[1]
-    (gpus.folder / "recompute-elementwise").mkdir()
-    flags = make_flags(gpus, "dense", "full", ["--recompute_elementwise", "true"])
-    job = {"flags": flags, "batches": BATCHES["dense"]}
-    folder = str(gpus.folder / "recompute-elementwise")
-    tasks.append(task("tests.gpu.phases:recompute_in_small_micro_batches", name="one", folder=folder, **job))
+    for kind in ("dense", "moe"):  # tests/dist/hf_gradients.py has the same batch
+        given = {**training_job(kind, make_flags(gpus, kind, "full"), gpus.folder / f"{kind}-given"),
+                 "batches": ["given"], "one_prompt": False}  # fmt: skip
+        tasks += layout_tasks(given, ["one"])[1]
+    for name, extra in VARIANTS.items():
+        job = training_job("dense", make_flags(gpus, "dense", "full", extra), gpus.folder / name)
+        tasks.append(task(RUN_VARIANT.get(name, RUN_LAYOUT), name="one", **job))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from swift_megatron_grpo.training.attention_check import poison_free_memory
-from tests.gpu.conftest import Gpus
+from tests.gpu.conftest import Gpus, needs_cuda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 def test_two_steps_match_those_with_megatrons_kernels(gpus: Gpus) -> None:
@@ -27,6 +27,7 @@ def test_two_steps_match_those_with_megatrons_kernels(gpus: Gpus) -> None:
     assert difference < 3e-3  # two steps of 1e-3 at most
 
 
+@needs_cuda
 def test_recomputing_activations_changes_nothing(gpus: Gpus) -> None:
     """Dense layers: a norm before attention, a norm and SwiGLU in the MLP; forward and backward of two steps."""
     folder = gpus.folder / "recompute-elementwise"
@@ -40,6 +41,7 @@ def test_recomputing_activations_changes_nothing(gpus: Gpus) -> None:
         assert step["grad_norm"] == pytest.approx(expected_step["grad_norm"], rel=1e-4)
 
 
+@needs_cuda
 def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -> None:
     import transformer_engine.pytorch as te
 
@@ -90,6 +92,7 @@ def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -
     assert abs(kept_without - kept_with - saved) < saved / 20
 
 
+@needs_cuda
 @pytest.mark.parametrize("width", [128, 512])
 def test_the_norm_and_its_gradients_match_transformer_engine(width: int) -> None:
     import transformer_engine.pytorch as te
@@ -112,6 +115,7 @@ def test_the_norm_and_its_gradients_match_transformer_engine(width: int) -> None
         torch.testing.assert_close(result, expected)
 
 
+@needs_cuda
 def test_swiglu_and_its_gradient_match_fp64() -> None:
     from swift_megatron_grpo.training.fast_kernels import _swiglu
 
@@ -128,6 +132,7 @@ def test_swiglu_and_its_gradient_match_fp64() -> None:
     torch.testing.assert_close(x.grad.double(), wide.grad, rtol=1e-2, atol=1e-2)
 
 
+@needs_cuda
 def test_swiglu_of_experts_and_its_gradients_match_fp64_on_poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.fusions import fused_bias_swiglu
 
@@ -155,6 +160,7 @@ def test_swiglu_of_experts_and_its_gradients_match_fp64_on_poisoned_memory(monke
     check_against_megatron("cuda", own, on_poisoned_memory)
 
 
+@needs_cuda
 def test_swiglu_of_experts_has_the_same_bits_every_time() -> None:
     from swift_megatron_grpo.training.weighted_swiglu import WeightedSwiGLU
 

@@ -12,9 +12,9 @@ import torch
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
 from swift_megatron_grpo.training.attention_check import poison_free_memory, relative_error
 from swift_megatron_grpo.training.torch_attention import attend
-from tests.gpu.conftest import Gpus
+from tests.gpu.conftest import Gpus, needs_cuda
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 QUERIES = [333, 64, 1, 450]
 KEYS = {"whole sequences": QUERIES, "completions behind a prompt": [333, 397, 334, 783]}
 
@@ -38,6 +38,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: lis
     return torch.cat(outputs).flatten(1)
 
 
+@needs_cuda
 @pytest.mark.parametrize("case", KEYS)
 @pytest.mark.parametrize(("heads", "groups", "channels"), [(16, 8, 128), (8, 2, 256), (4, 4, 64)])
 def test_output_and_gradients_are_those_of_exact_arithmetic(case: str, heads: int, groups: int, channels: int) -> None:
