@@ -37,15 +37,9 @@ AREAS = {
 OTHER = "Other"
 # A value that is neither the default nor one of the choices; other flags get one of their type.
 EXAMPLES = {
-    "lora_dropout": "0.05", "kl_target": "0.01", "kl_horizon": "2000", "dual_clip": "3", "entropy_coef": "0.001",
-    "max_tokens_per_micro_batch": "16384", "infer_max_tokens_per_micro_batch": "65536", "infer_batch_size": "16",
-    "router_agreement_samples": "16", "reward_timeout": "300", "phase_timeout": "7200", "stop_grace": "60",
-    "rollout_dump": "/shared/run1/rollouts", "rollout_replay": "/shared/run1/rollouts", "vllm_server_api_key": "KEY",
-    "vllm_request_timeout": "7200", "max_staleness": "2", "rollout_logprobs_interval": "1", "check_gpu": "H200-141G",
+    "lora_dropout": "0.05",     "vllm_server_api_key": "KEY", "check_gpu": "H200-141G",
     "host": "10.0.0.5", "port": "8001", "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
-    "eval_names": "math code", "eval_temperature": "0.6", "eval_top_p": "0.95", "eval_max_completion_length": "8192",
-    "eval_correct_reward": "accuracy", "trace_steps": "3-5", "resume": "auto",
-    "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
+    "resume": "auto", "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
 }  # fmt: skip
 # Choices of ms-swift that are refused.
 REFUSED = {"truncation_strategy": ("right", "split")}
@@ -77,12 +71,13 @@ class Flag:
     choices: tuple[str, ...]
     default: Any
     help: str
+    typed: str = ""  # an example
 
     @property
     def example(self) -> str:
         """Return a value that differs from the default."""
-        if self.name in EXAMPLES:
-            return EXAMPLES[self.name]
+        if self.typed or self.name in EXAMPLES:
+            return self.typed or EXAMPLES[self.name]
         if self.choices:
             return next(choice for choice in self.choices if choice != as_typed(self.default))
         if self.type.startswith("true"):
@@ -92,17 +87,26 @@ class Flag:
         return {"integer": "2", "number": "60", "text": "TEXT"}.get(self.type, "VALUE")
 
 
-def flags(path: Path = PACKAGE / "arguments" / "flags.py") -> list[Flag]:
-    """Return the flags of the only dataclass that adds some, in the order of the code."""
+def all_flags() -> list[Flag]:
+    """Return the flags of the trainer: those of the classes in settings/, and those that are still in arguments/."""
+    files = [*sorted((PACKAGE / "settings").glob("*.py")), PACKAGE / "arguments" / "flags.py"]
+    return [flag for file in files for flag in flags(file)]
+
+
+def flags(path: Path) -> list[Flag]:
+    """Return the flags that the dataclasses of a file add, in the order of the code."""
     aliases = dict(_aliases(PACKAGE / "config.py")) | dict(_aliases(PACKAGE / "types.py"))
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-    fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign))
+    fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign) and field.value)
+    in_settings = path.parent.name == "settings"
+    if in_settings:
+        return [_described(field, aliases) for field in fields if _is_described(field)]
     return [_flag(field, aliases) for field in fields]
 
 
 def page() -> str:
     by_area: dict[str, list[Flag]] = {area: [] for area in (*AREAS, OTHER)}
-    for flag in flags():
+    for flag in all_flags():
         by_area[area_of(flag.name)].append(flag)
     sections = [f"## {area}\n\n{_table(members)}" for area, members in by_area.items() if members]
     server = _table(flags(PACKAGE / "server" / "arguments.py"))
@@ -154,6 +158,23 @@ def _flag(field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
         metadata = ast.literal_eval(given["metadata"]) if "metadata" in given else {}
         return Flag(name, described, choices, default, metadata["help"].replace("%%", "%"))
     return Flag(name, described, choices, _value(field.value), WITHOUT_HELP[name])
+
+
+def _is_described(field: ast.AnnAssign) -> bool:
+    return isinstance(field.value, ast.Call) and ast.unparse(field.value.func) == "flag"
+
+
+def _described(field: ast.AnnAssign, aliases: dict[str, tuple[str, ...]]) -> Flag:
+    """Read `name: Annotated[type, Range] = flag(default, help, ...)`."""
+    assert isinstance(field.target, ast.Name) and isinstance(field.value, ast.Call)
+    annotation = field.annotation
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        annotation = annotation.slice.elts[0]
+    default, text = map(ast.literal_eval, field.value.args)
+    example = next((ast.literal_eval(word.value) for word in field.value.keywords if word.arg == "example"), "")
+    choices = _choices(annotation, aliases)
+    return Flag(field.target.id, _type(annotation), choices, default, text.replace("%%", "%"), example)
 
 
 def _value(node: ast.expr) -> Any:

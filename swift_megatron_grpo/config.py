@@ -12,6 +12,7 @@ import torch
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.types import Quantization
 
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
 BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]

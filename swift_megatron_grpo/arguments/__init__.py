@@ -15,7 +15,6 @@ local_files.py       files and folders that must exist, and lines of datasets th
 named_paths.py       all flags that name files, folders, or entries of tables
 trained_parameters.py  flags that choose what is trained
 flag_names.py        names of ms-swift 3, and misspelt ones
-algorithm_checks.py  flags of the loss, advantages, KL and dynamic sampling
 layout_checks.py     parallel sizes against the shape of the model
 model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
 model_origin.py      whether ModelScope can tell if a model is the latest
@@ -26,15 +25,7 @@ pipeline_stages.py   the stages of --pipeline_model_parallel_layout
 rope.py              positions that differ from the checkpoint's, for vLLM as for the trainer
 long_prompts.py      --truncation_strategy delete and raise
 rows_on_ranks.py     work on every row of a dataset, distributed over the ranks
-batch_plan.py        resolve the batch sizes of a run
-batch_sizes.py       refuse batch sizes that do not fit together, and suggest the nearest that do
-evaluation_checks.py flags of evaluation
-rollout_checks.py    flags of recording, asynchronous generation and time limits
-routing_checks.py    flags of router replay
-server_checks.py     flags of `--vllm_mode server`
-trace_steps.py       the steps of --trace_steps
 value_checks.py      single flags: paths, rewards, lengths, micro batches
-value_ranges.py      the valid range of every numeric flag, in one table
 problems.py          collect the problems of several checks into one error
 advice.py            phrases that the messages of several checks share
 

@@ -6,25 +6,33 @@ import inspect
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from swift.rewards import orms
 from swift.utils import get_dist_setting
 
-from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments.advice import typed_value, use_flag
-from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.flags import GRPOFlags
-from swift_megatron_grpo.arguments.layout_checks import read_model_shape
+from swift_megatron_grpo.arguments.layout_checks import shape_of
 from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
 from swift_megatron_grpo.checkpoints.sources import Source
-from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig, RoutingConfig
+from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.settings.asynchronous import Asynchronous
+from swift_megatron_grpo.settings.batches import Batches
+from swift_megatron_grpo.settings.facts import DataShape, ModelShape
+from swift_megatron_grpo.settings.flag import Facts, Flags
+from swift_megatron_grpo.settings.recording import Recording
+from swift_megatron_grpo.settings.sampling import Evaluation
+from swift_megatron_grpo.settings.servers import Servers
 
+F = TypeVar("F", bound=Flags)
 _REFERENCE_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -40,6 +48,24 @@ class DerivedArguments(GRPOFlags):
 
     resumed_step = 0  # no flag: the step of the checkpoint that --resume has found
     typed = tuple[tuple[str, str], ...]()  # no flag: those that decide what a run generates and trains, as typed
+
+    # ---- the classes of settings/
+
+    def of(self, group: type[F]) -> F:
+        """Return the flags of a class of settings/, as they are now."""
+        return group.of(vars(self))
+
+    def facts(self, shape: ModelShape | None = None, rows: DataShape | None = None) -> Facts:
+        return Facts(self.layout, shape, rows)
+
+    @property
+    def model_shape(self) -> ModelShape:
+        return shape_of(self.model_config, self.model_dir)
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """The model's config.json, read once."""
+        return _model_config(self.model_dir)
 
     # ---- the run
 
@@ -79,7 +105,7 @@ class DerivedArguments(GRPOFlags):
 
         It is the same on all ranks, also on those of a pipeline stage without experts.
         """
-        return bool(self.fast_kernels and read_model_shape(self.model_dir).experts)
+        return bool(self.fast_kernels and self.model_shape.experts)
 
     @property
     def saves_whole_model(self) -> bool:
@@ -157,14 +183,7 @@ class DerivedArguments(GRPOFlags):
 
     def batch_plan(self) -> BatchPlan:
         """Resolve the batch sizes. Raises BatchError if they do not fit together."""
-        return resolve(
-            self.layout,
-            micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
-            global_batch_size=self.global_batch_size,
-            num_generations=self.num_generations,
-            generation_batch_size=self.generation_batch_size,
-            steps_per_generation=self.steps_per_generation,
-        )
+        return self.of(Batches).plan(self.layout)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -173,38 +192,22 @@ class DerivedArguments(GRPOFlags):
         return self.batch_plan().steps_per_generation * iterations
 
     @property
-    def routing(self) -> RoutingConfig:
-        return RoutingConfig(self.router_replay_mode, self.router_agreement_samples)
-
-    @property
     def rollouts_ahead(self) -> int:
-        """Number of rollouts by which generation may be ahead of training."""
-        if not self.async_generate:
-            return 0
-        return 1 if self.max_staleness is None else self.max_staleness
+        return self.of(Asynchronous).rollouts_ahead
 
     # ---- servers
 
     @property
     def uses_servers(self) -> bool:
-        return self.vllm_mode == "server"
+        return self.of(Servers).used
 
     @property
     def server_urls(self) -> tuple[str, ...]:
-        return servers.server_urls(self.vllm_server_base_url, self.vllm_server_host, self.vllm_server_port)
+        return self.of(Servers).urls
 
     @property
     def turns_of_servers(self) -> RemoteTurnsConfig | None:
-        """Requirements on conversations that servers conduct; None: completions are single turns.
-
-        Without a reward function only environments of the servers can grade, so completions are conversations.
-        """
-        if not self.uses_servers:
-            return None
-        flags = servers.turn_flags(vars(self))
-        if flags is None and self.reward_funcs:
-            return None
-        return RemoteTurnsConfig(flags, self.multi_turn_scheduler, self.max_turns, self.gym_env)
+        return self.of(Servers).turns
 
     @property
     def servers_may_grade(self) -> bool:
@@ -227,30 +230,18 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def evaluates(self) -> bool:
-        return self.eval_iters != 0 and bool(self.val_dataset or self.split_dataset_ratio)
-
-    @property
-    def evaluation_generations(self) -> int:
-        """Completions of a prompt; one if they are greedy."""
-        return self.num_generations_eval or (1 if self.eval_temperature == 0 else self.num_generations)
-
-    @property
-    def evaluation_length(self) -> int:
-        """The most tokens of a completion in evaluation."""
-        length: int | None = self.eval_max_completion_length
-        usual: int = self.max_completion_length
-        return usual if length is None else length
+        return self.of(Evaluation).runs
 
     @property
     def longest_completion(self) -> int:
         """The most tokens of a completion, in training or in evaluation."""
         usual: int = self.max_completion_length
-        return max(usual, self.evaluation_length) if self.evaluates else usual
+        return max(usual, self.of(Evaluation).length) if self.evaluates else usual
 
     @property
     def evaluated_at_once(self) -> int:
         """Prompts that are evaluated together: with as many completions as a rollout of training has."""
-        return max(1, self.batch_plan().generation_batch_size // self.evaluation_generations)
+        return max(1, self.batch_plan().generation_batch_size // self.of(Evaluation).generations)
 
     @property
     def evaluation_names(self) -> dict[str, str]:
@@ -275,11 +266,11 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def dump_folder(self) -> Path | None:
-        return _absolute(self.rollout_dump)
+        return self.of(Recording).dump
 
     @property
     def replay_folder(self) -> Path | None:
-        return _absolute(self.rollout_replay)
+        return self.of(Recording).replay
 
     def recording_settings(self) -> recording.Settings:
         """Return the settings that a folder of recorded rollouts must match."""
@@ -297,6 +288,11 @@ class DerivedArguments(GRPOFlags):
             )
 
 
+@cache
+def _model_config(folder: str) -> dict[str, Any]:
+    return read_model_config(folder)
+
+
 def world_size() -> int:
     """Return the launcher's world size, which does not need a process group."""
     size: int = get_dist_setting()[2]
@@ -310,10 +306,6 @@ def as_list(values: str | Sequence[str]) -> list[str]:
 
 def _is_name(function: Any) -> bool:
     return isinstance(function, str)
-
-
-def _absolute(typed: str | None) -> Path | None:
-    return None if typed is None else Path(typed).expanduser().absolute()
 
 
 def _reward_name(function: Any) -> str:

@@ -6,19 +6,22 @@ argparse %-formats help texts: a percent sign is written `%%`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from swift.megatron.arguments import MegatronRLHFArguments
 
-from swift_megatron_grpo.config import Estimator, KlEstimator, SharePrompts, SyncCheckMode, UnreadTensors
+from swift_megatron_grpo.config import SyncCheckMode, UnreadTensors
+from swift_megatron_grpo.settings import GROUPS
+from swift_megatron_grpo.settings.flag import parser_class
 from swift_megatron_grpo.types import Quantization
+
+AddedFlags: Any = parser_class(MegatronRLHFArguments, GROUPS)
 
 
 @dataclass
-class GRPOFlags(MegatronRLHFArguments):
+class GRPOFlags(AddedFlags):
     """Flags of `megatron rlhf --rlhf_type grpo` beyond ms-swift's."""
 
-    vllm_mode: Literal["server", "colocate"] | None = "colocate"  # ms-swift has no default, and stops without one
     lora_dropout: float = 0.0  # as in effect in ms-swift, whose default of 0.05 mcore-bridge ignores
     save_missing_weights: bool | None = field(
         default=None,
@@ -45,87 +48,6 @@ class GRPOFlags(MegatronRLHFArguments):
         },
     )
 
-    advantage_estimator: Estimator = field(
-        default="grpo",
-        metadata={
-            "help": "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: "
-            "the mean of the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages "
-            "scaled over the batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the "
-            "whole rollout (the paper's REINFORCE++); it also works with --num_generations 1. The first three are "
-            "ms-swift's. Default: grpo."
-        },
-    )
-    kl_estimator: KlEstimator | None = field(
-        default=None,
-        metadata={
-            "help": "Estimator of the KL to the reference, per token: k1 is log(pi/ref), abs is its absolute value, "
-            "k2 is half its square, k3 is ref/pi - 1 - log(ref/pi). Default: ms-swift's, which is k3 in the loss and "
-            "k1 in the reward (--kl_in_reward)."
-        },
-    )
-    kl_target: float | None = field(
-        default=None,
-        metadata={
-            "help": "KL per token towards which beta is adapted: beta grows while the measured KL is above the target "
-            "and shrinks while it is below. --beta is the initial value. Default: none, beta is fixed."
-        },
-    )
-    kl_horizon: int = field(
-        default=10000,
-        metadata={
-            "help": "Number of completions over which --kl_target adapts beta; a larger number adapts more slowly. "
-            "Default: 10000."
-        },
-    )
-    dual_clip: float | None = field(
-        default=None,
-        metadata={
-            "help": "Bound on the loss of tokens with a negative advantage: at most this value times the advantage's "
-            "size, however large the ratio is. It must be above 1 + epsilon_high; 3 is common. --delta is ms-swift's "
-            "flag for the same bound. Default: none."
-        },
-    )
-    entropy_coef: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
-            "averaged in the same way as the loss. Default: 0, no bonus."
-        },
-    )
-
-    max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Token budget of a packed micro batch, including prompts and padding. Completions are packed up to "
-            "this budget, the work is balanced across data-parallel ranks, and --micro_batch_size is ignored. A "
-            "completion longer than the budget gets its own micro batch. Default: none, a micro batch has "
-            "--micro_batch_size completions."
-        },
-    )
-    infer_max_tokens_per_micro_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Token budget of a packed micro batch in forward-only passes, which compute log-probs and need "
-            "less memory than training. Default: the micro batches of training."
-        },
-    )
-    infer_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Number of completions in a micro batch of forward-only passes; an alternative to "
-            "--infer_max_tokens_per_micro_batch. Default: the micro batches of training."
-        },
-    )
-
-    share_prompts: SharePrompts = field(
-        default="auto",
-        metadata={
-            "help": "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, "
-            "which is exact. Token budgets count the copy once, so more completions fit. auto: the same where layout "
-            "and model allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. "
-            "Default: auto."
-        },
-    )
     unread_tensors: UnreadTensors = field(
         default="stop",
         metadata={
@@ -182,56 +104,6 @@ class GRPOFlags(MegatronRLHFArguments):
         metadata={"help": "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."},
     )
 
-    eval_before_train: bool = field(
-        default=False,
-        metadata={
-            "help": "Evaluate before the first training step as well, for a base line. A run that resumes does not. "
-            "Default: false; evaluation runs every --eval_steps and after the last step."
-        },
-    )
-    eval_names: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of the datasets in --val_dataset, in their order, under which the metrics of each are "
-            "logged. Default: the names of the files or hub ids, if there are several datasets."
-        },
-    )
-    eval_temperature: float | None = field(
-        default=None,
-        metadata={
-            "help": "Temperature of completions in evaluation; 0 is greedy, with one completion of each prompt. "
-            "Default: --temperature."
-        },
-    )
-    eval_top_p: float | None = field(
-        default=None, metadata={"help": "top_p of completions in evaluation. Default: --top_p."}
-    )
-    eval_max_completion_length: int | None = field(
-        default=None,
-        metadata={"help": "Most tokens of a completion in evaluation. Default: --max_completion_length."},
-    )
-    eval_correct_reward: str | None = field(
-        default=None,
-        metadata={
-            "help": "The reward function of --reward_funcs that decides, for pass@k and maj@k, if a completion is "
-            "correct. Default: the first."
-        },
-    )
-    eval_correct_from: float = field(
-        default=1.0,
-        metadata={"help": "Value of that function from which a completion is correct. Default: 1."},
-    )
-
-    router_agreement_samples: int = field(
-        default=0,
-        metadata={
-            "help": "Number of completions of each rollout for which the experts that the trainer's routers choose are "
-            "compared with those that vLLM chose, in one forward pass: rollout/router_agreement is the share of tokens "
-            "and layers with the same experts. It shows whether --router_replay_mode R3 is worth its bytes: "
-            "docs/moe.md. Default: 0, no comparison."
-        },
-    )
-
     sync_check: SyncCheckMode = field(
         default="canary",
         metadata={
@@ -252,63 +124,7 @@ class GRPOFlags(MegatronRLHFArguments):
             "and set --rollout_importance_sampling_mode token_truncate. docs/quantization.md has more. Default: none."
         },
     )
-    offload_grad: bool = field(
-        default=False,
-        metadata={
-            "help": "Allow the gradient buffers to leave the GPU while vLLM generates and log-probs are computed, in "
-            "addition to --offload_model and --offload_optimizer. The buffers are empty between steps, so they are "
-            "freed and not copied. As with those two flags, nothing is moved while everything fits. Default: false."
-        },
-    )
 
-    reward_timeout: float | None = field(
-        default=None,
-        metadata={
-            "help": "Time limit in seconds for one reward function on one rank's share of a rollout. If a function "
-            "exceeds it, the run ends with an error that names the function. Default: none, only --phase_timeout "
-            "applies."
-        },
-    )
-    phase_timeout: float = field(
-        default=3600.0,
-        metadata={
-            "help": "Time limit in seconds, on every rank, for one phase of a step (generation, grading, training, "
-            "...) and for the work between two phases (checkpoints, callbacks). If a rank exceeds it, every rank "
-            "writes its Python stacks and unfinished collectives to stuck-<time>.txt in --output_dir, and the run "
-            "ends. 0: no limit. Default: 3600."
-        },
-    )
-    stop_grace: float = field(
-        default=120.0,
-        metadata={
-            "help": "Time in seconds between SIGTERM or SIGINT and the end of all processes; set it to what a cluster "
-            "waits before it sends SIGKILL. On either signal the run ends the current step, saves a checkpoint and "
-            "exits with 143 or 130. A step in which completions are still generated or graded after half of this time "
-            "is given up, and the checkpoint is that of the step before. A second signal ends the run at once. "
-            "Default: 120."
-        },
-    )
-    rollout_dump: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder to which every rollout of this run is written: the tokens and rewards of each completion, "
-            "as JSON lines. docs/dump_and_replay.md describes the format. Default: none, rollouts are not written."
-        },
-    )
-    rollout_replay: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder written by --rollout_dump of another run: train on its completions and rewards, without "
-            "starting vLLM or calling reward functions. Default: none."
-        },
-    )
-    rollout_only: bool = field(
-        default=False,
-        metadata={
-            "help": "Generate, grade and write the rollouts of this run (--rollout_dump) with the initial weights, "
-            "without training. Default: false."
-        },
-    )
     resume: str = field(
         default="never",
         metadata={
@@ -336,49 +152,6 @@ class GRPOFlags(MegatronRLHFArguments):
             "variable SWIFT_ROLLOUT_API_KEY, or from the file that SWIFT_ROLLOUT_API_KEY_FILE names. As a flag it is "
             "visible in process listings until the command has read it. It is never written to args.json. Default: "
             "none."
-        },
-    )
-    vllm_request_timeout: float = field(
-        default=3600.0,
-        metadata={
-            "help": "Time limit in seconds for a rollout server to complete one request or to load new weights; a "
-            "request that exceeds it is resent to another server. It must be longer than the longest completion takes, "
-            "time in the queue included; with several turns, longer than the longest conversation. Default: 3600."
-        },
-    )
-    seed_completions: bool = field(
-        default=False,
-        metadata={
-            "help": "Give every completion its own seed, derived from --seed. Up to rounding, completions then do not "
-            "depend on which server generates them or on what else it is generating. In multi-turn conversations every "
-            "turn has its own seed. vLLM samples seeded completions one at a time, which costs about 10 microseconds "
-            "per completion and token on a GPU. Default: false."
-        },
-    )
-    rollout_logprobs_interval: int = field(
-        default=10,
-        metadata={
-            "help": "vLLM returns the log-probs of completions with every Nth rollout only, because they cost up to a "
-            "sixth of the time of generation: the steps on other rollouts log no rollout/k3_kl. 1: with every rollout. "
-            "0: with the first one only, which is always compared with the trainer's. The interval has no effect where "
-            "the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every rollout. "
-            "Default: 10."
-        },
-    )
-    max_staleness: int | None = field(
-        default=None,
-        metadata={
-            "help": "With --async_generate true: the number of rollouts by which generation may be ahead of training. "
-            "1: the next rollout is generated while one is trained, with the weights from before that training. 0: "
-            "generation and training alternate, as without --async_generate. docs/async.md describes the effect on "
-            "the loss. Default: 1."
-        },
-    )
-    trace_steps: str | None = field(
-        default=None,
-        metadata={
-            "help": "Optimizer steps to trace, such as 3 or 3-5: trace.json in --output_dir then has the phases of all "
-            "ranks and the requests of all servers on one time line, for https://ui.perfetto.dev. Default: none."
         },
     )
     check: bool = field(

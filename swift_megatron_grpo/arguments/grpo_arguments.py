@@ -13,10 +13,8 @@ from typing import Any
 
 from swift.template import Template
 
-from swift_megatron_grpo.arguments import algorithm_checks as algorithm
 from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
-from swift_megatron_grpo.arguments.evaluation_checks import rounds_of
 from swift_megatron_grpo.arguments.image_rows import read_images
 from swift_megatron_grpo.arguments.local_files import explain_unreadable
 from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
@@ -29,6 +27,11 @@ from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_checks import check_images
 from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
 from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
+from swift_megatron_grpo.settings import GROUPS
+from swift_megatron_grpo.settings.algorithm import defaults_of
+from swift_megatron_grpo.settings.facts import DataShape
+from swift_megatron_grpo.settings.flag import check
+from swift_megatron_grpo.settings.sampling import rounds_of
 
 
 @dataclass
@@ -53,7 +56,7 @@ class GRPOArguments(DerivedArguments):
             read_api_key(os.environ)  # before a model is loaded
         apply_resume(self)
         checks.check_command_line(self)
-        for flag, value in algorithm.defaults_of(self.advantage_estimator).items():
+        for flag, value in defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
         if vars(self)["vit_attn_impl"] is None and not towers_have_flash_attention():
@@ -158,7 +161,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
-        checks.check_ranges(self)  # once more, with the number of iterations
+        check(GROUPS, vars(self), self.facts(self.model_shape, DataShape(self.most_images)))  # with the iterations
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)

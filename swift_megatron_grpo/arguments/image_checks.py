@@ -56,15 +56,6 @@ def tower_share(freeze_vit: bool, freeze_aligner: bool) -> float:
     return 0.0 if freeze_aligner else 1 / 3
 
 
-def check_limit(limits: Mapping[str, int] | None, images: int) -> None:
-    """Raise ValueError if --vllm_limit_mm_per_prompt refuses a row. A kind that it does not name is not limited."""
-    if limits is not None and limits.get("image", images) < images:
-        raise ValueError(
-            f"--vllm_limit_mm_per_prompt allows {limits['image']} images, and a row of the dataset has {images}; use "
-            f"""--vllm_limit_mm_per_prompt '{{"image": {images}, "video": 0}}', or leave it out"""
-        )
-
-
 def check_tower_heads(
     vision: Mapping[str, Any], tensor_parallel_size: int, engine_kwargs: Mapping[str, Any] | None
 ) -> None:

@@ -6,37 +6,28 @@ Pure functions on plain values. Each raises a ValueError that names the fault, t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.pipeline_stages import check_stages
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes of a model that a layout must divide. None: config.json has no such value under a common name."""
-
-    name: str
-    attention_heads: int | None
-    kv_heads: int | None  # of attention with grouped queries
-    ffn: int | None
-    layers: int | None
-    experts: int | None
-    expert_ffn: int | None
-    linear_heads: tuple[int, ...] = ()  # of linear attention
-
+from swift_megatron_grpo.settings.facts import ModelShape
 
 # ---- the model
 
 
 def read_model_shape(folder: str | Path) -> ModelShape:
-    """Read config.json as transformers writes it; of a composed model, its text part."""
-    text = language_config(read_model_config(folder))
+    return shape_of(read_model_config(folder), folder)
+
+
+def shape_of(config: Mapping[str, Any], folder: str | Path) -> ModelShape:
+    """Return the shape of a config.json as transformers writes it; of a composed model, of its text part."""
+    text = language_config(config)
 
     def number(*keys: str) -> int | None:
         return next((text[key] for key in keys if isinstance(text.get(key), int)), None)

@@ -17,32 +17,27 @@ from swift.rewards import orms
 from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import import_external_file
 
-from swift_megatron_grpo.arguments import algorithm_checks as algorithm
-from swift_megatron_grpo.arguments import evaluation_checks as evaluation
 from swift_megatron_grpo.arguments import image_checks as images
 from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
-from swift_megatron_grpo.arguments import rollout_checks as rollouts
-from swift_megatron_grpo.arguments import routing_checks as routing
-from swift_megatron_grpo.arguments import server_checks as servers
 from swift_megatron_grpo.arguments import value_checks as values
-from swift_megatron_grpo.arguments import value_ranges as ranges
 from swift_megatron_grpo.arguments.advice import typed_value
-from swift_megatron_grpo.arguments.batch_plan import resolve
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.flag_combinations import STOCK_TRAINER, check_flags
 from swift_megatron_grpo.arguments.named_paths import check_paths
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
-from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.conversations import checks as turns
 from swift_megatron_grpo.conversations.registries import check_registered
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
-from swift_megatron_grpo.protocol.model_identity import read_model_config
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.settings import GROUPS, RANGES
+from swift_megatron_grpo.settings.batch_plan import resolve
+from swift_megatron_grpo.settings.facts import DataShape
+from swift_megatron_grpo.settings.flag import check, check_finite
 from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
 from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
 from swift_megatron_grpo.vllm_shared.quantization import check_quantization
@@ -59,32 +54,22 @@ def check_command_line(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
+            lambda: check(GROUPS, vars(args), args.facts()),
             lambda: check_ranges(args),
             lambda: check_trained(vars(args)),
-            lambda: ranges.check_weight_decay(vars(args)),
             lambda: _check_json(args),
             lambda: check_rope_scaling(args.rope_scaling, args.max_model_len),
             lambda: _check_model_path(args),
             lambda: check_paths(args),
             lambda: _check_checkpoints(args),
-            args.batch_plan,
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
             lambda: _check_reference(args),
-            lambda: values.check_iterations(args.num_iterations),
-            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
-            lambda: _check_micro_batches(args),
-            lambda: _check_lengths(args),
-            lambda: values.check_duration(args.train_iters, args.num_train_epochs),
             lambda: check_rewards(args),
             lambda: _check_evaluation(args),
             lambda: _check_callbacks(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
-            lambda: rollouts.check_deadlines(args.reward_timeout, args.phase_timeout, args.stop_grace),
-            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
-            lambda: _check_servers(args),
-            lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
             lambda: check_quantization(args.rollout_quantization, args.vllm_enable_lora, None, None),
             values.check_vllm_installed,
@@ -98,9 +83,9 @@ def check_with_model_config(args: DerivedArguments) -> None:
         [
             lambda: check_flags(args),
             lambda: check_ranges(args),
+            lambda: check(GROUPS, vars(args), args.facts(args.model_shape)),
             lambda: check_layout(args),
             lambda: _check_model(args),
-            lambda: _check_routing(args),
             lambda: _check_precision(args),
             lambda: _check_quantization(args),
             lambda: _check_cpu_optimizer(args),
@@ -111,9 +96,9 @@ def check_with_model_config(args: DerivedArguments) -> None:
 
 def check_images(args: DerivedArguments, most: int) -> None:
     """Check what depends on the images of the datasets. `most`: in one row."""
-    limits = None if args.uses_servers else args.vllm_limit_mm_per_prompt
     check_all(
         [
+            lambda: check(GROUPS, vars(args), args.facts(args.model_shape, DataShape(most))),
             lambda: images.check_parts(
                 most,
                 args.freeze_vit or not args.is_multimodal,
@@ -124,7 +109,6 @@ def check_images(args: DerivedArguments, most: int) -> None:
                 args.vit_lr,
                 args.aligner_lr,
             ),
-            lambda: images.check_limit(limits, most),
             lambda: _check_image_part(args) if most else None,
         ]
     )
@@ -132,10 +116,10 @@ def check_images(args: DerivedArguments, most: int) -> None:
 
 def _check_image_part(args: DerivedArguments) -> None:
     """Check that Megatron and vLLM can divide the image part of the model."""
-    vision = read_model_config(args.model_dir).get("vision_config") or {}
+    vision = args.model_config.get("vision_config") or {}
     if not args.uses_servers:
         images.check_tower_heads(vision, args.vllm_tensor_parallel_size, args.vllm_engine_kwargs)
-    images.check_deepstack(vision, args.layout, layouts.read_model_shape(args.model_dir).layers)
+    images.check_deepstack(vision, args.layout, args.model_shape.layers)
 
 
 def check_adopted(args: DerivedArguments) -> None:
@@ -144,21 +128,17 @@ def check_adopted(args: DerivedArguments) -> None:
         [
             lambda: check_flags(args),
             lambda: check_ranges(args),
+            lambda: check(GROUPS, vars(args), args.facts(args.model_shape)),
             lambda: _check_json(args),
             lambda: _check_checkpoints(args),
             lambda: _check_callbacks(args),
             lambda: check_layout(args),
             lambda: _check_interleaving(args),
             lambda: _check_model(args),
-            lambda: _check_routing(args),
-            lambda: algorithm.check_algorithm(algorithm.flags_of(vars(args))),
             lambda: check_rewards(args),
             lambda: _check_evaluation(args),
             lambda: _check_turns(args),
             lambda: check_recording(args),
-            lambda: read_trace_steps(args.trace_steps, args.train_iters, args.rollout_only),
-            lambda: _check_servers(args),
-            lambda: _check_async(args),
             lambda: _check_adapter_sync(args),
             lambda: _check_quantization(args),
             lambda: _check_reference_adapter(args),
@@ -170,14 +150,7 @@ def check_ranges(args: DerivedArguments) -> None:
     """Check numbers against their ranges, and the flags of the learning rate against each other."""
     given = {field.name: getattr(args, field.name) for field in fields(args)}
     defaults = {field.name: _default(field) for field in fields(args)}
-    check_all(
-        [
-            lambda: ranges.check_ranges(given, defaults),
-            lambda: ranges.check_schedule(given),
-            lambda: ranges.check_recompute(given),
-            lambda: ranges.check_dtype(given),
-        ]
-    )
+    check_finite(given, defaults, {*RANGES, "reward_weights", "eval_temperature"})
 
 
 def check_rewards(args: DerivedArguments) -> None:
@@ -193,23 +166,13 @@ def check_rewards(args: DerivedArguments) -> None:
 
 
 def _check_evaluation(args: DerivedArguments) -> None:
-    evaluation.check_evaluation(
-        evaluation.EvaluationFlags(
-            {flag: getattr(args, flag) for flag in evaluation.ONLY_WITH_DATASET},
-            as_list(args.val_dataset),
-            args.split_dataset_ratio,
-            args.eval_iters,
-            args.num_generations_eval,
-            args.rollout_only,
-        )
-    )
+    """Check names against the datasets and the reward functions."""
     if args.evaluates:
         check_all([lambda: args.evaluation_names, lambda: args.correct_reward])
 
 
 def check_recording(args: DerivedArguments) -> None:
     """Check the recording flags, and the folders on disk against the settings of this run."""
-    rollouts.check_recording(args.rollout_dump, args.rollout_replay, args.rollout_only)
     if args.dump_folder is not None and not args.servers_may_grade:
         stopped_early = dict(args.typed) if args.resume == "auto" else None  # before its first checkpoint
         recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes, stopped_early)
@@ -291,7 +254,7 @@ def _check_reference(args: DerivedArguments) -> None:
 
 def _check_model(args: DerivedArguments) -> None:
     """Check what this trainer has to know of the architecture in config.json."""
-    config = read_model_config(args.model_dir)
+    config = args.model_config
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
     models.check_kernels(args.model, config, on_hopper)
     models.check_attention_layers(args.model, config)
@@ -307,12 +270,6 @@ def _check_model(args: DerivedArguments) -> None:
             args.model, config["model_type"], args.freeze_llm, args.freeze_vit, args.freeze_aligner, STOCK_TRAINER
         )
         models.check_language_model(args.model, config, STOCK_TRAINER)
-
-
-def _check_routing(args: DerivedArguments) -> None:
-    experts = layouts.read_model_shape(args.model_dir).experts
-    balancing = as_list(args.moe_router_load_balancing_type or [])
-    routing.check_routing(args.router_replay_mode, args.router_agreement_samples, args.model, experts, balancing)
 
 
 def _check_precision(args: DerivedArguments) -> None:
@@ -344,38 +301,11 @@ def _check_reference_adapter(args: DerivedArguments) -> None:
         values.check_reference_adapter(args.ref_adapters, trained, args.modules_to_save)
 
 
-def _check_lengths(args: DerivedArguments) -> None:
-    """Check lengths against vLLM in the training processes; a server reports its own limit later."""
-    values.check_lengths(args.max_completion_length, None if args.uses_servers else args.vllm_max_model_len)
-
-
 def _check_adapter_sync(args: DerivedArguments) -> None:
     sleep_level = 0 if args.uses_servers else args.sleep_level
     values.check_adapter_sync(
         args.vllm_enable_lora, args.has_adapter, args.lora_rank, sleep_level, args.mcore_model, args.sync_check
     )
-
-
-def _check_servers(args: DerivedArguments) -> None:
-    servers.check_mode(args.vllm_mode, vars(args))
-    if args.uses_servers:
-        servers.check_timeouts(args.vllm_server_timeout, args.vllm_request_timeout)
-        servers.group_ports(args.vllm_server_group_port, len(args.server_urls))
-        servers.check_combinations(args.rollout_replay)
-
-
-def _check_async(args: DerivedArguments) -> None:
-    replay, only = args.rollout_replay, args.rollout_only
-    rollouts.check_async(args.async_generate, args.max_staleness, args.uses_servers, replay, only)
-
-
-def _check_micro_batches(args: DerivedArguments) -> None:
-    values.check_micro_batches(
-        args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch, args.infer_batch_size
-    )
-    budgets = (args.max_tokens_per_micro_batch, args.infer_max_tokens_per_micro_batch)
-    completions = max(args.micro_batch_size, args.infer_batch_size or 1) if budgets == (None, None) else None
-    values.check_shared_prompts(args.share_prompts, args.context_parallel_size, completions)
 
 
 def _check_turns(args: DerivedArguments) -> None:

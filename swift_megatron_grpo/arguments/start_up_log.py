@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from swift_megatron_grpo import SWITCH, __version__
-from swift_megatron_grpo.arguments import algorithm_checks as algorithm
-from swift_megatron_grpo.arguments import evaluation_checks as evaluation
-from swift_megatron_grpo.arguments import rollout_checks as rollouts
-from swift_megatron_grpo.arguments import routing_checks as routing
-from swift_megatron_grpo.arguments import server_checks as servers
-from swift_megatron_grpo.arguments import value_checks as values
-from swift_megatron_grpo.arguments.batch_plan import format_table
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.arguments.layout_checks import expert_size_notes, read_model_shape
+from swift_megatron_grpo.arguments.layout_checks import expert_size_notes
 from swift_megatron_grpo.arguments.support_table import notes_on_flags
 from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.asynchronous import Asynchronous
+from swift_megatron_grpo.settings.batch_plan import format_table
+from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
+from swift_megatron_grpo.settings.servers import Engine
 from swift_megatron_grpo.vllm_shared import quantization
 
 
@@ -26,16 +25,16 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *plan.notes,
         *notes_on_flags(vars(args)),
         *_expert_notes(args),
-        *_length_notes(args),
+        *args.of(Sampling).notes(args.longest_completion),
         *_offload_notes(args),
         *_dropout_notes(args),
-        *servers.start_up_notes(args.vllm_mode, vars(args)),
-        *_evaluation_notes(args),
+        *args.of(Engine).notes(),
+        *args.of(Evaluation).notes(list(dict.fromkeys(args.evaluation_names.values()))),
         *recording.start_up_notes(args.replay_folder),
-        *rollouts.start_up_notes(args.rollouts_ahead, vars(args)),
+        *args.of(Asynchronous).notes(),
         *_quantization_notes(args),
-        *routing.start_up_notes(args.router_replay_mode, args.steps_per_rollout),
-        *algorithm.start_up_notes(algorithm.flags_of(vars(args))),
+        *args.of(Routing).notes(args.steps_per_rollout),
+        *args.of(Algorithm).notes(),
     ]
 
 
@@ -47,34 +46,13 @@ def _layout(args: DerivedArguments) -> str:
 
 
 def _expert_notes(args: DerivedArguments) -> list[str]:
-    return expert_size_notes(args.layout, read_model_shape(args.model_dir))
+    return expert_size_notes(args.layout, args.model_shape)
 
 
 def _quantization_notes(args: DerivedArguments) -> list[str]:
-    has_experts = read_model_shape(args.model_dir).experts is not None
+    has_experts = args.model_shape.experts is not None
     splits_experts = has_experts and not args.uses_servers and args.vllm_tensor_parallel_size > 1
     return quantization.start_up_notes(args.rollout_quantization, args.rollout_importance_sampling_mode, splits_experts)
-
-
-def _length_notes(args: DerivedArguments) -> list[str]:
-    max_model_len = None if args.uses_servers else args.vllm_max_model_len
-    flag = "max_completion_length"
-    if args.longest_completion > args.max_completion_length:
-        flag = "eval_max_completion_length"
-    return values.length_notes(args.max_length, flag, args.longest_completion, max_model_len)
-
-
-def _evaluation_notes(args: DerivedArguments) -> list[str]:
-    temperature = args.temperature if args.eval_temperature is None else args.eval_temperature
-    if args.rollout_only or not args.evaluates:
-        return []
-    return evaluation.start_up_notes(
-        args.eval_before_train,
-        args.eval_steps,
-        args.evaluation_generations,
-        temperature,
-        list(dict.fromkeys(args.evaluation_names.values())),
-    )
 
 
 def _offload_notes(args: DerivedArguments) -> list[str]:

@@ -7,11 +7,12 @@ ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value, use_flag
+from swift_megatron_grpo.settings import GROUPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,39 +122,25 @@ def _flags(names: str) -> frozenset[str]:
 
 USED_HERE = _flags(
     """
-    max_tokens_per_micro_batch infer_max_tokens_per_micro_batch infer_batch_size share_prompts check check_gpu
-    num_iterations
-    lora_dropout unread_tensors check_attention fast_kernels recompute_elementwise
-    router_replay_mode router_agreement_samples rollout_logprobs_interval
-    ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
-    ref_expert_model_parallel_size ref_expert_tensor_parallel_size
-    virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage
-    rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high ref_model mcore_ref_model ref_adapters
-    loss_type importance_sampling_level delta dual_clip tau_pos tau_neg real_tau fipo_decay_rate fipo_clip_range
-    fipo_clip_high_only fipo_safety_threshold entropy_coef log_entropy top_entropy_quantile
-    advantage_estimator scale_rewards kl_in_reward kl_estimator kl_target kl_horizon
-    dynamic_sample max_resample_times overlong_filter
-    rollout_importance_sampling_mode rollout_importance_sampling_threshold log_rollout_offpolicy_metrics
-    off_policy_sequence_mask_delta
-    temperature top_k top_p repetition_penalty stop_words max_completion_length structured_outputs_regex
-    rope_scaling max_model_len
-    completion_length_limit_scope
-    micro_batch_size global_batch_size generation_batch_size steps_per_generation num_generations num_generations_eval
-    vllm_enable_prefix_caching vllm_gpu_memory_utilization vllm_tensor_parallel_size vllm_max_model_len
-    vllm_enforce_eager vllm_limit_mm_per_prompt vllm_disable_cascade_attn vllm_max_num_seqs
-    vllm_mm_processor_cache_gb vllm_engine_kwargs rollout_quantization sync_check sleep_level offload_optimizer
-    offload_model offload_grad
-    vllm_mode vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout vllm_server_group_port
-    vllm_enable_lora vllm_server_api_key vllm_request_timeout seed_completions async_generate max_staleness
-    eval_before_train eval_names eval_temperature eval_top_p eval_max_completion_length eval_correct_reward
-    eval_correct_from
-    data_seed seed train_dataloader_shuffle dataset_shuffle max_length
-    multi_turn_scheduler max_turns use_gym_env gym_env vllm_server_pass_dataset
-    reward_timeout phase_timeout stop_grace rollout_dump rollout_replay rollout_only resume verify_checkpoint
-    trace_steps
-    log_completions wandb_log_unique_prompts report_to output_dir
+    check check_gpu num_iterations lora_dropout unread_tensors check_attention fast_kernels recompute_elementwise
+    router_replay_mode ref_tensor_model_parallel_size ref_pipeline_model_parallel_size ref_context_parallel_size
+    ref_expert_model_parallel_size ref_expert_tensor_parallel_size virtual_pipeline_model_parallel_size
+    microbatch_group_size_per_vp_stage rlhf_type reward_funcs reward_weights bad_reward beta epsilon epsilon_high
+    ref_model mcore_ref_model ref_adapters loss_type importance_sampling_level delta tau_pos tau_neg real_tau
+    fipo_decay_rate fipo_clip_range fipo_clip_high_only fipo_safety_threshold log_entropy top_entropy_quantile
+    scale_rewards kl_in_reward dynamic_sample max_resample_times overlong_filter rollout_importance_sampling_mode
+    rollout_importance_sampling_threshold log_rollout_offpolicy_metrics off_policy_sequence_mask_delta temperature
+    top_k top_p repetition_penalty stop_words max_completion_length structured_outputs_regex rope_scaling
+    max_model_len completion_length_limit_scope micro_batch_size global_batch_size generation_batch_size
+    steps_per_generation num_generations num_generations_eval vllm_enable_prefix_caching vllm_gpu_memory_utilization
+    vllm_tensor_parallel_size vllm_max_model_len vllm_enforce_eager vllm_limit_mm_per_prompt
+    vllm_disable_cascade_attn vllm_max_num_seqs vllm_mm_processor_cache_gb vllm_engine_kwargs rollout_quantization
+    sync_check sleep_level offload_optimizer offload_model vllm_server_base_url vllm_server_host vllm_server_port
+    vllm_server_timeout vllm_server_group_port vllm_enable_lora vllm_server_api_key async_generate data_seed seed
+    train_dataloader_shuffle dataset_shuffle max_length multi_turn_scheduler max_turns use_gym_env gym_env
+    vllm_server_pass_dataset resume verify_checkpoint log_completions wandb_log_unique_prompts report_to output_dir
     """
-)
+) | {field.name for group in GROUPS for field in fields(group) if "flag" in field.metadata}
 
 # Read by ms-swift's own code, which this trainer runs: parsing, datasets, template, model, optimizer, checkpoints,
 # callbacks, and the reward functions of its registry.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,29 +11,18 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.image_checks import tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
-from swift_megatron_grpo.arguments.server_checks import group_ports
-from swift_megatron_grpo.arguments.trace_steps import read_trace_steps
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.config import (
-    SHARE_PROMPTS_FROM,
     BatchPlan,
     CompletionLogConfig,
-    CorrectionConfig,
     DataConfig,
-    DeadlineConfig,
     EvaluationConfig,
-    FipoConfig,
     GradingConfig,
     GRPOConfig,
-    KlConfig,
-    LossConfig,
     MultiTurnConfig,
-    PackingConfig,
     RecordingConfig,
     ReferenceConfig,
     ResidencyConfig,
-    SamplingConfig,
-    SapoConfig,
     SavedParts,
     ServerConfig,
     SyncCheckConfig,
@@ -44,9 +32,14 @@ from swift_megatron_grpo.protocol.api_key import read_api_key
 from swift_megatron_grpo.protocol.model_identity import (
     position_identity,
     precision_identity,
-    read_model_config,
     read_model_identity,
 )
+from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
+from swift_megatron_grpo.settings.servers import Servers
+from swift_megatron_grpo.settings.time_limits import TimeLimits, Trace
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
@@ -61,7 +54,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         batch=plan,
         num_iterations=args.num_iterations,
         data=DataConfig(args.data_seed, args.train_dataloader_shuffle),
-        sampling=_sampling(args),
+        sampling=args.of(Sampling).settings(),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter, args.rollout_quantization),
         server=configure_server(args),
@@ -76,14 +69,10 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         evaluation=_evaluation(args),
-        packing=PackingConfig(
-            args.max_tokens_per_micro_batch,
-            args.infer_max_tokens_per_micro_batch,
-            args.infer_batch_size,
-            tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0,
-            SHARE_PROMPTS_FROM[args.share_prompts],
+        packing=args.of(MicroBatches).settings(
+            tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0
         ),
-        loss=_loss(args),
+        loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
             beta=args.beta,
             model_dir=frozen_copy,
@@ -100,13 +89,8 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         saved=_saved_parts(args),
         seed=args.seed,
-        kl=KlConfig(
-            in_reward=bool(args.kl_in_reward) and args.beta != 0,
-            reward_estimator=args.kl_estimator or "k1",
-            target=args.kl_target,
-            horizon=args.kl_horizon,
-        ),
-        deadlines=DeadlineConfig(args.phase_timeout, args.reward_timeout),
+        kl=args.of(Algorithm).kl_settings(),
+        deadlines=args.of(TimeLimits).settings(),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(
             args.dump_folder,
@@ -117,70 +101,24 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             dict(args.typed),
         ),
         max_staleness=args.rollouts_ahead,
-        routing=args.routing,
+        routing=args.of(Routing).settings(),
         logprobs_interval=args.rollout_logprobs_interval,
-        trace_steps=read_trace_steps(args.trace_steps),
+        trace_steps=args.of(Trace).steps,
         top_entropy_quantile=args.top_entropy_quantile,
     )
 
 
-def _sampling(args: GRPOArguments) -> SamplingConfig:
-    return SamplingConfig(
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        repetition_penalty=args.repetition_penalty,
-        max_completion_length=args.max_completion_length,
-        stop_words=tuple(args.stop_words),
-        seed=args.seed if args.seed_completions else None,
-        regex=args.structured_outputs_regex,
-        limits_conversations=args.completion_length_limit_scope == "total",
-    )
-
-
 def _evaluation(args: GRPOArguments) -> EvaluationConfig:
-    sampling = replace(_sampling(args), max_completion_length=args.evaluation_length, seed=args.seed, logprobs=False)
-    if args.eval_temperature is not None:
-        sampling = replace(sampling, temperature=args.eval_temperature)
-    if args.eval_top_p is not None:
-        sampling = replace(sampling, top_p=args.eval_top_p)
+    evaluation = args.of(Evaluation)
     return EvaluationConfig(
-        sampling=sampling,
-        num_generations=args.evaluation_generations,
+        sampling=evaluation.sampling(args.of(Sampling)),
+        num_generations=evaluation.generations,
         prompts_at_once=args.evaluated_at_once,
         most_prompts=args.most_evaluated or None,
         before_training=args.eval_before_train,
         correct_reward=args.correct_reward,
         correct_from=args.eval_correct_from,
         names=args.evaluation_names,
-    )
-
-
-def _loss(args: GRPOArguments) -> LossConfig:
-    return LossConfig(
-        name=args.loss_type,
-        epsilon_low=args.epsilon,
-        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
-        beta=args.beta,
-        temperature=args.temperature,
-        level=args.importance_sampling_level,
-        delta=args.delta,
-        dual_clip=args.dual_clip,
-        kl_estimator=args.kl_estimator or "k3",
-        entropy_coef=args.entropy_coef,
-        log_entropy=args.log_entropy,
-        max_completion_length=args.max_completion_length,
-        real_tau=args.real_tau,
-        sapo=SapoConfig(args.tau_pos, args.tau_neg),
-        fipo=FipoConfig(
-            args.fipo_decay_rate, args.fipo_clip_range, args.fipo_clip_high_only, args.fipo_safety_threshold
-        ),
-        correction=CorrectionConfig(
-            mode=args.rollout_importance_sampling_mode,
-            threshold=args.rollout_importance_sampling_threshold,
-            log_metrics=args.log_rollout_offpolicy_metrics,
-            mask_delta=args.off_policy_sequence_mask_delta,
-        ),
     )
 
 
@@ -219,7 +157,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         seed=args.seed,
         lora_rank=_vllm_lora_rank(args),
         hf_overrides=config_overrides(args.model_dir, args.rope_scaling, args.max_model_len),
-        returns_experts=args.routing.requested(1) > 0,
+        returns_experts=args.of(Routing).settings().requested(1) > 0,
         quantization=args.rollout_quantization,
     )
 
@@ -228,7 +166,7 @@ def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
     """Return what a prompt may have: vLLM builds no tower without images; None for a text model."""
     if not args.is_multimodal:
         return None
-    return text_only_limits(read_model_config(args.model_dir)["model_type"]) | {"image": args.most_images}
+    return text_only_limits(args.model_config["model_type"]) | {"image": args.most_images}
 
 
 def _vllm_lora_rank(args: GRPOArguments) -> int | None:
@@ -240,17 +178,17 @@ def _vllm_lora_rank(args: GRPOArguments) -> int | None:
 
 def _positions(args: GRPOArguments) -> dict[str, Any]:
     overrides = config_overrides(args.model_dir, args.rope_scaling, args.max_model_len)
-    return position_identity(read_model_config(args.model_dir) | overrides)
+    return position_identity(args.model_config | overrides)
 
 
 def configure_server(args: GRPOArguments) -> ServerConfig | None:
     """Return the settings of the rollout servers; None: vLLM runs in the training processes."""
     if not args.uses_servers:
         return None
-    urls = args.server_urls
+    servers = args.of(Servers)
     return ServerConfig(
-        urls=urls,
-        group_ports=group_ports(args.vllm_server_group_port, len(urls)),
+        urls=servers.urls,
+        group_ports=servers.group_ports,
         timeout=args.vllm_server_timeout,
         request_timeout=args.vllm_request_timeout,
         api_key=read_api_key(os.environ),
@@ -258,8 +196,8 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         needed_length=(args.max_length or 1) + args.longest_completion,
         model=read_model_identity(args.model_dir) | _positions(args) | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
-        turns=args.turns_of_servers,
+        turns=servers.turns,
         images=args.most_images,
-        returns_experts=args.routing.requested(1) > 0,
+        returns_experts=args.of(Routing).settings().requested(1) > 0,
         quantization=args.rollout_quantization,
     )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value
-from swift_megatron_grpo.config import SharePrompts
 from swift_megatron_grpo.conversations.registries import check_registered
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -190,75 +189,10 @@ def check_reference_adapter(folders: Sequence[str], trained: Mapping[str, Any], 
         )
 
 
-def check_lengths(max_completion_length: int, vllm_max_model_len: int | None) -> None:
-    """Check that vLLM's context has room for a prompt and a completion of at least one token each."""
-    if max_completion_length < 1:
-        raise ValueError(
-            f"max_completion_length must be > 0, got {max_completion_length}; use --max_completion_length 512"
-        )
-    if vllm_max_model_len is not None and vllm_max_model_len < 2:
-        raise ValueError(
-            f"vllm_max_model_len ({vllm_max_model_len}) has no room for a token of prompt and one of completion; use "
-            f"--vllm_max_model_len {1024 + max_completion_length}"
-        )
-
-
-def length_notes(max_length: int | None, flag: str, longest: int, vllm_max_model_len: int | None) -> list[str]:
-    """Return a note if the longest prompts leave vLLM less room than a completion may take.
-
-    `longest`: of completions, as `flag` sets it.
-    """
-    needed = (max_length or 1) + longest
-    if vllm_max_model_len is None or vllm_max_model_len >= needed:
-        return []
-    prompt = "a token of prompt" if max_length is None else f"--max_length {max_length}"
-    return [
-        f"--vllm_max_model_len {vllm_max_model_len} is less than {prompt} and --{flag} {longest} together: "
-        f" completions of longer prompts are cut at {vllm_max_model_len} tokens, "
-        f"prompt included, and a prompt that leaves no room stops the run; --vllm_max_model_len {needed} has room for "
-        "all"
-    ]
-
-
 def check_vllm_installed() -> None:
     if find_spec("vllm") is None:
         raise ValueError(
             'vLLM, which generates the completions, is not installed; pip install "swift-megatron-grpo[gpu]"'
-        )
-
-
-def check_duration(train_iters: int | None, num_train_epochs: int | None) -> None:
-    if train_iters is None and num_train_epochs is None:
-        raise ValueError("the length of training is not set; use --num_train_epochs 1 or --train_iters 100")
-
-
-def check_micro_batches(max_tokens: int | None, infer_max_tokens: int | None, infer_batch_size: int | None) -> None:
-    """Check the token budgets of micro batches and --infer_batch_size."""
-    for flag, value, suggestion in (
-        ("max_tokens_per_micro_batch", max_tokens, 16384),
-        ("infer_max_tokens_per_micro_batch", infer_max_tokens, 32768),
-        ("infer_batch_size", infer_batch_size, 16),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} must be at least 1, got {value}; use --{flag} {suggestion}, or leave it out")
-    if infer_max_tokens is not None and infer_batch_size is not None:
-        raise ValueError(
-            f"--infer_max_tokens_per_micro_batch {infer_max_tokens} and --infer_batch_size {infer_batch_size} both set "
-            "the size of forward-only micro batches; set only one of them"
-        )
-
-
-def check_shared_prompts(share: SharePrompts, cp_size: int, completions: int | None) -> None:
-    """Check --share_prompts. `completions`: the most of a micro batch; None: a token budget decides."""
-    if share == "true" and cp_size > 1:
-        raise ValueError(
-            f"--share_prompts true with --context_parallel_size {cp_size}: ring attention cuts queries and keys alike; "
-            "use --share_prompts auto, which repeats prompts here"
-        )
-    if share == "true" and completions == 1:
-        raise ValueError(
-            "--share_prompts true has no effect in micro batches of one completion; use "
-            "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
         )
 
 
@@ -274,11 +208,6 @@ def check_distributed_cpu_optimizer(in_fp32: bool, optimizer: str) -> None:
             f"--optimizer_cpu_offload true with --optimizer {optimizer} needs --use_distributed_optimizer false; set "
             "it, or use --optimizer adam"
         )
-
-
-def check_iterations(num_iterations: int) -> None:
-    if num_iterations < 1:
-        raise ValueError(f"num_iterations must be > 0, got {num_iterations}; use --num_iterations 1")
 
 
 # ---- JSON

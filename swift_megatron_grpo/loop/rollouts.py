@@ -290,7 +290,7 @@ class Rollouts:
     def _check_experts(self, rollouts: Iterable[Rollout]) -> None:
         if self._config.routing.requested(1):
             layers = self._stages.training.passes.expert_layers
-            assert layers is not None  # arguments/routing_checks.py refuses other models
+            assert layers is not None  # settings/routing.py refuses other models
             check_experts(rollouts, layers)
 
     def _resend(self, pending: _PendingRollout, step: Step) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scripts.write_support_table import BEGIN, END, engine_table, table, with_table
-from swift_megatron_grpo.arguments.batch_sizes import BatchError, Sizes, check_sizes
+from swift_megatron_grpo.settings.batch_sizes import BatchError, Sizes, check_sizes
 from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
 from tests.paths import REPOSITORY
 

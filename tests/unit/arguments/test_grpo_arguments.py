@@ -219,7 +219,7 @@ def test_asynchronous_generation_needs_servers(typed: dict[str, Any]) -> None:
 
 
 def test_at_least_one_iteration_is_required(typed: dict[str, Any]) -> None:
-    assert "num_iterations must be > 0, got 0; use --num_iterations 1" in refuse(typed, num_iterations=0)
+    assert "--num_iterations 0 must be at least 1; use --num_iterations 1" in refuse(typed, num_iterations=0)
 
 
 # ---- checks that need the model's config

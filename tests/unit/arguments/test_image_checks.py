@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.arguments.image_checks import (
     check_deepstack,
-    check_limit,
     check_parts,
     check_tower_heads,
     layers_of_first_stage,
     tower_share,
 )
 from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.settings.facts import DataShape
+from swift_megatron_grpo.settings.servers import Engine
+from tests.unit.settings.flags import faults
 
 PARTS: dict[str, Any] = {
     "images": 1,
@@ -46,9 +49,9 @@ def test_parts_that_cannot_be_trained_are_refused(values: dict[str, Any], messag
 
 def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
     for limits in (None, {"video": 0}, {"image": 3}):
-        check_limit(limits, 3)
-    with pytest.raises(ValueError, match=r"allows 2 images, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'"):
-        check_limit({"image": 2}, 3)
+        assert faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt=limits) == ""
+    message = faults(Engine, rows=DataShape(3), vllm_limit_mm_per_prompt={"image": 2})
+    assert re.search(r"allows 2 images, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
 
 
 def test_vllm_divides_the_heads_of_the_tower() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments.layout_checks import (
-    ModelShape,
     check_batched_messages,
     check_interleaving,
     check_layout,
@@ -20,15 +19,12 @@ from swift_megatron_grpo.arguments.layout_checks import (
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_distributed_cpu_optimizer,
-    check_lengths,
-    check_micro_batches,
     check_model_path,
     check_reference_adapter,
     check_reward_functions,
-    check_shared_prompts,
-    length_notes,
 )
 from swift_megatron_grpo.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.facts import ModelShape
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -166,23 +162,6 @@ def test_a_callable_reward_function_needs_no_registry() -> None:
     check_reward_functions([len], [])
 
 
-def test_a_context_shorter_than_prompt_and_completion_is_noted() -> None:
-    flag = "max_completion_length"
-    assert length_notes(100, flag, 50, 150) == length_notes(None, flag, 149, 150) == []
-    assert length_notes(100, flag, 50, None) == []
-    [note] = length_notes(100, flag, 60, 150)
-    assert note.startswith("--vllm_max_model_len 150 is less than --max_length 100 and --max_completion_length 60")
-    assert "--vllm_max_model_len 160 has room for all" in note
-
-
-def test_a_context_without_room_for_a_prompt_is_refused() -> None:
-    check_lengths(50, 2)
-    with pytest.raises(ValueError, match=r"vllm_max_model_len \(1\) has no room .*; use --vllm_max_model_len 1074"):
-        check_lengths(50, 1)
-    with pytest.raises(ValueError, match="max_completion_length must be > 0, got 0"):
-        check_lengths(0, 150)
-
-
 def test_what_a_distributed_optimizer_on_the_cpu_cannot_do_is_refused() -> None:
     check_distributed_cpu_optimizer(in_fp32=False, optimizer="adam")
     with pytest.raises(ValueError, match="use --torch_dtype bfloat16, or --use_distributed_optimizer false"):
@@ -268,30 +247,6 @@ def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
         check_interleaving(interleaved(3), 12)
     with pytest.raises(ValueError, match="has no effect without --virtual_pipeline_model_parallel_size"):
         check_interleaving(interleaved(4, virtual=1), 12)
-
-
-@pytest.mark.parametrize(
-    ("budgets", "message"),
-    [
-        ((0, None, None), "max_tokens_per_micro_batch must be at least 1, got 0; use --max_tokens_per_micro_batch 163"),
-        ((None, -5, None), "infer_max_tokens_per_micro_batch must be at least 1, got -5"),
-        ((None, None, 0), "infer_batch_size must be at least 1, got 0; use --infer_batch_size 16"),
-        ((None, 4096, 4), "--infer_max_tokens_per_micro_batch 4096 and --infer_batch_size 4 both set"),
-    ],
-)
-def test_invalid_sizes_of_micro_batches(budgets: tuple[int | None, int | None, int | None], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_micro_batches(*budgets)
-    check_micro_batches(1, 1, None)
-
-
-def test_prompts_that_cannot_be_shared_are_refused_on_request() -> None:
-    with pytest.raises(ValueError, match="--share_prompts true with --context_parallel_size 2"):
-        check_shared_prompts("true", 2, None)
-    with pytest.raises(ValueError, match="no effect in micro batches of one completion; use --max_tokens_per_micro"):
-        check_shared_prompts("true", 1, 1)
-    for share, cp, completions in (("true", 1, None), ("true", 1, 8), ("auto", 2, 1), ("false", 2, 1)):
-        check_shared_prompts(share, cp, completions)
 
 
 @pytest.mark.parametrize(

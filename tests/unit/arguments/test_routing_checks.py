@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from swift_megatron_grpo.arguments.routing_checks import check_routing, start_up_notes
 from swift_megatron_grpo.config import RouterReplay, RoutingConfig
+from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.settings.routing import Routing
+from tests.unit.settings.flags import faults, of
+
+
+def routing_faults(replay: RouterReplay, compared: int, experts: int | None, balancing: list[str]) -> str:
+    shape = ModelShape("m", None, None, None, None, experts, None)
+    typed = {"router_replay_mode": replay, "router_agreement_samples": compared, "model": "m"}
+    return faults(Routing, shape=shape, **typed, moe_router_load_balancing_type=balancing)
 
 
 @pytest.mark.parametrize("replay", ["disabled", "R2", "R3"])
 def test_mixtures_of_experts_are_accepted(replay: RouterReplay) -> None:
-    check_routing(replay, 16, "m", 8, ["aux_loss", "seq_aux_loss"])
+    assert routing_faults(replay, 16, 8, ["aux_loss", "seq_aux_loss"]) == ""
 
 
 def test_a_dense_model_is_accepted_without_replay() -> None:
-    check_routing("disabled", 0, "m", None, [])
+    assert routing_faults("disabled", 0, None, []) == ""
 
 
 @pytest.mark.parametrize(
@@ -29,14 +39,13 @@ def test_a_dense_model_is_accepted_without_replay() -> None:
 def test_what_cannot_be_replayed_is_refused(
     replay: RouterReplay, compared: int, experts: int | None, balancing: list[str], problem: str
 ) -> None:
-    with pytest.raises(ValueError, match=problem):
-        check_routing(replay, compared, "m", experts, balancing)
+    assert re.search(problem, routing_faults(replay, compared, experts, balancing))
 
 
 def test_r2_without_effect_is_noted() -> None:
-    [note] = start_up_notes("R2", 1)
+    [note] = of(Routing, router_replay_mode="R2").notes(1)
     assert note.startswith("--router_replay_mode R2: without effect")
-    assert start_up_notes("R2", 2) == start_up_notes("R3", 1) == []
+    assert of(Routing, router_replay_mode="R2").notes(2) == of(Routing, router_replay_mode="R3").notes(1) == []
 
 
 def test_experts_are_requested_for_all_completions_or_for_those_that_are_compared() -> None:

@@ -9,16 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swift_megatron_grpo.arguments import server_checks as flags
 from swift_megatron_grpo.config import ServerConfig
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.servers import notes_on, problems_of, refusal
 from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
+from swift_megatron_grpo.settings.servers import _OF_ENGINE, Engine, Servers
+from tests.unit.settings.flags import faults, of
+
+
+def servers(urls: Any = None, hosts: Any = None, ports: Any = (8000,), **typed: Any) -> dict[str, Any]:
+    addresses = {"vllm_server_base_url": urls, "vllm_server_host": hosts, "vllm_server_port": list(ports)}
+    return {"vllm_mode": "server", "reward_funcs": ["format"]} | addresses | typed
 
 
 def test_server_addresses_are_built_from_hosts_and_ports_or_from_urls() -> None:
-    assert flags.server_urls(None, ["0.0.0.0", "::1"], [8000, 8001]) == ("http://127.0.0.1:8000", "http://[::1]:8001")
-    assert flags.server_urls(["http://gpu7:8000/"], None, [8000]) == ("http://gpu7:8000",)
+    hosts = of(Servers, **servers(None, ["0.0.0.0", "::1"], [8000, 8001])).urls
+    assert hosts == ("http://127.0.0.1:8000", "http://[::1]:8001")
+    assert of(Servers, **servers(["http://gpu7:8000/"])).urls == ("http://gpu7:8000",)
 
 
 @pytest.mark.parametrize(
@@ -31,40 +38,40 @@ def test_server_addresses_are_built_from_hosts_and_ports_or_from_urls() -> None:
     ],
 )
 def test_invalid_server_addresses_are_refused(urls: Any, hosts: Any, ports: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        flags.server_urls(urls, hosts, ports)
+    assert message in faults(Servers, **servers(urls, hosts, ports))
 
 
 def test_a_single_group_port_is_incremented_per_server() -> None:
-    assert flags.group_ports(None, 2) == (0, 0)
-    assert flags.group_ports([51216], 3) == (51216, 51217, 51218)
-    with pytest.raises(ValueError, match="2 values for 3 servers"):
-        flags.group_ports([1, 2], 3)
+    def ports(given: Any, count: int) -> Any:
+        return servers([f"http://gpu{i}:8000" for i in range(count)], vllm_server_group_port=given)
+
+    assert of(Servers, **ports(None, 2)).group_ports == (0, 0)
+    assert of(Servers, **ports([51216], 3)).group_ports == (51216, 51217, 51218)
+    assert "2 values for 3 servers" in faults(Servers, **ports([1, 2], 3))
 
 
 def test_flags_of_the_other_mode_are_refused_or_noted() -> None:
-    defaults = {**flags._SERVER_ONLY, **flags._COLOCATE_ONLY}
-    flags.check_mode("colocate", defaults)
-    with pytest.raises(ValueError, match="--vllm_server_host requires --vllm_mode server"):
-        flags.check_mode("colocate", {**defaults, "vllm_server_host": ["127.0.0.1"]})
-    assert flags.start_up_notes("server", defaults) == []
-    assert "--sleep_level: " in flags.start_up_notes("server", {**defaults, "sleep_level": 2})[0]
+    assert faults(Servers) == ""
+    assert "--vllm_server_host requires --vllm_mode server" in faults(Servers, vllm_server_host=["127.0.0.1"])
+    assert of(Engine, vllm_mode="server", **_OF_ENGINE).notes() == []
+    assert "--sleep_level: " in of(Engine, vllm_mode="server", sleep_level=2).notes()[0]
 
 
 def test_a_replay_excludes_servers() -> None:
-    flags.check_combinations(None)
-    with pytest.raises(ValueError, match="--rollout_replay folder does not generate, so no server is needed"):
-        flags.check_combinations("folder")
+    assert faults(Servers, **servers(hosts=["a"])) == ""
+    message = faults(Servers, **servers(hosts=["a"], rollout_replay="folder"))
+    assert "--rollout_replay folder does not generate, so no server is needed" in message
 
 
 def test_flags_that_request_conversations_are_listed_as_typed() -> None:
-    left_out = {"multi_turn_scheduler": None, "max_turns": None, "gym_env": None, "use_gym_env": None,
-                "vllm_server_pass_dataset": False}  # fmt: skip
-    assert flags.turn_flags(left_out) is None
-    assert flags.turn_flags({**left_out, "use_gym_env": False}) is None
-    assert flags.turn_flags({**left_out, "vllm_server_pass_dataset": True}) == "--vllm_server_pass_dataset true"
-    typed = {**left_out, "multi_turn_scheduler": "hints", "max_turns": 3}
-    assert flags.turn_flags(typed) == "--multi_turn_scheduler hints --max_turns 3"
+    def requested(**typed: Any) -> str | None:
+        turns = of(Servers, **servers(hosts=["a"], **typed)).turns
+        return None if turns is None else turns.requested_by
+
+    assert requested() is None
+    assert requested(use_gym_env=False) is None
+    assert requested(vllm_server_pass_dataset=True) == "--vllm_server_pass_dataset true"
+    assert requested(multi_turn_scheduler="hints", max_turns=3) == "--multi_turn_scheduler hints --max_turns 3"
 
 
 CONFIG = ServerConfig(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments import start_up_log
+from swift_megatron_grpo.arguments.layout_checks import read_model_shape
 
 
 @pytest.mark.parametrize(
@@ -22,7 +23,7 @@ def test_fp8_is_noted_where_gpus_of_this_run_share_the_experts_of_an_engine(
     sizes = {} if experts is None else {"num_experts": experts}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "any", **sizes}))
     args: Any = SimpleNamespace(
-        model_dir=tmp_path, uses_servers=uses_servers, vllm_tensor_parallel_size=gpus_of_an_engine,
+        model_shape=read_model_shape(tmp_path), uses_servers=uses_servers, vllm_tensor_parallel_size=gpus_of_an_engine,
         rollout_quantization="fp8", rollout_importance_sampling_mode="token_truncate",
     )  # fmt: skip
     assert bool(start_up_log._quantization_notes(args)) == is_noted

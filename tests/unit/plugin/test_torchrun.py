@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.arguments.value_checks import check_iterations, import_plugins
+from swift_megatron_grpo.arguments.value_checks import check_soft_overlong, import_plugins
 from swift_megatron_grpo.plugin.refusals import is_caused_by_bug, is_raised_by_package
 from tests.forking.client import free_port
 from tests.paths import IMPORT_PATH
@@ -45,7 +45,7 @@ if "refuses" in sys.argv:
 if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
     from swift_megatron_grpo.parallel import Coordinator
-    from swift_megatron_grpo.arguments.value_checks import check_iterations
+    from swift_megatron_grpo.arguments.value_checks import check_soft_overlong
     import contextlib, datetime, torch.distributed
     torch.distributed.init_process_group("gloo")
     with contextlib.ExitStack() as stack:
@@ -54,7 +54,7 @@ if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
         open(f"ready{rank}", "w").write(str(os.getpid()))
         time.sleep(1)
         number = "many" if "has-a-bug" in sys.argv else 0
-        check = check_iterations if rank == 1 else (lambda number: None)
+        check = (lambda n: check_soft_overlong(["soft_overlong"], None, n)) if rank == 1 else (lambda n: None)
         Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(number), "checking")
 if "has-a-wrong-parser" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
@@ -180,7 +180,7 @@ def test_an_error_of_the_set_up_is_one_message_of_the_rank_that_failed(tmp_path:
 @pytest.mark.parametrize(
     ("how", "stage", "error"),
     [
-        ("has-a-bug", "while it was set up", "TypeError: '<' not supported between instances of 'str' and 'int'"),
+        ("has-a-bug", "while it was set up", "TypeError: unsupported operand type(s) for //: 'str' and 'int'"),
         (
             "has-a-wrong-parser",
             "before a model was loaded",
@@ -204,8 +204,8 @@ def test_only_what_the_package_raises_is_shown_without_a_traceback() -> None:
             work()
         return raised.value
 
-    assert is_raised_by_package(error_of(lambda: check_iterations(0)))
-    assert not is_raised_by_package(error_of(lambda: check_iterations("many")))  # type: ignore[arg-type]
+    assert is_raised_by_package(error_of(lambda: check_soft_overlong(["soft_overlong"], None, 0)))
+    assert not is_raised_by_package(error_of(lambda: check_soft_overlong(["soft_overlong"], None, "many")))  # type: ignore[arg-type]
     assert not is_raised_by_package(error_of(lambda: int("many")))
 
 

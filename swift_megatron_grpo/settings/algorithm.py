@@ -1,0 +1,292 @@
+"""The algorithm: loss, advantages, KL to the reference, entropy, dynamic sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from swift_megatron_grpo.config import (
+    CorrectionConfig,
+    CorrectionMode,
+    Estimator,
+    FipoConfig,
+    KlConfig,
+    KlEstimator,
+    LossConfig,
+    LossName,
+    RatioLevel,
+    SapoConfig,
+    ScaleRewards,
+)
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
+
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
+WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
+_ABOVE_0 = Above(0, use=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Flags):
+    """Loss, advantages and KL; training, grading and the loop read it."""
+
+    loss_type: LossName | None
+    advantage_estimator: Estimator = flag(
+        "grpo",
+        "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: "
+        "the mean of the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages "
+        "scaled over the batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the "
+        "whole rollout (the paper's REINFORCE++); it also works with --num_generations 1. The first three are "
+        "ms-swift's. Default: grpo.",
+    )
+    scale_rewards: ScaleRewards | None
+    kl_in_reward: bool | None
+    kl_estimator: KlEstimator | None = flag(
+        None,
+        "Estimator of the KL to the reference, per token: k1 is log(pi/ref), abs is its absolute value, "
+        "k2 is half its square, k3 is ref/pi - 1 - log(ref/pi). Default: ms-swift's, which is k3 in the loss and "
+        "k1 in the reward (--kl_in_reward).",
+    )
+    kl_target: Annotated[float | None, Above(0, use=0.01, why="it is a KL per token")] = flag(
+        None,
+        "KL per token towards which beta is adapted: beta grows while the measured KL is above the target "
+        "and shrinks while it is below. --beta is the initial value. Default: none, beta is fixed.",
+        example="0.01",
+    )
+    kl_horizon: Annotated[int, Above(0, use=10000)] = flag(
+        10000,
+        "Number of completions over which --kl_target adapts beta; a larger number adapts more slowly. Default: 10000.",
+        example="2000",
+    )
+    beta: Annotated[float | None, AtLeast(0, use=0)]
+    importance_sampling_level: RatioLevel
+    epsilon: Annotated[float, AtLeast(0, use=0.2)]
+    epsilon_high: Annotated[float | None, AtLeast(0, use=0.2)]
+    delta: float | None
+    dual_clip: float | None = flag(
+        None,
+        "Bound on the loss of tokens with a negative advantage: at most this value times the advantage's "
+        "size, however large the ratio is. It must be above 1 + epsilon_high; 3 is common. --delta is ms-swift's "
+        "flag for the same bound. Default: none.",
+        example="3",
+    )
+    tau_pos: Annotated[float, _ABOVE_0]
+    tau_neg: Annotated[float, Above(0, use=1.05)]
+    real_tau: Annotated[float, Above(0, use=0.5)]
+    fipo_decay_rate: Annotated[float, Above(0, use=32)]
+    fipo_clip_range: float | None
+    fipo_clip_high_only: bool
+    fipo_safety_threshold: float | None
+    entropy_coef: float = flag(
+        0.0,
+        "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
+        "averaged in the same way as the loss. Default: 0, no bonus.",
+        example="0.001",
+    )
+    log_entropy: bool
+    top_entropy_quantile: Annotated[
+        float,
+        Range(0, 0.2, high=1, above_low=True, why="it is the share of tokens, of the highest entropy, in the loss"),
+    ]
+    dynamic_sample: bool
+    max_resample_times: Annotated[int, AtLeast(0, use=3)]
+    rollout_importance_sampling_mode: CorrectionMode | None
+    rollout_importance_sampling_threshold: Annotated[float, Above(0, use=2.0)]
+    log_rollout_offpolicy_metrics: bool
+    off_policy_sequence_mask_delta: float | None
+    num_generations: int
+    micro_batch_size: int
+    global_batch_size: int
+    max_tokens_per_micro_batch: int | None
+    temperature: float
+    max_completion_length: int
+
+    @rule
+    def gspo_is_a_level(self) -> Faults:
+        if str(self.loss_type).lower() == "gspo":
+            yield (
+                f"--loss_type {self.loss_type}: GSPO is a level of importance sampling; leave it out and use "
+                "--importance_sampling_level sequence"
+            )
+
+    @rule
+    def completions_can_be_compared(self) -> Faults:
+        estimator, scale = self.advantage_estimator, self.scale_rewards
+        if self.num_generations == 1 and estimator != WITHOUT_GROUPS:
+            yield (
+                f"num_generations ({self.num_generations}) must be at least 2: an advantage compares the completions "
+                "of "
+                "one prompt, and a single completion would always get 0; use --num_generations 8, or "
+                "--advantage_estimator "
+                f"{WITHOUT_GROUPS}, which compares all completions of a rollout"
+            )
+        if estimator == WITHOUT_GROUPS and scale == "group":
+            yield (
+                f"--advantage_estimator {estimator} has no groups, so --scale_rewards group has no meaning; use "
+                "--scale_rewards batch or none"
+            )
+        if scale == "gdpo" and estimator != "grpo":
+            yield (
+                f"--scale_rewards gdpo computes its own baseline, so --advantage_estimator {estimator} would have no "
+                "effect; use --advantage_estimator grpo"
+            )
+        if scale == "gdpo" and self.in_reward and self.beta != 0:
+            yield (
+                "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward "
+                "function; "
+                "use --kl_in_reward false"
+            )
+
+    @rule
+    def beta_can_adapt(self) -> Faults:
+        if self.kl_target is not None and self.beta == 0:
+            yield (
+                "--kl_target adapts --beta, and at --beta 0 there is no reference; use --beta 0.04 as the initial value"
+            )
+
+    @rule
+    def bounds_are_of_clipped_ratios(self) -> Faults:
+        for name, bound in (("delta", self.delta), ("dual_clip", self.dual_clip)):
+            if bound is None:
+                continue
+            if self.loss not in CLIPPED:
+                yield (
+                    f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.loss} does not clip ratios; "
+                    "leave it "
+                    "out"
+                )
+            if not bound > 1 + self.high:
+                yield (
+                    f"--{name} {bound} must be above 1 + epsilon_high = {1 + self.high:g}, where clipping begins; use 3"
+                )
+        if self.delta is not None and self.dual_clip is not None:
+            yield "--delta and --dual_clip bound the same tokens, those with negative advantages; leave one out"
+
+    @rule
+    def real_has_whole_groups(self) -> Faults:
+        if self.loss != "real":
+            return
+        size, group = self.micro_batch_size, self.num_generations
+        if self.max_tokens_per_micro_batch is not None:
+            yield (
+                "--loss_type real compares the completions of a prompt, and --max_tokens_per_micro_batch distributes "
+                "them "
+                f"over several micro batches; leave it out and use --micro_batch_size {group}"
+            )
+        elif size % group or self.global_batch_size % group:
+            yield (
+                f"--loss_type real compares the completions of a prompt, and micro_batch_size ({size}) splits groups "
+                "of "
+                f"num_generations ({group}); use --micro_batch_size {-(-size // group) * group} and a "
+                "--global_batch_size "
+                "that is a multiple of it"
+            )
+        if self.advantage_estimator == WITHOUT_GROUPS:
+            yield f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}"
+        token_flags = [
+            ("importance_sampling_level", self.importance_sampling_level, "token"),
+            ("top_entropy_quantile", self.top_entropy_quantile, 1.0),
+            ("rollout_importance_sampling_mode", self.rollout_importance_sampling_mode, None),
+        ]
+        for name, value, neutral in token_flags:
+            if value != neutral:
+                yield (
+                    f"--{name} {value} applies to single tokens, and --loss_type real scores whole completions; "
+                    "leave it "
+                    "out"
+                )
+
+    @rule
+    def groups_can_be_sampled_again(self) -> Faults:
+        if not self.dynamic_sample:
+            return
+        if self.num_generations < 2:
+            yield (
+                "--dynamic_sample keeps prompts whose completions differ in reward, which is impossible with "
+                f"num_generations ({self.num_generations}); use --num_generations 8, or --dynamic_sample false"
+            )
+        if self.max_resample_times < 1:
+            yield (
+                f"--dynamic_sample with --max_resample_times {self.max_resample_times} never samples again; use "
+                "--max_resample_times 3, or --dynamic_sample false"
+            )
+
+    @property
+    def loss(self) -> str:
+        return self.loss_type or "grpo"
+
+    @property
+    def high(self) -> float:
+        """The upper clipping bound, given or implied by epsilon."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def in_reward(self) -> bool:
+        """True if the KL is subtracted from rewards, as set or as the estimator implies."""
+        return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
+
+    def loss_settings(self) -> LossConfig:
+        return LossConfig(
+            name=self.loss,
+            epsilon_low=self.epsilon,
+            epsilon_high=self.high,
+            beta=self.beta or 0.0,
+            temperature=self.temperature,
+            level=self.importance_sampling_level,
+            delta=self.delta,
+            dual_clip=self.dual_clip,
+            kl_estimator=self.kl_estimator or "k3",
+            entropy_coef=self.entropy_coef,
+            log_entropy=self.log_entropy,
+            max_completion_length=self.max_completion_length,
+            real_tau=self.real_tau,
+            sapo=SapoConfig(self.tau_pos, self.tau_neg),
+            fipo=FipoConfig(
+                self.fipo_decay_rate, self.fipo_clip_range, self.fipo_clip_high_only, self.fipo_safety_threshold
+            ),
+            correction=CorrectionConfig(
+                mode=self.rollout_importance_sampling_mode,
+                threshold=self.rollout_importance_sampling_threshold,
+                log_metrics=self.log_rollout_offpolicy_metrics,
+                mask_delta=self.off_policy_sequence_mask_delta,
+            ),
+        )
+
+    def kl_settings(self) -> KlConfig:
+        return KlConfig(
+            in_reward=bool(self.kl_in_reward) and self.beta != 0,
+            reward_estimator=self.kl_estimator or "k1",
+            target=self.kl_target,
+            horizon=self.kl_horizon,
+        )
+
+    def notes(self) -> list[str]:
+        """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""
+        notes = []
+        tuned = {
+            "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+            "real": {"real_tau": 0.5},
+            "fipo": {
+                "fipo_decay_rate": 32.0,
+                "fipo_clip_range": 0.2,
+                "fipo_clip_high_only": True,
+                "fipo_safety_threshold": 4.0,
+            },
+        }
+        for loss, defaults in tuned.items():
+            changed = [f"--{name}" for name, default in defaults.items() if getattr(self, name) != default]
+            if changed and self.loss != loss:
+                notes.append(f"{', '.join(changed)}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
+        if self.loss in ("sapo", "real") and self.epsilon_high is not None:
+            notes.append(f"--epsilon_high has no effect on --loss_type {self.loss}, which does not clip ratios")
+        if self.loss == "cispo" and self.high < 1:
+            notes.append(
+                f"--loss_type cispo bounds token weights at epsilon_high itself ({self.high:g}), which is below 1, the "
+                "weight of a token with an unchanged probability; --epsilon_high 5 is common"
+            )
+        return notes
+
+
+def defaults_of(estimator: str) -> dict[str, Any]:
+    """Return the defaults that ms-swift derives from the estimator."""
+    scales = {"grpo": "group", "rloo": "none"}
+    return {"scale_rewards": scales.get(estimator, "batch"), "kl_in_reward": estimator != "grpo"}

@@ -1,0 +1,74 @@
+"""Generation that runs ahead of training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asynchronous(Flags):
+    """Generation ahead of training; the loop reads it."""
+
+    async_generate: bool
+    max_staleness: Annotated[int | None, AtLeast(0, use=1)] = flag(
+        None,
+        "With --async_generate true: the number of rollouts by which generation may be ahead of training. "
+        "1: the next rollout is generated while one is trained, with the weights from before that training. 0: "
+        "generation and training alternate, as without --async_generate. docs/async.md describes the effect on "
+        "the loss. Default: 1.",
+        unit="rollouts",
+        example="2",
+    )
+    vllm_mode: str | None
+    rollout_replay: str | None
+    rollout_only: bool
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+
+    @rule
+    def staleness_needs_async(self) -> Faults:
+        if self.max_staleness is not None and not self.async_generate:
+            yield (
+                f"--max_staleness {self.max_staleness} limits how far generation may be ahead with --async_generate "
+                "true; add that flag, or leave this one out"
+            )
+
+    @rule
+    def async_generates_and_trains(self) -> Faults:
+        if not self.async_generate:
+            return
+        this = "--async_generate true generates during training, and"
+        if self.rollout_only:
+            yield f"{this} --rollout_only true does not train; leave one of them out"
+        if self.rollout_replay is not None:
+            yield f"{this} --rollout_replay does not generate; leave one of them out"
+        if self.vllm_mode != "server":
+            yield (
+                f"{this} --vllm_mode colocate runs both on the same GPUs; use --vllm_mode server with `swift rollout` "
+                "on separate GPUs (templates/async_server.sh), or leave it out"
+            )
+
+    @property
+    def rollouts_ahead(self) -> int:
+        """Number of rollouts by which generation may be ahead of training."""
+        if not self.async_generate:
+            return 0
+        return 1 if self.max_staleness is None else self.max_staleness
+
+    def notes(self) -> list[str]:
+        """Return notes for the start-up log."""
+        changed = [name for name, value in _NEUTRAL.items() if getattr(self, name) != value]
+        if self.rollouts_ahead == 0 or not changed:
+            return []
+        typed = " and ".join(f"--{name} {getattr(self, name)}" for name in changed)
+        instead = " ".join(f"--{name} {_NEUTRAL[name]:g}" for name in changed)
+        return [
+            "--async_generate true: vLLM's log-probs measure how far the policy has moved since generation, and with "
+            f"{typed} they belong to another distribution than the policy's; use {instead}"
+        ]

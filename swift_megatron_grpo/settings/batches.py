@@ -1,0 +1,112 @@
+"""Batch sizes, in completions: of a rollout, of an optimizer step, of a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from swift_megatron_grpo.config import SHARE_PROMPTS_FROM, BatchPlan, PackingConfig, SharePrompts
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.settings.batch_plan import resolve
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches(Flags):
+    """Completions of a rollout and of an optimizer step; the loop reads them. batch_sizes.py has the arithmetic."""
+
+    global_batch_size: int
+    generation_batch_size: int | None
+    steps_per_generation: int | None
+    num_generations: int
+    micro_batch_size: int
+    num_iterations: Annotated[int, AtLeast(1, use=1)]
+    max_tokens_per_micro_batch: int | None
+
+    @rule
+    def sizes_fit_together(self, layout: Layout) -> None:
+        self.plan(layout)
+
+    def plan(self, layout: Layout) -> BatchPlan:
+        """Fill in the sizes that are not typed. Raises BatchError if they do not fit together."""
+        return resolve(
+            layout,
+            micro_batch_size=1 if self.max_tokens_per_micro_batch is not None else self.micro_batch_size,
+            global_batch_size=self.global_batch_size,
+            num_generations=self.num_generations,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches(Flags):
+    """Micro batches of a forward pass; packing and the passes of training read them."""
+
+    micro_batch_size: int
+    max_tokens_per_micro_batch: Annotated[int | None, AtLeast(1, use=16384)] = flag(
+        None,
+        "Token budget of a packed micro batch, including prompts and padding. Completions are packed up to "
+        "this budget, the work is balanced across data-parallel ranks, and --micro_batch_size is ignored. A "
+        "completion longer than the budget gets its own micro batch. Default: none, a micro batch has "
+        "--micro_batch_size completions.",
+        unit="tokens",
+        example="16384",
+    )
+    infer_max_tokens_per_micro_batch: Annotated[int | None, AtLeast(1, use=32768)] = flag(
+        None,
+        "Token budget of a packed micro batch in forward-only passes, which compute log-probs and need "
+        "less memory than training. Default: the micro batches of training.",
+        unit="tokens",
+        example="65536",
+    )
+    infer_batch_size: Annotated[int | None, AtLeast(1, use=16)] = flag(
+        None,
+        "Number of completions in a micro batch of forward-only passes; an alternative to "
+        "--infer_max_tokens_per_micro_batch. Default: the micro batches of training.",
+        unit="completions",
+        example="16",
+    )
+    share_prompts: SharePrompts = flag(
+        "auto",
+        "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, "
+        "which is exact. Token budgets count the copy once, so more completions fit. auto: the same where layout "
+        "and model allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. "
+        "Default: auto.",
+    )
+    context_parallel_size: int
+
+    @rule
+    def one_size_of_forward_only_passes(self) -> Faults:
+        budget, completions = self.infer_max_tokens_per_micro_batch, self.infer_batch_size
+        if budget is not None and completions is not None:
+            yield (
+                f"--infer_max_tokens_per_micro_batch {budget} and --infer_batch_size {completions} both set the size "
+                "of forward-only micro batches; set only one of them"
+            )
+
+    @rule
+    def prompts_can_be_shared(self) -> Faults:
+        if self.share_prompts != "true":
+            return
+        if self.context_parallel_size > 1:
+            yield (
+                f"--share_prompts true with --context_parallel_size {self.context_parallel_size}: ring attention cuts "
+                "queries and keys alike; use --share_prompts auto, which repeats prompts here"
+            )
+        by_tokens = self.max_tokens_per_micro_batch or self.infer_max_tokens_per_micro_batch
+        if not by_tokens and max(self.micro_batch_size, self.infer_batch_size or 1) == 1:
+            yield (
+                "--share_prompts true has no effect in micro batches of one completion; use "
+                "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
+            )
+
+    def settings(self, tower_share: float) -> PackingConfig:
+        """Convert; `tower_share`: of a trained tower's work, that a training pass has."""
+        return PackingConfig(
+            max_tokens=self.max_tokens_per_micro_batch,
+            infer_max_tokens=self.infer_max_tokens_per_micro_batch,
+            infer_micro_batch_size=self.infer_batch_size,
+            tower_share=tower_share,
+            share_prompts_from=SHARE_PROMPTS_FROM[self.share_prompts],
+        )

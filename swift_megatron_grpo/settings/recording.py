@@ -1,0 +1,61 @@
+"""Rollouts on disk: written, replayed, or generated without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording(Flags):
+    """Folders of recorded rollouts; the loop reads and writes them."""
+
+    rollout_dump: str | None = flag(
+        None,
+        "Folder to which every rollout of this run is written: the tokens and rewards of each completion, "
+        "as JSON lines. docs/dump_and_replay.md describes the format. Default: none, rollouts are not written.",
+        example="/shared/run1/rollouts",
+    )
+    rollout_replay: str | None = flag(
+        None,
+        "Folder written by --rollout_dump of another run: train on its completions and rewards, without "
+        "starting vLLM or calling reward functions. Default: none.",
+        example="/shared/run1/rollouts",
+    )
+    rollout_only: bool = flag(
+        False,
+        "Generate, grade and write the rollouts of this run (--rollout_dump) with the initial weights, "
+        "without training. Default: false.",
+    )
+
+    @rule
+    def a_replay_is_not_copied(self) -> Faults:
+        if self.rollout_replay is not None and self.rollout_dump is not None:
+            yield (
+                f"--rollout_replay {self.rollout_replay} does not generate rollouts, so --rollout_dump "
+                f"{self.rollout_dump} would only copy that folder; leave one of them out"
+            )
+
+    @rule
+    def rollouts_alone_are_generated_and_kept(self) -> Faults:
+        if self.rollout_only and self.rollout_replay is not None:
+            yield ("--rollout_only true only generates, and --rollout_replay does not generate; leave one of them out")
+        if self.rollout_only and self.rollout_dump is None:
+            yield (
+                "--rollout_only true discards its rollouts unless they are written to disk; add --rollout_dump with a "
+                "folder"
+            )
+
+    @property
+    def dump(self) -> Path | None:
+        return _absolute(self.rollout_dump)
+
+    @property
+    def replay(self) -> Path | None:
+        return _absolute(self.rollout_replay)
+
+
+def _absolute(typed: str | None) -> Path | None:
+    return None if typed is None else Path(typed).expanduser().absolute()

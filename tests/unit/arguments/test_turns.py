@@ -1,0 +1,33 @@
+"""Flags of conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.conversations.checks import check_multi_turn
+
+
+def test_flags_of_conversations_must_name_registered_schedulers_and_environments() -> None:
+    def check(scheduler: str | None = None, **flags: Any) -> None:
+        given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
+        check_multi_turn(scheduler, **given, schedulers=["a", "b"], with_own_run=["b"], environments=["e"])
+
+    check()
+    check("a", max_turns=3, gym_env="e", use_gym_env=True)
+    for scheduler, flags, message in (
+        (None, {"max_turns": 3}, "--max_turns 3 needs .*add --multi_turn_scheduler"),
+        (None, {"gym_env": "e"}, "--gym_env e needs .*add --multi_turn_scheduler with gym_scheduler"),
+        (None, {"use_gym_env": True}, "--use_gym_env True needs"),
+        (
+            "c",
+            {},
+            "unknown name 'c' in --multi_turn_scheduler; known are a, b, and everything that a file given to",
+        ),
+        ("a", {"gym_env": "f"}, "unknown name 'f' in --gym_env; known are e"),
+        ("b", {}, r"--multi_turn_scheduler b runs the conversation in its own run\(\)"),
+        ("a", {"max_turns": 0}, "leave --max_turns out for no limit"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(scheduler, **flags)

@@ -1,0 +1,26 @@
+"""Flags at their defaults, but for some; and the faults that they have."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any, TypeVar
+
+from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.settings.facts import DataShape, ModelShape
+from swift_megatron_grpo.settings.flag import Facts, Flags
+
+F = TypeVar("F", bound=Flags)
+
+
+def defaults() -> dict[str, Any]:
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+    return {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(GRPOArguments)}
+
+
+def of(group: type[F], **typed: Any) -> F:
+    return group.of(defaults() | typed)
+
+
+def faults(group: type[Flags], shape: ModelShape | None = None, rows: DataShape | None = None, **typed: Any) -> str:
+    return "\n".join(of(group, **typed).faults(Facts(Layout(1), shape, rows)))

@@ -1,0 +1,72 @@
+"""Flags of sampling and evaluation: what is refused, with the value that works."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.settings.sampling import _SILENT, Evaluation, Sampling, rounds_of
+from tests.unit.settings.flags import faults, of
+
+DATASET: dict[str, Any] = {"val_dataset": ["a.jsonl"], "eval_iters": -1}
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ({"eval_before_train": True, "val_dataset": []}, "--eval_before_train true .* use --val_dataset with a file"),
+        ({"eval_top_p": 0.9, "eval_iters": 0}, "--eval_top_p 0.9 .* use --eval_iters -1"),
+        ({"eval_before_train": True, "rollout_only": True}, "--rollout_only true, which does not evaluate"),
+        ({"eval_names": ["a"], "val_dataset": [], "split_dataset_ratio": 0.1}, "--eval_names names .* use --val_data"),
+        ({"eval_temperature": 0.001}, "--eval_temperature 0.001 must be 0, .* use --eval_temperature 0.6"),
+        ({"eval_temperature": math.nan}, "--eval_temperature nan"),
+        ({"eval_temperature": 0.0, "num_generations_eval": 4}, "use --num_generations_eval 1, or --eval_temperature"),
+        ({"num_generations_eval": 0}, "--num_generations_eval 0 must be at least 1; use --num_generations_eval 8"),
+    ],
+)
+def test_flags_without_effect_or_sense_are_refused(typed: dict[str, Any], message: str) -> None:
+    assert re.search(message, faults(Evaluation, **DATASET | typed))
+
+
+def test_every_flag_without_a_dataset_is_refused() -> None:
+    given: dict[str, Any] = {"eval_before_train": True, "eval_names": ["a"], "eval_temperature": 1.0, "eval_top_p": 1.0,
+             "eval_max_completion_length": 8, "eval_correct_reward": "x", "eval_correct_from": 0.5}  # fmt: skip
+    assert given.keys() == _SILENT.keys()
+    for flag, value in given.items():
+        assert f"--{flag} " in faults(Evaluation, **{flag: value})
+    assert faults(Evaluation, **DATASET, **given) == faults(Evaluation) == ""
+    assert faults(Evaluation, eval_before_train=True, eval_iters=-1, split_dataset_ratio=0.1) == ""
+
+
+def test_small_datasets_and_last_prompts_have_rounds_of_their_own() -> None:
+    assert rounds_of([1], most=0, at_once=8) == 1
+    assert rounds_of([9, 8, 3], most=0, at_once=8) == 2 + 1 + 1
+    assert rounds_of([9, 8, 3], most=4, at_once=2) == 2 + 2 + 2
+
+
+def test_the_start_up_log_says_when_and_how_a_run_evaluates() -> None:
+    typed: dict[str, Any] = {"eval_before_train": True, "eval_steps": 10, "num_generations_eval": 4}
+    assert of(Evaluation, **DATASET, **typed, eval_temperature=0.6).notes(["gsm8k", "math"]) == [
+        "evaluation of gsm8k, math: before training, every 10 steps, after the last step; 4 completions of each "
+        "prompt, at temperature 0.6"
+    ]
+    [line] = of(Evaluation, **DATASET, eval_steps=None, eval_temperature=0.0).notes([])
+    assert line == "evaluation: after the last step; 1 completion of each prompt, greedy"
+
+
+def test_vllm_needs_room_for_a_prompt_and_a_completion() -> None:
+    assert "use --max_completion_length 512" in faults(Sampling, max_completion_length=0)
+    assert "--vllm_max_model_len 1 has no room" in faults(Sampling, vllm_max_model_len=1)
+    assert faults(Sampling, vllm_max_model_len=1, vllm_mode="server") == faults(Sampling, vllm_max_model_len=2) == ""
+
+
+def test_completions_that_are_cut_are_noted() -> None:
+    typed: dict[str, Any] = {"max_length": 100, "max_completion_length": 50}
+    assert of(Sampling, **typed, vllm_max_model_len=150).notes(50) == of(Sampling, **typed).notes(50) == []
+    [note] = of(Sampling, **typed, vllm_max_model_len=149).notes(50)
+    assert note.startswith("--vllm_max_model_len 149 is less than --max_length 100 and --max_completion_length 50 tog")
+    [note] = of(Sampling, **typed, vllm_max_model_len=149).notes(60)
+    assert "--eval_max_completion_length 60" in note and note.endswith("--vllm_max_model_len 160 has room for all")
