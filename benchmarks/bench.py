@@ -62,7 +62,7 @@ from benchmarks.harness.workload import (
 from benchmarks.peers.settings import SwiftFlags
 from benchmarks.peers.trl_settings import TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides
-from swift_megatron_grpo.tools.check_layouts import Variant
+from swift_megatron_grpo.cli.check_layouts import Variant
 
 NEVER = "1000000"  # steps
 DUMMY_ENGINE = ["--vllm_engine_kwargs", '{"load_format": "dummy"}']  # the first weight sync brings the weights

@@ -8,7 +8,7 @@ score. So the times have no matrix products, and ranks wait for each other only 
 row of `rows`, with times and rows of the slowest and of the fullest rank:
 
     way           each: a row for each pair of a token and an expert (Megatron's alltoall dispatcher)
-                  once: a row for each pair of a token and a GPU (training/row_dispatch.py)
+                  once: a row for each pair of a token and a GPU (training/moe/row_dispatch.py)
     forward_ms, backward_ms, rows      rows: that leave a GPU in forward, and again on the way back
     exchange_ms, exchange_gb_per_s     one all-to-all of those rows by itself
     counts_ms     an all-to-all of eight numbers a GPU, which is what one costs without bytes
@@ -98,7 +98,7 @@ def dispatchers(args: argparse.Namespace) -> Callable[[str], Any]:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from swift_megatron_grpo.training.row_dispatch import RowDispatcher
+    from swift_megatron_grpo.training.moe.row_dispatch import RowDispatcher
 
     ranks = dist.get_world_size()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

@@ -164,9 +164,9 @@ class BehindServer:
     @classmethod
     @contextmanager
     def started(cls, model: Path, job: GenerationJob, log: Path) -> Iterator[BehindServer]:
-        from swift_megatron_grpo.config import ServerConfig
         from swift_megatron_grpo.generation.remote.engine import RemoteVllm
         from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
+        from swift_megatron_grpo.settings.config import ServerConfig
 
         port = free_port()
         flags = ["--model", str(model), "--model_type", "qwen3", "--template", "qwen3", "--port", str(port),

@@ -6,7 +6,7 @@
 The tests are those that show whether a set of versions trains: the marks of parameters, both tuners with vLLM in the
 same process, and with two GPUs the layouts. Tests that do not finish before the deadline are recorded as missing.
 Clipping is timed with Transformer Engine's kernels and with the loops that megatron-core 0.17 and newer use instead
-below Transformer Engine 2.14 (training/megatron_fixes/gradient_clipping.py). Without a GPU both run on the CPU, small.
+below Transformer Engine 2.14 (training/upstream_fixes/gradient_clipping.py). Without a GPU both run on the CPU, small.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PACKAGES = (
     "peft",
 )
 TESTS = (
-    "tests/unit/training/megatron_fixes/test_upstream_marks.py",
+    "tests/unit/training/upstream_fixes/test_upstream_marks.py",
     "tests/gpu/test_cli.py",
     "tests/gpu/test_layouts.py",
 )

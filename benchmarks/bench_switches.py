@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.tools.check_layouts import base_flags, fixed_samples, launch, task
+from swift_megatron_grpo.cli.check_layouts import base_flags, fixed_samples, launch, task
 
 WARM_UP = 2
 

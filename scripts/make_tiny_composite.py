@@ -2,7 +2,7 @@
 
     python scripts/make_tiny_composite.py --out DIR [--kind qwen3_5|qwen3_5_moe|qwen3_next|qwen2_vl|...]
 
-The same seed writes the same files. swift_megatron_grpo/tools/tiny_composites.py makes the models.
+The same seed writes the same files. swift_megatron_grpo/cli/tiny_composites.py makes the models.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from swift_megatron_grpo.tools.tiny_composites import KINDS, WITHOUT_HEAD_DIM, Shape, save_composite
-from swift_megatron_grpo.tools.tiny_models import Sizes
+from swift_megatron_grpo.cli.tiny_composites import KINDS, WITHOUT_HEAD_DIM, Shape, save_composite
+from swift_megatron_grpo.cli.tiny_models import Sizes
 
 
 def main() -> None:

@@ -100,11 +100,11 @@ alone() { # alone "FOLDER..." ARGUMENT...: what measures time, on one worker
 
 # What depends on the version of megatron-core: a choice of layouts, the command, and ms-swift's own trainer.
 layouts() { printf "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[%s]\n" "$@"; }
-seams=(tests/contract --ignore tests/contract/test_wheel.py tests/unit/training/megatron_fixes
-    tests/unit/training/test_expert_chunks.py)
+seams=(tests/contract --ignore tests/contract/test_wheel.py tests/unit/training/upstream_fixes
+    tests/unit/training/moe/test_expert_chunks.py)
 moe=(moe-full-dp2+ep2 moe-full-tp2+sp moe-full-tp2+sp+etp2 moe-lora-tp2+sp)
 dense=(dense-full-tp2+sp dense-full-pp2+vpp2 dense-full-cp2 dense-full-dp2+overlap dense-lora-tp2+sp)
-replay=(tests/unit/training/test_router_replay.py
+replay=(tests/unit/training/moe/test_router_replay.py
     "tests/dist/test_router_replay.py::test_a_given_routing_has_the_same_effect_on_every_layout[lora-tp2+sp]"
     "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]")
 newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
@@ -125,7 +125,7 @@ core-0.18.2() {
     mapfile -t selected < <(layouts "${dense[@]}" "${moe[@]}")
     other_core 0.18.2 "${seams[@]}" tests/unit/platforms tests/unit/training/memory tests/unit/training/head/test_logprob.py \
         tests/unit/training/test_trained_weights.py tests/unit/arguments/test_flags.py \
-        tests/unit/arguments/test_grpo_arguments.py tests/unit/test_import_hooks.py tests/unit/plugin/test_autoload.py \
+        tests/unit/arguments/test_grpo_arguments.py tests/unit/runtime/test_import_hooks.py tests/unit/plugin/test_autoload.py \
         "${selected[@]}" "${replay[@]}" "$newer_transformer_engine" "${optimizer[@]}" $experts "${shapes[@]}" \
         tests/dist/test_engine_runs.py tests/e2e/test_cli.py tests/e2e/test_parity.py "$@"
 }

@@ -2,8 +2,8 @@
 
     python scripts/write_flags_page.py
 
-It parses arguments/flags.py, server/arguments.py, config.py and types.py in swift_megatron_grpo, and imports none of
-them, so it needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
+It parses settings/, arguments/flags.py, generation/server/arguments.py and types.py in swift_megatron_grpo, and
+imports none of them, so it needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def all_flags() -> list[Flag]:
 
 def flags(path: Path) -> list[Flag]:
     """Return the flags that the dataclasses of a file add, in the order of the code."""
-    aliases = dict(_aliases(PACKAGE / "config.py")) | dict(_aliases(PACKAGE / "types.py"))
+    aliases = dict(_aliases(PACKAGE / "settings" / "config.py")) | dict(_aliases(PACKAGE / "types.py"))
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign) and field.value)
     in_settings = path.parent.name == "settings"
@@ -109,7 +109,7 @@ def page() -> str:
     for flag in all_flags():
         by_area[area_of(flag.name)].append(flag)
     sections = [f"## {area}\n\n{_table(members)}" for area, members in by_area.items() if members]
-    server = _table(flags(PACKAGE / "server" / "arguments.py"))
+    server = _table(flags(PACKAGE / "generation" / "server" / "arguments.py"))
     intro = "Beyond ms-swift's, or with another default. [security.md](security.md) says what the limits are for."
     return "\n".join([HEAD, *sections, f"## Of `swift rollout`\n\n{intro}\n\n{server}"])
 

@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from scripts.write_settings_page import Shapes, engine_of, read_shapes
-from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.planning.activations import Recompute, Tokens
-from swift_megatron_grpo.planning.gpus import find_gpu
-from swift_megatron_grpo.planning.memory import PHASES, Training, Vllm, plan_memory, with_budget
-from swift_megatron_grpo.planning.towers import Pictures
+from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.memory import PHASES, Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.runtime.gpus import find_gpu
+from swift_megatron_grpo.settings.layout import Layout
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory.md"
 BEGIN = "<!-- memory, by scripts/write_memory_page.py -->\n"

@@ -2,7 +2,7 @@
 
     python scripts/write_migration_tables.py
 
-tests/unit/convert/test_convert.py compares them.
+tests/unit/cli/convert/test_convert.py compares them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from swift_megatron_grpo.convert.roll import ROLL
-from swift_megatron_grpo.convert.slime import SLIME
-from swift_megatron_grpo.convert.tables import ByHand, Computed, Needless, Rule, Table
-from swift_megatron_grpo.convert.verl import VERL
+from swift_megatron_grpo.cli.convert.roll import ROLL
+from swift_megatron_grpo.cli.convert.slime import SLIME
+from swift_megatron_grpo.cli.convert.tables import ByHand, Computed, Needless, Rule, Table
+from swift_megatron_grpo.cli.convert.verl import VERL
 
 PAGE = Path(__file__).parents[1] / "docs" / "migration.md"
 BEGIN = "<!-- keys, by scripts/write_migration_tables.py -->\n"

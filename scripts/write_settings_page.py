@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from swift_megatron_grpo.dry_run.model import cached_channels, decoder_of, flops_of, tower_of
-from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.planning.activations import Decoder, Recompute, Tokens
-from swift_megatron_grpo.planning.advice import MARGIN
-from swift_megatron_grpo.planning.engine import Engine
-from swift_megatron_grpo.planning.gpus import Gpu, find_gpu
-from swift_megatron_grpo.planning.memory import Training, Vllm, plan_memory
-from swift_megatron_grpo.planning.parameters import Tensor, tensors_of
-from swift_megatron_grpo.planning.throughput import seconds_of_training
-from swift_megatron_grpo.planning.towers import Pictures, Tower
-from swift_megatron_grpo.planning.work import PassCounts, StepWork, work_of
+from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, tower_of
+from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.advice import MARGIN
+from swift_megatron_grpo.cli.estimate.engine import Engine
+from swift_megatron_grpo.cli.estimate.memory import Training, Vllm, plan_memory
+from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
+from swift_megatron_grpo.cli.estimate.throughput import seconds_of_training
+from swift_megatron_grpo.cli.estimate.towers import Pictures, Tower
+from swift_megatron_grpo.cli.estimate.work import PassCounts, StepWork, work_of
+from swift_megatron_grpo.runtime.gpus import Gpu, find_gpu
+from swift_megatron_grpo.settings.layout import Layout
 
 PAGE = Path(__file__).parents[1] / "docs" / "choosing_settings.md"
 BEGIN = "<!-- settings, by scripts/write_settings_page.py -->\n"

@@ -2,7 +2,7 @@
 
     python scripts/write_support_table.py
 
-The contents come from arguments/support_table.py and vllm_shared/engine_kwargs.py in swift_megatron_grpo;
+The contents come from arguments/support_table.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
 tests/unit/test_readme.py compares them.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET, NOTED, Note, Refusal
-from swift_megatron_grpo.vllm_shared.engine_kwargs import REFUSED
+from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- refused flags, by scripts/write_support_table.py -->\n"

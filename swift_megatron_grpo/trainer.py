@@ -25,15 +25,9 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.resume import check_or_fall_back
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
-from swift_megatron_grpo.checkpoints.identity import dataset_identity, tokenizer_identity
-from swift_megatron_grpo.checkpoints.manifest import has_manifest
-from swift_megatron_grpo.checkpoints.saving import CheckpointWriter, Identity
-from swift_megatron_grpo.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
 from swift_megatron_grpo.data.media import PictureReader
-from swift_megatron_grpo.disk.checksums import threads_of_a_rank
-from swift_megatron_grpo.disk.folder_lock import LockedFolders
-from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
@@ -49,31 +43,37 @@ from swift_megatron_grpo.loop.assemble import (
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
-from swift_megatron_grpo.parallel import Coordinator, RankPosition
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
-from swift_megatron_grpo.stopping.report import StoppedBySignal, last_line
-from swift_megatron_grpo.stopping.request import StopRequest
-from swift_megatron_grpo.training.attention_check import check_attention
+from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, tokenizer_identity
+from swift_megatron_grpo.output.checkpoints.manifest import has_manifest
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
+from swift_megatron_grpo.output.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
+from swift_megatron_grpo.output.disk.checksums import threads_of_a_rank
+from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
+from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
+from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
-from swift_megatron_grpo.training.megatron_fixes import hybrid_optimizer
-from swift_megatron_grpo.training.megatron_fixes.adapter_settings import (
-    adapter_settings_applied,
-    has_adapter_dropout,
-    seed_adapter_dropout,
-)
-from swift_megatron_grpo.training.megatron_fixes.linear_attention_context import supply_context_parallelism
-from swift_megatron_grpo.training.megatron_fixes.result_queue import end_writers_with_rank
-from swift_megatron_grpo.training.megatron_fixes.tensor_parallel_marks import mark_sharded_parameters
+from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
 from swift_megatron_grpo.training.reference import FrozenCopy, Reference, load_reference_adapter
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
-from swift_megatron_grpo.weights.export import AdaptedModules, merged_on_read
-from swift_megatron_grpo.weights.joined_projections import keep_joined
-from swift_megatron_grpo.weights.kept_tensors import keep_untrained_tensors
-from swift_megatron_grpo.weights.unread_tensors import every_tensor_read
+from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
+from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
+    adapter_settings_applied,
+    has_adapter_dropout,
+    seed_adapter_dropout,
+)
+from swift_megatron_grpo.training.upstream_fixes.linear_attention_context import supply_context_parallelism
+from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
+from swift_megatron_grpo.training.upstream_fixes.tensor_parallel_marks import mark_sharded_parameters
+from swift_megatron_grpo.weights.export.export import AdaptedModules, merged_on_read
+from swift_megatron_grpo.weights.export.joined_projections import keep_joined
+from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
+from swift_megatron_grpo.weights.export.unread_tensors import every_tensor_read
 
 logger = get_logger()
 

@@ -18,14 +18,15 @@ _LONGEST = (
     "e2e/test_parity.py", "e2e/test_generation.py",
     "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py",
     "dist/test_router_replay.py", "dist/test_engine_runs.py", "dist/test_expert_chunks.py",
-    "unit/plugin/test_torchrun.py", "unit/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
-    "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/doctor/test_doctor.py",
-    "unit/training/test_weighted_swiglu.py",
-    "unit/training/loss/test_loss.py", "unit/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",
+    "unit/plugin/test_torchrun.py", "unit/runtime/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
+    "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/cli/doctor/test_doctor.py",
+    "unit/training/moe/test_weighted_swiglu.py",
+    "unit/training/loss/test_loss.py", "unit/output/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",
     "unit/plugin/test_autoload.py", "unit/platforms/cpu/test_torchvision_operators.py",
-    "unit/stopping/test_second_signal.py", "unit/grading/test_rewards.py", "unit/test_style.py",
-    "unit/training/megatron_fixes/test_result_queue.py", "unit/server/test_schema.py", "unit/test_security.py",
-    "unit/protocol/test_channel.py",
+    "unit/runtime/stopping/test_second_signal.py", "unit/grading/test_rewards.py", "unit/test_style.py",
+    "unit/training/upstream_fixes/test_result_queue.py", "unit/generation/server/test_schema.py",
+    "unit/test_security.py",
+    "unit/weights/transport/test_channel.py",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_on(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the kernel of Transformer Engine, as training/fast_kernels.py has it; on a CPU the plain function."""
+    """Return the kernel of Transformer Engine, as layers/fast_kernels.py has it; on a CPU the plain function."""
     if device.type != "cuda":
         return plain_swiglu
     import transformer_engine.pytorch  # noqa: F401  # it loads the library

@@ -71,8 +71,8 @@ def te_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None) -> Layer:
 
 
 def grouped_layer(stacked: torch.Tensor, main_grad: torch.Tensor | None, gradients_have_hooks: bool) -> Layer:
-    """Build the layer of this package (training/grouped_experts.py)."""
-    from swift_megatron_grpo.training.grouped_experts import GroupedLinear
+    """Build the layer of this package (training/moe/grouped_experts.py)."""
+    from swift_megatron_grpo.training.moe.grouped_experts import GroupedLinear
 
     def per_expert(*_: Any) -> Any:
         raise RuntimeError("a product per expert was asked for")

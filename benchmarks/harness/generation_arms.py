@@ -50,7 +50,7 @@ def prompts_of(job: GenerationJob, number: int) -> list[Any]:
 
 
 def sampling_of(job: GenerationJob) -> Any:
-    from swift_megatron_grpo.config import SamplingConfig
+    from swift_megatron_grpo.settings.config import SamplingConfig
 
     return SamplingConfig(1.0, 1.0, -1, 1.0, job.tokens, ())
 
@@ -122,10 +122,10 @@ def _colocated_engine(model: str, job: GenerationJob) -> Any:
     from swift.model import get_processor
     from swift.template import get_template
 
-    from swift_megatron_grpo.config import VllmConfig
     from swift_megatron_grpo.generation.local.engine import LocalVllm
-    from swift_megatron_grpo.parallel import Coordinator
-    from swift_megatron_grpo.stopping.request import StopRequest
+    from swift_megatron_grpo.runtime.parallel import Coordinator
+    from swift_megatron_grpo.runtime.stopping.request import StopRequest
+    from swift_megatron_grpo.settings.config import VllmConfig
 
     config = VllmConfig(
         model_dir=model, model_type="qwen3", dtype=getattr(torch, job.dtype), tensor_parallel_size=1,
@@ -139,7 +139,7 @@ def _colocated_engine(model: str, job: GenerationJob) -> Any:
 
 def serve_behind_server(flags: list[str]) -> None:
     """Run `swift rollout`, which accepts requests for the checkpoint's weights: one GPU cannot send them to itself."""
-    from swift_megatron_grpo.server import deploy, worker
+    from swift_megatron_grpo.generation.server import deploy, worker
 
     class CheckpointDeploy(deploy.GRPORolloutDeploy):
         def _require_weights(self, run: Any, version: int) -> None:
@@ -151,7 +151,7 @@ def serve_behind_server(flags: list[str]) -> None:
 
 
 def _run_worker(*arguments: Any) -> None:
-    from swift_megatron_grpo.server.worker import run_worker
+    from swift_megatron_grpo.generation.server.worker import run_worker
 
     end_at_longest_length()
     run_worker(*arguments)
@@ -168,7 +168,7 @@ def main() -> None:
         from swift_megatron_grpo.platforms.cpu import prepare_server_environment
 
         prepare_server_environment()
-    from swift_megatron_grpo.server.end_at_signals import end_at_signals
+    from swift_megatron_grpo.generation.server.end_at_signals import end_at_signals
 
     with end_at_signals():
         serve_behind_server(arguments)

@@ -28,9 +28,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from swift_megatron_grpo.cli.tiny_composites import tokenizer_for_images, write_processor
+from swift_megatron_grpo.cli.tiny_models import make_tokenizer
 from swift_megatron_grpo.packing.flops import DeltaNets
-from swift_megatron_grpo.tools.tiny_composites import tokenizer_for_images, write_processor
-from swift_megatron_grpo.tools.tiny_models import make_tokenizer
 
 from .chat import prompt_text
 from .shapes import SHAPES, Shape

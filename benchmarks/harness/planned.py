@@ -8,16 +8,16 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from swift_megatron_grpo.config import BatchPlan, PackingConfig
-from swift_megatron_grpo.dry_run.micro_batches import Sample, micro_batches, pictures_of
-from swift_megatron_grpo.dry_run.model import Model, read_model
-from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.cli.check.micro_batches import Sample, micro_batches, pictures_of
+from swift_megatron_grpo.cli.check.model import Model, read_model
+from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
+from swift_megatron_grpo.cli.estimate.engine import Engine
+from swift_megatron_grpo.cli.estimate.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
+from swift_megatron_grpo.cli.estimate.towers import Pictures
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.planning.activations import Recompute, Tokens
-from swift_megatron_grpo.planning.engine import Engine
-from swift_megatron_grpo.planning.gpus import find_gpu
-from swift_megatron_grpo.planning.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
-from swift_megatron_grpo.planning.towers import Pictures
+from swift_megatron_grpo.runtime.gpus import find_gpu
+from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.settings.layout import Layout
 
 from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes
 from .results import SHARED, Process, Run

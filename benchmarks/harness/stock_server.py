@@ -6,7 +6,7 @@ well, because it is their main module.
 
 from __future__ import annotations
 
-from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 
 find_runtime_beside_tilelang()
 

@@ -17,17 +17,17 @@ from swift_megatron_grpo.arguments.advice import typed_value, use_flag
 from swift_megatron_grpo.arguments.flags import GRPOFlags
 from swift_megatron_grpo.arguments.layout_checks import shape_of
 from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
-from swift_megatron_grpo.checkpoints.sources import Source
-from swift_megatron_grpo.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.data.evaluation_sets import names_of
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
 from swift_megatron_grpo.grading import gym_reward
-from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.protocol.model_identity import read_model_config
-from swift_megatron_grpo.recording import folder as recording
+from swift_megatron_grpo.output.checkpoints.sources import Source
+from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import Batches
+from swift_megatron_grpo.settings.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.settings.facts import DataShape, ModelShape
 from swift_megatron_grpo.settings.flag import Facts, Flags
+from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.settings.servers import Servers
@@ -101,7 +101,7 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def experts_in_order(self) -> bool:
-        """True if Megatron's buffers have the weights of experts in their order (training/grouped_experts.py).
+        """True if Megatron's buffers have the weights of experts in their order (training/moe/grouped_experts.py).
 
         It is the same on all ranks, also on those of a pipeline stage without experts.
         """

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value
-from swift_megatron_grpo.settings import RANGES
+from swift_megatron_grpo.settings.groups import RANGES
 
 _KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 _LISTED = 12  # choices that a message lists

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from swift.megatron.arguments import MegatronRLHFArguments
 
-from swift_megatron_grpo.config import SyncCheckMode, UnreadTensors
-from swift_megatron_grpo.settings import GROUPS
+from swift_megatron_grpo.settings.config import SyncCheckMode, UnreadTensors
 from swift_megatron_grpo.settings.flag import parser_class
+from swift_megatron_grpo.settings.groups import GROUPS
 from swift_megatron_grpo.types import Quantization
 
 AddedFlags: Any = parser_class(MegatronRLHFArguments, GROUPS)

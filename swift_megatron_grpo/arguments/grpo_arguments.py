@@ -25,12 +25,12 @@ from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_checks import check_images
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
-from swift_megatron_grpo.settings import GROUPS
 from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.flag import check
+from swift_megatron_grpo.settings.groups import GROUPS
 from swift_megatron_grpo.settings.sampling import rounds_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swift_megatron_grpo.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.layout import Layout, parse_stages
 
 
 def check_parts(

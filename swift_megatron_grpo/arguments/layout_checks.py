@@ -14,9 +14,9 @@ from typing import Any
 from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.pipeline_stages import check_stages
 from swift_megatron_grpo.arguments.problems import check_all
-from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.protocol.model_identity import language_config, read_model_config
+from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.settings.layout import Layout
 
 # ---- the model
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from swift_megatron_grpo.protocol.model_identity import language_config
+from swift_megatron_grpo.generation.protocol.model_identity import language_config
 
 _PICTURES = ("image", "video")
 

@@ -5,7 +5,7 @@ E: the embedding, t: a layer, L: the output layer and the loss, |: the end of a 
 
 from __future__ import annotations
 
-from swift_megatron_grpo.layout import parse_stages
+from swift_megatron_grpo.settings.layout import parse_stages
 
 FLAG = "pipeline_model_parallel_layout"
 

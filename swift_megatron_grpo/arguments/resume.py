@@ -11,8 +11,8 @@ import torch.distributed as dist
 from swift.utils import get_logger, init_process_group
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.checkpoints.newest import FLAG, Checkpoint, find_newest, open_checkpoint
-from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source
+from swift_megatron_grpo.output.checkpoints.newest import FLAG, Checkpoint, find_newest, open_checkpoint
+from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source
 
 logger = get_logger()
 

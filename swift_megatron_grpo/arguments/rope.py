@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.protocol.model_identity import position_identity, read_model_config
+from swift_megatron_grpo.generation.protocol.model_identity import position_identity, read_model_config
 
 _EXAMPLE = """--rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence

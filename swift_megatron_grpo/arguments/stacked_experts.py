@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.disk.stored_tensors import stored_tensors
-from swift_megatron_grpo.protocol.model_identity import language_config
+from swift_megatron_grpo.generation.protocol.model_identity import language_config
+from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 _TURNED = "qwen3_vl_moe"  # the one model_type of COMPOSITE whose released experts are turned
 

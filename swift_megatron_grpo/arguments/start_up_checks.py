@@ -29,18 +29,18 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
-from swift_megatron_grpo.checkpoints.sources import check_optimizer_state, check_quickly
-from swift_megatron_grpo.conversations import checks as turns
-from swift_megatron_grpo.conversations.registries import check_registered
+from swift_megatron_grpo.generation.conversations import checks as turns
+from swift_megatron_grpo.generation.conversations.registries import check_registered
+from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs
+from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
+from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
+from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
-from swift_megatron_grpo.recording import folder as recording
-from swift_megatron_grpo.settings import GROUPS, RANGES
 from swift_megatron_grpo.settings.batch_plan import resolve
 from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.flag import check, check_finite
-from swift_megatron_grpo.vllm_shared.engine_kwargs import check_engine_kwargs
-from swift_megatron_grpo.vllm_shared.json_flags import parse_json_object
-from swift_megatron_grpo.vllm_shared.quantization import check_quantization
+from swift_megatron_grpo.settings.groups import GROUPS, RANGES
+from swift_megatron_grpo.weights.load.quantization import check_quantization
 
 # --report_to none, as in transformers: ms-swift's Megatron looks it up as the name of a callback
 megatron_callbacks_map.setdefault("none", MegatronCallback)

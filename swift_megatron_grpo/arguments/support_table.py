@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value, use_flag
-from swift_megatron_grpo.settings import GROUPS
+from swift_megatron_grpo.settings.groups import GROUPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,15 @@ from swift_megatron_grpo.arguments.image_checks import tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
-from swift_megatron_grpo.config import (
+from swift_megatron_grpo.generation.protocol.api_key import read_api_key
+from swift_megatron_grpo.generation.protocol.model_identity import (
+    position_identity,
+    precision_identity,
+    read_model_identity,
+)
+from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.batches import MicroBatches
+from swift_megatron_grpo.settings.config import (
     BatchPlan,
     CompletionLogConfig,
     DataConfig,
@@ -28,14 +36,6 @@ from swift_megatron_grpo.config import (
     SyncCheckConfig,
     VllmConfig,
 )
-from swift_megatron_grpo.protocol.api_key import read_api_key
-from swift_megatron_grpo.protocol.model_identity import (
-    position_identity,
-    precision_identity,
-    read_model_identity,
-)
-from swift_megatron_grpo.settings.algorithm import Algorithm
-from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_megatron_grpo.data.dropped_rows import refuse_rows
+from swift_megatron_grpo.data.images import UnreadableImage, images_of
 from swift_megatron_grpo.data.media import PictureReader
-from swift_megatron_grpo.images.files import UnreadableImage, images_of
 
 _TAG = "<image>"
 

@@ -20,7 +20,7 @@ from PIL import Image
 from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
-from swift_megatron_grpo.images.files import digest_of, image_bytes, image_size, images_of
+from swift_megatron_grpo.data.images import digest_of, image_bytes, image_size, images_of
 from swift_megatron_grpo.types import Picture, Placed
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs

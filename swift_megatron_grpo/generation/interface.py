@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
-from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.protocol.buckets import NamedWeights
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout, ScoredText
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 T = TypeVar("T")
 AdapterConfig = dict[str, Any]  # of peft

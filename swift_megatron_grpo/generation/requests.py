@@ -10,9 +10,9 @@ from swift.infer_engine.protocol import RolloutInferRequest
 from swift.rl_core.data import OnPolicySample
 from swift.utils import remove_response
 
-from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request
-from swift_megatron_grpo.protocol.messages import Completion, as_json
+from swift_megatron_grpo.generation.protocol.messages import Completion, as_json
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
 
 if TYPE_CHECKING:
-    from swift_megatron_grpo.config import Estimator, ScaleRewards  # needs torch
+    from swift_megatron_grpo.settings.config import Estimator, ScaleRewards  # needs torch
 
 _EPSILON = 1e-4  # ms-swift's
 _GDPO_EPSILON = 1e-8  # ms-swift's

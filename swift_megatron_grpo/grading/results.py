@@ -12,7 +12,7 @@ from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usa
 from swift_megatron_grpo.types import Graded, Outcome, Rollout
 
 if TYPE_CHECKING:
-    from swift_megatron_grpo.config import GradingConfig, ScaleRewards  # needs torch
+    from swift_megatron_grpo.settings.config import GradingConfig, ScaleRewards  # needs torch
 
 _ZERO = 1e-8  # below it, ms-swift counts a standard deviation as 0
 _SHOWN = 3

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
 
-from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded, interrupted_after
-from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.grading.one_process import one_process
+from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded, interrupted_after
+from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.types import Rollout
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,7 @@ samples.py          graded completions as training samples, with the images of t
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 logprob_requests.py for which rollouts the engine returns log-probs
 weight_sync.py      sends weights to the engine and verifies that it runs them
-canary.py           the fixed text whose log-probs the verification compares
-logprob_check.py    compares the engine's log-probs of the first rollout with the trainer's
-expert_checks.py    refuses experts that no router of the model can have chosen
-router_agreement.py the share of choices in which the trainer's routers and the engine's agree
+checks/             compare the engine with the trainer
 kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions
 token_selection.py  selects the tokens of highest entropy for the policy loss
 stages.py           the stages of a run as one dataclass

@@ -9,35 +9,35 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.config import CANARY_TOKENS, SHARE_PROMPTS_FROM, GRPOConfig
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
+from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading import RewardFunctions
-from swift_megatron_grpo.images.files import image_digests
-from swift_megatron_grpo.loop.canary import CANARY_TEXT, Canary, canary_image
+from swift_megatron_grpo.loop.checks.canary import CANARY_TEXT, Canary, canary_image
+from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
 from swift_megatron_grpo.loop.frozen_heap import freeze_heap
-from swift_megatron_grpo.loop.logprob_check import LogprobCheck
-from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step import GRPOLoop, shared_settings
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
-from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.recording.dump import RolloutDump
-from swift_megatron_grpo.recording.earlier import EarlierRollouts, can_be_used
-from swift_megatron_grpo.recording.folder import Settings as RecordingSettings
-from swift_megatron_grpo.recording.replay import RolloutReplay
-from swift_megatron_grpo.recording.resumed_logs import trim_logs
-from swift_megatron_grpo.recording.unfinished import UnfinishedRollout, read_unfinished
-from swift_megatron_grpo.recording.values import BadRow, Limits
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.earlier import EarlierRollouts, can_be_used
+from swift_megatron_grpo.output.recording.folder import Settings as RecordingSettings
+from swift_megatron_grpo.output.recording.replay import RolloutReplay
+from swift_megatron_grpo.output.recording.resumed_logs import trim_logs
+from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished
+from swift_megatron_grpo.output.recording.values import BadRow, Limits
+from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import CANARY_TOKENS, SHARE_PROMPTS_FROM, GRPOConfig
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.passes import Passes
@@ -50,8 +50,8 @@ from swift_megatron_grpo.training.reference import (
 )
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Prompt, ScoredText
-from swift_megatron_grpo.weights.export import WeightExport
-from swift_megatron_grpo.weights.tensor_names import tower_prefixes
+from swift_megatron_grpo.weights.export.export import WeightExport
+from swift_megatron_grpo.weights.export.tensor_names import tower_prefixes
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 _LEAST_TEXT = 32  # tokens behind the image of the fixed text, however many the image has

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.config import CompletionLogConfig
-from swift_megatron_grpo.disk.full_disk import naming_full_disk
+from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
+from swift_megatron_grpo.settings.config import CompletionLogConfig
 from swift_megatron_grpo.types import Graded
 
 

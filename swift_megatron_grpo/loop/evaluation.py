@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from swift_megatron_grpo.config import GRPOConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.grading import outcome_metrics
 from swift_megatron_grpo.grading.statistics import usable
 from swift_megatron_grpo.grading.tries import Try, answer_of, tries_metrics
 from swift_megatron_grpo.loop.random_numbers import same_random_numbers_afterwards
+from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Outcome, Prompt
 
 logger = logging.getLogger(__name__)

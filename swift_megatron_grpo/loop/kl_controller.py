@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from swift_megatron_grpo.config import KlConfig, KlEstimator
+from swift_megatron_grpo.settings.config import KlConfig, KlEstimator
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import TokenValues
 

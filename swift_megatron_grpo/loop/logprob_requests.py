@@ -1,14 +1,14 @@
 """The rule that decides for which rollouts vLLM returns the log-probs of the tokens that it samples. Decisions only.
 
 They cost up to 17 % of the time of generation. If nothing but `rollout/k3_kl` reads them, they are requested for the
-first rollout of a run, which loop/logprob_check.py compares with the trainer, and then at an interval.
+first rollout of a run, which loop/checks/logprob_check.py compares with the trainer, and then at an interval.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swift_megatron_grpo.config import CorrectionConfig
+from swift_megatron_grpo.settings.config import CorrectionConfig
 
 
 @dataclass(frozen=True, slots=True)

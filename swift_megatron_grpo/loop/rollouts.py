@@ -17,9 +17,6 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.config import EvaluationConfig, GRPOConfig, SamplingConfig
-from swift_megatron_grpo.deadlines.interrupt import DeadlineExceeded
-from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.interface import (
     BatchGeneration,
     Generation,
@@ -28,14 +25,17 @@ from swift_megatron_grpo.generation.interface import (
     evaluation_requests,
     requests_for,
 )
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
-from swift_megatron_grpo.loop.expert_checks import check_experts
+from swift_megatron_grpo.loop.checks.expert_checks import check_experts
 from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
-from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
-from swift_megatron_grpo.recording.earlier import Recorded
+from swift_megatron_grpo.output.recording.earlier import Recorded
+from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
+from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig, SamplingConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 logger = logging.getLogger(__name__)

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.completion_log import CompletionLog
-from swift_megatron_grpo.loop.logprob_check import LogprobCheck
-from swift_megatron_grpo.loop.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
-from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.recording.dump import RolloutDump
-from swift_megatron_grpo.recording.earlier import EarlierRollouts
-from swift_megatron_grpo.recording.replay import RolloutReplay
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.earlier import EarlierRollouts
+from swift_megatron_grpo.output.recording.replay import RolloutReplay
+from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.reference import Reference

@@ -39,10 +39,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from swift_megatron_grpo.config import CorrectionConfig, GRPOConfig
+from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
-from swift_megatron_grpo.images.files import image_digests
-from swift_megatron_grpo.loop.expert_checks import check_reported
+from swift_megatron_grpo.loop.checks.expert_checks import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
@@ -50,7 +49,8 @@ from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.samples import samples_of, without_routing
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
-from swift_megatron_grpo.recording.unfinished import UnfinishedRollout, save_unfinished
+from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
+from swift_megatron_grpo.settings.config import CorrectionConfig, GRPOConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
-from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.runtime.parallel import Coordinator
 
 logger = logging.getLogger(__name__)
 FILE = "trace.json"

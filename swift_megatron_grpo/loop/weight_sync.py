@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from swift_megatron_grpo.config import SyncCheckConfig
 from swift_megatron_grpo.generation.interface import GenerationEngine
-from swift_megatron_grpo.loop.canary import Canary
+from swift_megatron_grpo.loop.checks.canary import Canary
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
-from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.settings.config import SyncCheckConfig
 from swift_megatron_grpo.training.memory.residency import Residency
-from swift_megatron_grpo.weights.export import WeightExport
+from swift_megatron_grpo.weights.export.export import WeightExport
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.verify import (
     Difference,
     Manifest,

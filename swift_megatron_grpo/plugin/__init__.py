@@ -8,6 +8,7 @@ launcher.py      the `megatron` and `swift` scripts become the command that they
 ray_script.py    scripts for Ray whose roles share one set of devices start under torchrun
 torchrun.py      torchrun passes signals on and lets its ranks stop
 refusals.py      a refused run ends with one message
+external/        the file for --external_plugins
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 
 Tested by tests/unit/plugin.

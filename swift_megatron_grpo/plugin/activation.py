@@ -25,8 +25,8 @@ from swift_megatron_grpo.plugin.command_line import (
 )
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
-_SERVER_MODULE = "swift_megatron_grpo.server"
-_DRY_RUN_MODULE = "swift_megatron_grpo.dry_run"
+_SERVER_MODULE = "swift_megatron_grpo.generation.server"
+_DRY_RUN_MODULE = "swift_megatron_grpo.cli.check"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 
 
@@ -94,7 +94,7 @@ def end_with_torchrun(environ: Mapping[str, str]) -> None:
 
 def hook_platform() -> None:
     """Activate the CPU platform, where there is no accelerator, before the first import that needs CUDA."""
-    from swift_megatron_grpo.import_hooks import before_import
+    from swift_megatron_grpo.runtime.import_hooks import before_import
 
     for name in ("mcore_bridge", "megatron.core"):  # whichever comes first
         before_import(name, _activate_platform)

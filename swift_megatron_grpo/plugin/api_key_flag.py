@@ -32,7 +32,7 @@ def hide_api_key(argv: list[str], environ: MutableMapping[str, str]) -> None:
         return
     key = _take(argv, flag)
     if key:
-        from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list
+        from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list
 
         environ[API_KEY_VARIABLE] = key
         hide_in_process_list(key)

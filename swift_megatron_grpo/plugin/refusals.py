@@ -18,7 +18,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from swift_megatron_grpo.failures import RankFailure
+from swift_megatron_grpo.runtime.failures import RankFailure
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDER = "SWIFT_MEGATRON_GRPO_REFUSALS"  # set by a torchrun with hooks, for its ranks

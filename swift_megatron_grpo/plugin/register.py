@@ -12,10 +12,10 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from swift_megatron_grpo.import_hooks import after_import
+from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.plugin.command_line import parse_flag, selects_grpo
 from swift_megatron_grpo.plugin.refusals import reported_by_torchrun, set_up_reported_by_torchrun
-from swift_megatron_grpo.vllm_shared.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.runtime.import_hooks import after_import
 
 TRAINER = "MegatronGRPOTrainer"  # the name that MegatronRLHF.prepare_trainer looks up in swift.megatron.trainers
 
@@ -69,8 +69,8 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         if self.args.rlhf_type != "grpo":
             return stock_run(self)
         from swift_megatron_grpo.arguments.resume import end_if_finished
-        from swift_megatron_grpo.console.installing import reported
-        from swift_megatron_grpo.stopping.report import exit_if_stopped
+        from swift_megatron_grpo.output.console.installing import reported
+        from swift_megatron_grpo.runtime.stopping.report import exit_if_stopped
 
         adopt(self.args)
         with exit_if_stopped(), end_if_finished(), reported(self.args):

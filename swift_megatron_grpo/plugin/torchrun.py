@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from swift_megatron_grpo.import_hooks import after_import
 from swift_megatron_grpo.plugin.command_line import parse_flag
 from swift_megatron_grpo.plugin.refusals import expect_refusals, take_refusals
+from swift_megatron_grpo.runtime.import_hooks import after_import
 
 DEFAULT_GRACE = 120.0  # of --stop_grace
 _REPORT_SECONDS = 15.0  # after the grace, in which the watchdog of a rank that is stuck writes its report

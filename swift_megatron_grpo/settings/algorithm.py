@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from swift_megatron_grpo.config import (
+from swift_megatron_grpo.settings.config import (
     CorrectionConfig,
     CorrectionMode,
     Estimator,

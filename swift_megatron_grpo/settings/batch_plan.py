@@ -11,9 +11,9 @@ only its own distribution of prompts cannot handle: here they work, and `BatchPl
 
 from __future__ import annotations
 
-from swift_megatron_grpo.config import BatchPlan
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.batch_sizes import BatchError, Sizes, check_sizes, check_world_size
+from swift_megatron_grpo.settings.config import BatchPlan
+from swift_megatron_grpo.settings.layout import Layout
 
 _MOST = 10**8
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 
-from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.settings.layout import Layout
 
 WORLD_SIZE = "world_size"  # not a flag: NPROC_PER_NODE * NNODES
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.config import SHARE_PROMPTS_FROM, BatchPlan, PackingConfig, SharePrompts
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.batch_plan import resolve
+from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, BatchPlan, PackingConfig, SharePrompts
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)

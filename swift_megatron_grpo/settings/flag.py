@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.facts import DataShape, ModelShape
+from swift_megatron_grpo.settings.layout import Layout
 
 Faults = Iterator[str]
 Rule = TypeVar("Rule", bound=Callable[..., object])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.config import RouterReplay, RoutingConfig
+from swift_megatron_grpo.settings.config import RouterReplay, RoutingConfig
 from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
 
 _LEAST_TEMPERATURE = 0.01  # vLLM samples at this temperature below it

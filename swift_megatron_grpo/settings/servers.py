@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from swift_megatron_grpo.config import RemoteTurnsConfig
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.config import DeadlineConfig
+from swift_megatron_grpo.settings.config import DeadlineConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
 
 _MOST_TRACED = 100

@@ -9,7 +9,7 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 
-from swift_megatron_grpo.config import SavedParts
+from swift_megatron_grpo.settings.config import SavedParts
 
 
 def saved_bytes(models: Iterable[torch.nn.Module], parts: SavedParts, kept_bytes: int) -> float:

@@ -24,15 +24,8 @@ from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.parallel import max_over_ranks, sum_over_ranks
+from swift_megatron_grpo.runtime.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
-from swift_megatron_grpo.training.megatron_fixes.adam_portions import step_adam_in_portions
-from swift_megatron_grpo.training.megatron_fixes.flat_optimizer import flat, flatten
-from swift_megatron_grpo.training.megatron_fixes.gradient_clipping import clip_with_transformer_engine
-from swift_megatron_grpo.training.megatron_fixes.linear_attention import finalize_gradients
-from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
-from swift_megatron_grpo.training.megatron_fixes.moe_aux_losses import pop_moe_aux_losses
-from swift_megatron_grpo.training.megatron_fixes.optimizer_copies import copy_without_search
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
 from swift_megatron_grpo.training.memory.smaller_budget import (
     MemoryAgreement,
@@ -40,9 +33,16 @@ from swift_megatron_grpo.training.memory.smaller_budget import (
     agreement_of,
     free_memory,
 )
+from swift_megatron_grpo.training.optimizer.adam_portions import step_adam_in_portions
+from swift_megatron_grpo.training.optimizer.flat_optimizer import flat, flatten
+from swift_megatron_grpo.training.optimizer.optimizer_copies import copy_without_search
 from swift_megatron_grpo.training.passes import Output, Passes
-from swift_megatron_grpo.training.planning import EngineSettings
+from swift_megatron_grpo.training.planner import EngineSettings
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
+from swift_megatron_grpo.training.upstream_fixes.gradient_clipping import clip_with_transformer_engine
+from swift_megatron_grpo.training.upstream_fixes.linear_attention import finalize_gradients
+from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
+from swift_megatron_grpo.training.upstream_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 __all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "NonFiniteWeights", "OptimizerStepFailed"]

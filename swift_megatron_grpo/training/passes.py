@@ -17,17 +17,17 @@ from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
-from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
-from swift_megatron_grpo.training.expert_layers import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.training.head.logprob import HeadSettings
+from swift_megatron_grpo.training.layers.shared_prompts import attend_to_shared_prompts, why_repeated
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
 from swift_megatron_grpo.training.memory.smaller_budget import free_memory, halved, passes_are_independent
-from swift_megatron_grpo.training.planning import EngineSettings, Planner
-from swift_megatron_grpo.training.recorded_routing import rows_by_sample
-from swift_megatron_grpo.training.router_replay import PassRouters
-from swift_megatron_grpo.training.shared_prompts import attend_to_shared_prompts, why_repeated
+from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers, layers_with_experts
+from swift_megatron_grpo.training.moe.recorded_routing import rows_by_sample
+from swift_megatron_grpo.training.moe.router_replay import PassRouters
+from swift_megatron_grpo.training.planner import EngineSettings, Planner
 from swift_megatron_grpo.training.stage_shapes import StageShapes
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 

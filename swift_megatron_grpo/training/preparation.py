@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from swift_megatron_grpo.training.adapter_layers import add_adapters_in_place
-from swift_megatron_grpo.training.fast_kernels import use_fast_kernels
-from swift_megatron_grpo.training.grouped_experts import group_products
-from swift_megatron_grpo.training.megatron_fixes.expert_marks import mark_experts
-from swift_megatron_grpo.training.megatron_fixes.linear_attention import unmark_gathered_projections
-from swift_megatron_grpo.training.megatron_fixes.router_bias import freeze_router_bias
-from swift_megatron_grpo.training.megatron_fixes.sequence_bounds import leave_bounds_unread
-from swift_megatron_grpo.training.torch_attention import attend_with_torch
-from swift_megatron_grpo.training.towers import guard_towers
+from swift_megatron_grpo.training.layers.adapter_layers import add_adapters_in_place
+from swift_megatron_grpo.training.layers.fast_kernels import use_fast_kernels
+from swift_megatron_grpo.training.layers.sequence_bounds import leave_bounds_unread
+from swift_megatron_grpo.training.layers.torch_attention import attend_with_torch
+from swift_megatron_grpo.training.moe.grouped_experts import group_products
+from swift_megatron_grpo.training.upstream_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.upstream_fixes.linear_attention import unmark_gathered_projections
+from swift_megatron_grpo.training.upstream_fixes.router_bias import freeze_router_bias
+from swift_megatron_grpo.training.vision_tower import guard_towers
 
 
 def prepare_trained(

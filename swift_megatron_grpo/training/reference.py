@@ -11,7 +11,7 @@ from mcore_bridge import GPTBridge
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from swift_megatron_grpo.parallel import Coordinator
+from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Sample, TokenValues

@@ -13,7 +13,7 @@ from typing import Any
 from mcore_bridge.bridge import gpt_bridge
 from megatron.core import parallel_state
 
-from swift_megatron_grpo.layout import Layout
+from swift_megatron_grpo.settings.layout import Layout
 
 # Independent of the layout: scratch memory, and the list of all groups ever created. megatron-core 0.17 and newer have
 # no _GLOBAL_SYMMETRIC_MEMORY_BUFFER.

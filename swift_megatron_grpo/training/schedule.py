@@ -13,12 +13,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs
-from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, gather_completion, log_prob_head
+from swift_megatron_grpo.training.layers.shared_prompts import packed_params
 from swift_megatron_grpo.training.loss import TokenOutput
-from swift_megatron_grpo.training.router_replay import PassRouters
-from swift_megatron_grpo.training.shared_prompts import packed_params
-from swift_megatron_grpo.training.towers import is_composite, language_model
+from swift_megatron_grpo.training.moe.router_replay import PassRouters
+from swift_megatron_grpo.training.vision_tower import is_composite, language_model
 
 # Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
 Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]

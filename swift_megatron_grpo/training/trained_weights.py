@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from mcore_bridge import unwrap_model
 
-from swift_megatron_grpo.parallel import sum_over_ranks
+from swift_megatron_grpo.runtime.parallel import sum_over_ranks
 
 
 class TrainedWeights:

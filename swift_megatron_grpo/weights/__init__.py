@@ -1,13 +1,11 @@
-"""The weights on their way from a checkpoint, and to an inference engine.
+"""The weights on their way from a checkpoint through Megatron to an inference engine, and the proof that they arrived.
 
-    unread_tensors.py  refuses checkpoints with tensors that nothing loads
-    tensor_names.py    which part of a model a tensor belongs to
-    kept_tensors.py    tensors that are not trained, and that are saved as they were
-    joined_projections.py  matrices that are one tensor in the checkpoint, exported as one
-    export.py          weights under checkpoint names, with LoRA merged, or the adapter alone
-    adapter_merge.py   frozen weights plus the product of an adapter
-    host_flags.py      exports a layer without waiting for the GPU per weight
-    verify.py          compares what was sent with what an engine holds and computes
+export/             read a checkpoint, export trained weights under its names
+transport/          tensors in buckets, from the trainer to the workers of a server
+load/               load tensors into vLLM, and trace where each went
+verify.py           compare what was sent with what an engine holds and computes
+stacked_tensors.py  tensors that are evenly spaced in one memory, as one tensor
+stored_tensors.py   shapes and sizes of a checkpoint's tensors, from the headers of its files
 
 Tests: tests/unit/weights, tests/unit/loop/test_weight_sync.py, tests/e2e/test_sync_check.py, and in tests/dist
 test_lora_export.py and test_unread_tensors.py.

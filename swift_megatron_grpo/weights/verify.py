@@ -15,8 +15,8 @@ from itertools import groupby
 
 import torch
 
-from swift_megatron_grpo.protocol.buckets import NamedWeights
-from swift_megatron_grpo.protocol.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
+from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
 
 NAMED = 8  # tensors that a message names for each kind of problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.settings.config import CorrectionConfig, FipoConfig, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES
 
 LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]

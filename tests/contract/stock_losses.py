@@ -16,7 +16,7 @@ from megatron.core import mpu
 from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Stock
 from swift.rl_core.data import GRPOBatch
 
-from swift_megatron_grpo.config import LossConfig
+from swift_megatron_grpo.settings.config import LossConfig
 from tests.contract.cases import CASES, GROUP, LENGTHS, LIMIT, Case
 from tests.unit.training.loss.losses import Step, make_step
 

@@ -41,7 +41,7 @@ TRANSFORMERS = {"qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
 
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_a_tower_is_asked_once_with_patches_and_grids(kind: str) -> None:
-    """training/towers.py replaces `get_inputs_embeds`, and answers the tower's own call with rows that it has."""
+    """training/vision_tower.py replaces `get_inputs_embeds`, and answers the tower's own call with rows that it has."""
     assert list(inspect.signature(TOWERS[kind].get_inputs_embeds).parameters) == ["self", "inputs_embeds", "kwargs"]
     embed = qwen3_vl.Qwen3VL_Vit._get_inputs_embeds if "qwen3_vl" in kind else HuggingFaceVit._hf_get_inputs_embeds
     source = inspect.getsource(embed)
@@ -56,7 +56,7 @@ def test_a_tower_is_asked_once_with_patches_and_grids(kind: str) -> None:
 
 
 def test_a_tower_of_tiles_is_asked_once_with_its_aligner() -> None:
-    """training/towers.py replaces `get_image_features` of mcore-bridge's wrapper."""
+    """training/vision_tower.py replaces `get_image_features` of mcore-bridge's wrapper."""
     towers = TOWERS["internvl"]
     assert {*TRANSFORMERS, "internvl"} == {*COMPOSITE} and not hasattr(towers, "visual")
     source = inspect.getsource(towers.get_inputs_embeds)
@@ -82,7 +82,7 @@ def test_mcore_bridge_builds_the_tower_of_the_mixture_for_both_types_of_glm_and_
 
 
 def test_feed_forwards_are_read_as_stored_and_exported_in_two_parts() -> None:
-    """weights/joined_projections.py joins them; delete it when upstream asks for experts and for others alike."""
+    """joined_projections.py joins them; delete it when upstream asks for experts and for others alike."""
     source = inspect.getsource(GPTBridge._set_mlp_state)
     assert "is_gate_up = any('gate_up_proj' in k for k in hf_state_dict.keys())" in source
     assert "if not to_mcore and is_expert:\n            hf_grouped, is_gate_up = self._get_hf_experts_attr" in source
@@ -118,7 +118,7 @@ def test_the_parts_of_a_model_have_names_for_flags() -> None:
 
 
 def test_layers_with_an_adapter_in_a_tower_are_those_of_peft() -> None:
-    """weights/export.py merges them."""
+    """weights/export/export.py merges them."""
     assert issubclass(lora.LoraParallelLinear, BaseTunerLayer) and issubclass(Linear, BaseTunerLayer)
     assert list(inspect.signature(Linear.get_delta_weight).parameters) == ["self", "adapter"]
 

@@ -32,8 +32,8 @@ from packaging.version import Version
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
 from swift_megatron_grpo.platforms.cpu.linear_attention import tree
-from swift_megatron_grpo.training.megatron_fixes import linear_attention as fixes
-from swift_megatron_grpo.training.megatron_fixes.sequence_bounds import bounds
+from swift_megatron_grpo.training.layers.sequence_bounds import bounds
+from swift_megatron_grpo.training.upstream_fixes import linear_attention as fixes
 from swift_megatron_grpo.types import Sample
 
 FORWARD = inspect.getsource(GatedDeltaNet.forward)

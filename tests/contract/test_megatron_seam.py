@@ -106,7 +106,7 @@ def test_groups_are_private_variables_in_capitals(core: Version) -> None:
 
 
 def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
-    """training/megatron_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
+    """training/upstream_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
     names = {"multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"}
     assert names <= set(upstream()["clip_grads"])
     assert ("multi_tensor_scale_tensor_impl" in upstream()["clip_grads"]) is (core >= Version("0.17"))
@@ -128,14 +128,14 @@ def test_an_optimizer_step_reads_parameters_and_states_from_the_inner_optimizer(
 
 
 def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:
-    """training/megatron_fixes/moe_aux_losses.py calls the tracker if there is one, else track_moe_metrics."""
+    """training/upstream_fixes/moe_aux_losses.py calls the tracker if there is one, else track_moe_metrics."""
     used = {"loss_scale", "iteration", "total_loss_dict", "force_initialize", "track_names", "num_layers",
             "moe_layer_freq"}  # fmt: skip
     assert used <= set(upstream()["report"])
 
 
 def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core: Version) -> None:
-    """training/megatron_fixes/tensor_parallel_marks.py, and expert_marks.py: `allreduce`."""
+    """training/upstream_fixes/tensor_parallel_marks.py, and expert_marks.py: `allreduce`."""
     assert "tensor_model_parallel" in upstream()["duplicate"]
     sets_marks = "_set_expert_parameter_attributes" in upstream()["grouped"]
     assert sets_marks is (core >= Version("0.19"))
@@ -143,7 +143,7 @@ def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core:
 
 
 def test_experts_are_multiplied_and_stored_as_one_tensor_needs_them() -> None:
-    """training/grouped_experts.py: the forward that it replaces, and Megatron's buffers in reverse order."""
+    """training/moe/grouped_experts.py: the forward that it replaces, and Megatron's buffers in reverse order."""
     assert "def forward(self, x, m_splits):" in upstream()["grouped_forward"]
     assert "return out, None" in upstream()["grouped_forward"]
     assert "for param in params[::-1]:" in upstream()["buffer"]
@@ -165,7 +165,7 @@ def test_the_engine_calls_these_names() -> None:
 
 
 def test_the_queue_of_checkpoint_results_is_created_unless_it_exists(core: Version) -> None:
-    """training/megatron_fixes/result_queue.py creates it first; the function was renamed in 0.17."""
+    """training/upstream_fixes/result_queue.py creates it first; the function was renamed in 0.17."""
     name = "get_write_results_queue" if core >= Version("0.17") else "_get_write_results_queue"
     body = upstream()["filesystem_async"].split(f"\ndef {name}(")[1].split("\n\n\n")[0]
     assert "if _results_queue is None:" in body and body.endswith("return _results_queue")
@@ -173,7 +173,7 @@ def test_the_queue_of_checkpoint_results_is_created_unless_it_exists(core: Versi
 
 
 def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
-    """training/router_replay.py puts one there for the time of a pass; layers are numbered from 1."""
+    """training/moe/router_replay.py puts one there for the time of a pass; layers are numbered from 1."""
     assert "self.router_replay = None" in upstream()["router"]
     assert "router_replay=self.router_replay" in upstream()["router"]
     asked = "router_replay.get_replay_topk( scores, topk, num_groups, group_topk, _compute_topk )"
@@ -181,7 +181,7 @@ def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
 
 
 def test_a_dispatcher_of_one_rank_reads_its_number_of_experts_only_to_decide_whether_to_sort() -> None:
-    """training/expert_chunks.py changes the number."""
+    """training/moe/expert_chunks.py changes the number."""
     body = upstream()["dispatcher"].split("    def preprocess(")[1]
     code = [line.strip() for line in body.splitlines() if "self.num_local_experts" in line and "# [" not in line]
     assert code == [
@@ -200,7 +200,7 @@ def test_a_dispatcher_of_one_rank_reads_its_number_of_experts_only_to_decide_whe
 
 
 def test_a_layer_of_experts_calls_six_methods_of_its_dispatcher() -> None:
-    """training/row_dispatch.py replaces the dispatcher."""
+    """training/moe/row_dispatch.py replaces the dispatcher."""
     called = set(re.findall(r"self\.token_dispatcher\.(\w+)", upstream()["moe_layer"]))
     of_stages = {f"{stage}_{part}" for stage in ("dispatch", "combine") for part in ("preprocess", "postprocess")}
     at_the_start, while_serving = {"set_shared_experts"}, {"routing_map"}
@@ -210,7 +210,7 @@ def test_a_layer_of_experts_calls_six_methods_of_its_dispatcher() -> None:
 
 
 def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
-    """training/fast_kernels.py replaces the class; training/weighted_swiglu.py has the same arguments."""
+    """training/layers/fast_kernels.py replaces the class; training/moe/weighted_swiglu.py has the same arguments."""
     assert upstream()["weighted_swiglu"] == ["ctx", "input", "weights", "fp8_input_store"]
     assert upstream()["weighted_swiglu_gradients"].rstrip().endswith("return tmp, wgrad, None")
     assert "WeightedSwiGLUFunction.apply(input, weights, fp8_input_store)" in upstream()["weighted_swiglu_caller"]

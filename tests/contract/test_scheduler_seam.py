@@ -1,7 +1,7 @@
-"""The functions of vLLM that vllm_shared/fast_schedule.py and fast_outputs.py stand in for, and those that call them.
+"""The functions of vLLM that vllm/fast_schedule.py and fast_outputs.py stand in for, and those that call them.
 
 If vLLM changes one of them, its own functions run, and generation is slower. Then read the difference, adapt the two,
-and enter the new digest in vllm_shared/known_scheduler.py, if tests/unit/vllm_shared/test_fast_decoding.py passes.
+and enter the new digest in vllm/known_scheduler.py, if test_fast_decoding.py passes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def upstream() -> dict[str, Any]:
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-        from swift_megatron_grpo.vllm_shared.known_scheduler import KNOWN, digest
+        from swift_megatron_grpo.generation.vllm.known_scheduler import KNOWN, digest
 
         result = {
             "version": vllm.__version__,

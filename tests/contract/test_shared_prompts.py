@@ -1,4 +1,4 @@
-"""Seams of training/shared_prompts.py: parameters of the attention, and who takes rotary angles by position."""
+"""Seams of training/layers/shared_prompts.py: parameters of the attention, and who takes rotary angles by position."""
 
 from __future__ import annotations
 

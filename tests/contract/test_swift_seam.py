@@ -231,7 +231,7 @@ def test_the_bridge_exports_weights_under_hugging_face_names() -> None:
 
 
 def test_the_engine_encodes_prompts_and_makes_sampling_parameters() -> None:
-    """generation/local/ and vllm_shared/sampling.py use these; tests/e2e/test_generation.py compares the results."""
+    """local/ and vllm/sampling.py use these; tests/e2e/test_generation.py compares the results."""
     assert upstream()["engine"] == {
         "_add_request": ["self", "inputs", "generation_config", "request_id", "adapter_request"],
         "_batch_encode": ["self", "infer_requests", "strict"],
@@ -348,7 +348,7 @@ def test_the_external_plugin_registers_after_ms_swift_is_imported_and_shadows_no
         import swift.megatron.trainers as trainers
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
         from swift.utils import import_external_file
-        from swift_megatron_grpo.external import PATH
+        from swift_megatron_grpo.plugin.external import PATH
 
         before = trainers.MegatronGRPOTrainer.__module__
         import_external_file(PATH)
@@ -374,7 +374,7 @@ def test_the_external_plugin_registers_after_ms_swift_is_imported_and_shadows_no
 def test_importing_the_external_plugin_in_a_data_loader_worker_imports_no_megatron() -> None:
     """ms-swift imports external plugins again in spawned workers, which need neither the CPU platform nor Megatron."""
     code = (
-        "import sys\nfrom swift_megatron_grpo.external import plugin\n"
+        "import sys\nfrom swift_megatron_grpo.plugin.external import plugin\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'mcore_bridge', 'swift')))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

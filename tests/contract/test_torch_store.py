@@ -1,4 +1,4 @@
-"""Facts of torch's key-value stores that docs/security.md and protocol/rendezvous.py rely on."""
+"""Facts of torch's key-value stores that docs/security.md and weights/transport/rendezvous.py rely on."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_schedulers_run_calls_its_hooks_and_the_engine_in_every_turn() -> No
 
 
 def test_run_still_omits_the_token_prefix_that_the_other_loop_adds() -> None:
-    """server/conversations.py adds it; once `run` does, that code can be removed."""
+    """generation/server/conversations.py adds it; once `run` does, that code can be removed."""
     assert "ret.setdefault('response_token_ids', response_ids)" in inspect.getsource(MultiTurnScheduler.run)
     loop = inspect.getsource(inspect.getmodule(run_multi_turn))
     assert "response_token_ids=step_result.get('response_token_ids')," in loop

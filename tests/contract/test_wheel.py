@@ -79,13 +79,13 @@ def test_the_wheel_contains_only_the_package_with_types_and_templates(wheel: Pat
     assert tops == {"swift_megatron_grpo", next(top for top in tops if top.endswith(".dist-info"))}
     modules = {name for name in names if name.startswith("swift_megatron_grpo/") and "/templates/" not in name}
     package = REPOSITORY / "swift_megatron_grpo"
-    sources = [*package.rglob("*.py"), *(package / "report" / "assets").iterdir(), package / "py.typed"]
+    sources = [*package.rglob("*.py"), *(package / "output" / "report" / "assets").iterdir(), package / "py.typed"]
     assert modules == {str(file.relative_to(REPOSITORY)) for file in sources}
 
 
 def test_a_report_is_written_from_the_wheel(installed: Path, outside: Path) -> None:
     (outside / "logging.jsonl").write_text('{"reward": 0.5, "iteration": "1/2"}\n')
-    run(installed, "-m", "swift_megatron_grpo.report", outside, cwd=outside)
+    run(installed, "-m", "swift_megatron_grpo.output.report", outside, cwd=outside)
     assert '"reward"' in (outside / "report.html").read_text()
 
 
@@ -102,13 +102,13 @@ print(swift_megatron_grpo.__file__)
 
 
 def test_check_layouts_starts_from_the_wheel(installed: Path, outside: Path) -> None:
-    assert "--layouts" in run(installed, "-m", "swift_megatron_grpo.tools.check_layouts", "--help", cwd=outside)
+    assert "--layouts" in run(installed, "-m", "swift_megatron_grpo.cli.check_layouts", "--help", cwd=outside)
 
 
 def test_templates_are_listed_and_copied_from_the_wheel(installed: Path, outside: Path) -> None:
-    listed = run(installed, "-m", "swift_megatron_grpo.tools.templates", cwd=outside).splitlines()
+    listed = run(installed, "-m", "swift_megatron_grpo.cli.templates", cwd=outside).splitlines()
     assert [line.split()[0] for line in listed] == [name for name in TEMPLATES if name.endswith(".sh")]
-    run(installed, "-m", "swift_megatron_grpo.tools.templates", "scripts", cwd=outside)
+    run(installed, "-m", "swift_megatron_grpo.cli.templates", "scripts", cwd=outside)
     for name in TEMPLATES:
         copy, original = outside / "scripts" / name, REPOSITORY / "templates" / name
         assert copy.read_bytes() == original.read_bytes()

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def two_steps(out: str, flags: list[str]) -> None:
     """Train two steps from a loaded adapter, and count how many products took which way to a gradient."""
-    from swift_megatron_grpo.training import adapter_layers
-    from swift_megatron_grpo.training.megatron_fixes.adapter_settings import seed_adapter_dropout
+    from swift_megatron_grpo.training.layers import adapter_layers
+    from swift_megatron_grpo.training.upstream_fixes.adapter_settings import seed_adapter_dropout
 
     ways: Counter[str] = Counter()
     apply = adapter_layers.AdaptedProduct.apply

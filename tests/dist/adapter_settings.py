@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from tests.dist.engine_runs import make_loss, make_trainer
 from tests.dist.lora_export import difference_to_peft
 
@@ -16,8 +16,8 @@ from tests.dist.lora_export import difference_to_peft
 def main(out: str, flags: list[str]) -> None:
     from mcore_bridge import LoraParallelLinear
 
-    from swift_megatron_grpo.training.megatron_fixes.adapter_settings import seed_adapter_dropout
-    from swift_megatron_grpo.weights.export import adapter_config, export_weights
+    from swift_megatron_grpo.training.upstream_fixes.adapter_settings import seed_adapter_dropout
+    from swift_megatron_grpo.weights.export.export import adapter_config, export_weights
 
     trainer = make_trainer(flags)
     [model], engine, loss = trainer.unwrapped_models, trainer.build_engine(), make_loss()

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import Attention
 
-from swift_megatron_grpo.parallel import RankPosition
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.training import attention_check
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.training.layers import attention_check
 from tests.dist.engine_runs import make_trainer
 
 

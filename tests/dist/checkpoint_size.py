@@ -11,7 +11,7 @@ import torch
 def main(out: str, flags: list[str]) -> None:
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.config import SavedParts
+    from swift_megatron_grpo.settings.config import SavedParts
     from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 
     trainer = MegatronRLHF(flags).prepare_trainer()

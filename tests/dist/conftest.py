@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.tools.check_layouts import DENSE, MOE, Task, Variant, base_flags, task
+from swift_megatron_grpo.cli.check_layouts import DENSE, MOE, Task, Variant, base_flags, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 from tests.forking.client import fork_server
 
@@ -65,7 +65,7 @@ _MODELS = {
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_IMAGES = "tests.dist.image_runs:run_layout"
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
-RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
+RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Ranks:
         name = f"{kind}-adapter"
         flags = self.flags(kind, "lora", "float32")
         path = str(self.folder / name)
-        self.run(name, 1, [task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=path)])
+        self.run(name, 1, [task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=path)])
         return path
 
     def flags(self, kind: str, tuner: str, dtype: str, extra: Sequence[str] = ()) -> list[str]:
@@ -191,7 +191,7 @@ class Ranks:
             flags = self.flags(kind, tuner, "float32", EVERYTHING)
             if tuner == "lora":  # with adapters in the tower, too
                 adapter = str(folder / "adapter")
-                make = "swift_megatron_grpo.tools.check_layouts:make_adapter"
+                make = "swift_megatron_grpo.cli.check_layouts:make_adapter"
                 tasks.setdefault(1, []).append(task(make, flags=flags, adapter=adapter))
                 flags = [*flags, "--adapters", adapter]
             for layout in ("one", *names):
@@ -211,7 +211,7 @@ class Ranks:
         if tuner == "lora":
             flags += ["--target_modules", "all-linear", "all-router"]
             adapter = str(folder / "adapter")
-            make = task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter)
+            make = task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=adapter)
             tasks[1] = [make]
             flags = [*flags, "--adapters", adapter]
         for name in layouts:

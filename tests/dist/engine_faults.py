@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
 
 
 def main(out: str, flags: list[str]) -> None:
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training.engine import NonFiniteStep, NonFiniteWeights
     from swift_megatron_grpo.training.loss import make_loss
 

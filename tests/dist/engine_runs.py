@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples, make_batches
+from swift_megatron_grpo.cli.check_layouts import fixed_samples, make_batches
 
 Report = dict[str, Any]
 
@@ -24,7 +24,7 @@ def make_trainer(flags: list[str]) -> Any:
 
 
 def make_loss() -> Any:
-    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training import loss
 
     return loss.make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
@@ -131,7 +131,7 @@ def reference(out: str, flags: list[str]) -> None:
     """Run the frozen copy in its own layout before and after a training step, and the trained model before it."""
     from datetime import timedelta
 
-    from swift_megatron_grpo.parallel import Coordinator
+    from swift_megatron_grpo.runtime.parallel import Coordinator
 
     trainer = make_trainer(flags)
     engine = trainer.build_engine()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import Variant, fixed_samples
+from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
 
 SAMPLES, GROUP = 16, 4
 
@@ -33,7 +33,7 @@ def main(out: str, flags: list[str], layout: str) -> None:
 
 
 def make_losses() -> dict[str, Any]:
-    from swift_megatron_grpo.config import CorrectionConfig, LossConfig
+    from swift_megatron_grpo.settings.config import CorrectionConfig, LossConfig
     from swift_megatron_grpo.training.loss import LOSSES, make_loss
 
     correction = CorrectionConfig("token_truncate", 1.2, log_metrics=True)
@@ -62,7 +62,7 @@ def once_per_step(engine: Any, samples: list[Any]) -> dict[str, float]:
     """Select tokens, and return the entropy threshold and the KL of completions, computed as in the loop."""
     from swift_megatron_grpo.loop.kl_controller import divergences
     from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
-    from swift_megatron_grpo.parallel import Coordinator
+    from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.types import TokenValues
 
     coordinator = Coordinator(timedelta(minutes=1))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from megatron.core.transformer.moe import token_dispatcher
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.training import fast_kernels
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.training.layers import fast_kernels
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 

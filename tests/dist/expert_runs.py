@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def two_steps(out: str, flags: list[str]) -> None:
     """Train two steps, and count how many products took which way to a gradient."""
-    from swift_megatron_grpo.training import grouped_experts
+    from swift_megatron_grpo.training.moe import grouped_experts
 
     ways: Counter[str] = Counter()
     apply = grouped_experts.GroupedProduct.apply

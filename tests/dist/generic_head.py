@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.tools import check_layouts
+from swift_megatron_grpo.cli import check_layouts
 
 
 def run_layout(flags: list[str], batches: list[str], folder: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from swift_megatron_grpo.tools.check_layouts import Variant
+from swift_megatron_grpo.cli.check_layouts import Variant
 
 COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
@@ -47,8 +47,8 @@ def image_rows(seed: int, side: int) -> list[dict[str, Any]]:
 def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     """Return two completions for each prompt; every prompt is expanded as engines do it."""
     from swift_megatron_grpo.data.media import PictureReader
+    from swift_megatron_grpo.generation.vllm.towers import placeholder_tokens
     from swift_megatron_grpo.types import Sample
-    from swift_megatron_grpo.vllm_shared.towers import placeholder_tokens
 
     reader, rng = PictureReader(template), random.Random(seed)
     placeholders = sorted(placeholder_tokens(template))
@@ -74,13 +74,13 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
 
 
 def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
-    """Train as tools/check_layouts.py does, on samples with images."""
+    """Train as cli/check_layouts.py does, on samples with images."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
-    from swift_megatron_grpo.training.parameter_gather import gather_parameters
-    from swift_megatron_grpo.weights.export import export_weights
+    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = MegatronRLHF([*flags, *Variant.parse(name).flags()]).prepare_trainer()
     trainer.setup_model_training()
@@ -121,7 +121,7 @@ def count_embedded(flags: list[str], report: str) -> None:
     """Write how many images a tower embeds in two passes and a step: frozen, and with its weights trained."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.config import LossConfig
+    from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
 
     trainer = MegatronRLHF(flags).prepare_trainer()

@@ -27,7 +27,7 @@ class Flags(TorchFunctionMode):
 def main(out: str, kind: str, flags: list[str]) -> None:
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-    from swift_megatron_grpo.weights.export import export_weights
+    from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = MegatronRLHF(flags).prepare_trainer()
     [model] = trainer.unwrapped_models

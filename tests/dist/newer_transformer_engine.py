@@ -6,9 +6,9 @@ from unittest.mock import patch
 
 from megatron.core.optimizer import clip_grads
 
-from swift_megatron_grpo.tools import check_layouts
-from swift_megatron_grpo.training.megatron_fixes import tensor_parallel_marks
-from tests.unit.training.megatron_fixes.newer_transformer_engine import experts_unmarked, found_by_megatron
+from swift_megatron_grpo.cli import check_layouts
+from swift_megatron_grpo.training.upstream_fixes import tensor_parallel_marks
+from tests.unit.training.upstream_fixes.newer_transformer_engine import experts_unmarked, found_by_megatron
 
 
 def run_layout(name: str, flags: list[str], batches: list[str], folder: str, fixed: bool) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.config import LossConfig, ResidencyConfig
-from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.tools.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.torn_down import megatron_torn_down
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.settings.config import LossConfig, ResidencyConfig
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
-from swift_megatron_grpo.weights.export import export_weights
+from swift_megatron_grpo.weights.export.export import export_weights
 
 STEPS, SHORT_STEPS = 3, 2
 EVERYTHING = ResidencyConfig(offload_model=True, offload_optimizer=True, offload_grad=True)

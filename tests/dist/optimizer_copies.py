@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from swift_megatron_grpo.tools.torn_down import megatron_torn_down
-from swift_megatron_grpo.training.megatron_fixes import optimizer_copies
+from swift_megatron_grpo.cli.torn_down import megatron_torn_down
+from swift_megatron_grpo.training.optimizer import optimizer_copies
 from tests.dist.flat_optimizer import upstream_tensors
 from tests.dist.offloading import EVERYTHING, STEPS, Run, differing
 

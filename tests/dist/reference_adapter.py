@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.weights.export import export_weights
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.weights.export.export import export_weights
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import Variant, fixed_samples
+from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
 from swift_megatron_grpo.types import Sample
 from tests.dist.engine_runs import make_loss, make_trainer
 
@@ -27,8 +27,8 @@ def given_routing(samples: list[Sample], layers: int, experts: int, k: int, seed
 
 def run_layout(name: str, flags: list[str], folder: str) -> None:
     """Train two steps with a given routing; then record a pass without one, and replay it."""
-    from swift_megatron_grpo.training.parameter_gather import gather_parameters
-    from swift_megatron_grpo.weights.export import export_weights
+    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = make_trainer([*flags, *Variant.parse(name).flags()])
     engine, loss, config = trainer.build_engine(), make_loss(), trainer.config

@@ -10,8 +10,9 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
-from swift_megatron_grpo.training import fast_kernels, row_dispatch
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.training.layers import fast_kernels
+from swift_megatron_grpo.training.moe import row_dispatch
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from swift_megatron_grpo.tools.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from tests.dist.engine_runs import make_loss, make_trainer, write_report
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
 from swift_megatron_grpo.packing.segments import lay_out
-from swift_megatron_grpo.tools.check_layouts import Variant, fixed_samples
 from swift_megatron_grpo.types import Sample
 from tests.dist.engine_runs import make_loss, make_trainer
 
@@ -24,8 +24,8 @@ def samples_of_step(vocabulary: int, seed: int) -> list[Sample]:
 
 def run_layout(name: str, flags: list[str], folder: str) -> None:
     """Train twice on the policy that generated and once off it; count packed tokens, and record experts."""
-    from swift_megatron_grpo.training.parameter_gather import gather_parameters
-    from swift_megatron_grpo.weights.export import export_weights
+    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = make_trainer([*flags, *Variant.parse(name).flags()])
     engine, loss, config = trainer.build_engine(), make_loss(), trainer.config

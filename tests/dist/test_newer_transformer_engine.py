@@ -8,7 +8,7 @@ import pytest
 from megatron.core import __version__
 from packaging.version import Version
 
-from swift_megatron_grpo.tools.check_layouts import Difference, Variant, compare, task
+from swift_megatron_grpo.cli.check_layouts import Difference, Variant, compare, task
 from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.layout import Layout
-from swift_megatron_grpo.planning.activations import Decoder, Recompute, Tokens, bytes_of_layers
-from swift_megatron_grpo.tools.check_layouts import Variant, task
+from swift_megatron_grpo.cli.check_layouts import Variant, task
+from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens, bytes_of_layers
+from swift_megatron_grpo.settings.layout import Layout
 from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist

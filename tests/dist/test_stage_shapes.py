@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.tools.check_layouts import Variant, task
+from swift_megatron_grpo.cli.check_layouts import Variant, task
 from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
 from tests.dist.conftest import Ranks
 

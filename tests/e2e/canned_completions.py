@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import swift_megatron_grpo.loop.assemble
-from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     AnsweredRequest,
@@ -19,8 +18,9 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout, ScoredText
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 
 class CannedCompletions:

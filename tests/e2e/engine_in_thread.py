@@ -16,9 +16,9 @@ async def observe(model: str) -> dict[str, Any]:
     from swift.infer_engine import RequestConfig
     from swift.infer_engine.protocol import RolloutInferRequest
 
-    from swift_megatron_grpo.server.completions import Completer
-    from swift_megatron_grpo.server.engine_thread import EngineFailed, EngineThread
-    from swift_megatron_grpo.server.worker import ServedEngine
+    from swift_megatron_grpo.generation.server.completions import Completer
+    from swift_megatron_grpo.generation.server.engine_thread import EngineFailed, EngineThread
+    from swift_megatron_grpo.generation.server.worker import ServedEngine
 
     engine = ServedEngine(
         model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from swift_megatron_grpo.loop.logprob_check import LogprobCheck
+from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.samples import without_routing
 from swift_megatron_grpo.types import Sample
 

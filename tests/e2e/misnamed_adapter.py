@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import swift_megatron_grpo.weights.export as export
+import swift_megatron_grpo.weights.export.export as export
 
 export_adapter = export.export_adapter
 

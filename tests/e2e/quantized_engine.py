@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from swift.rlhf_trainers.utils import finish_vllm_weight_reload
 from vllm import LLM, SamplingParams
 
-from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
-from swift_megatron_grpo.vllm_shared.online_layers import online_layers
-from swift_megatron_grpo.vllm_shared.quantization import engine_settings
+from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.load.online_layers import online_layers
+from swift_megatron_grpo.weights.load.quantization import engine_settings
 from swift_megatron_grpo.weights.verify import Manifest, compare_with_sent
 
 DTYPE = torch.bfloat16

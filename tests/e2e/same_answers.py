@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from swift.infer_engine import GRPOVllmEngine
 
-from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request, requests_for
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
 from swift_megatron_grpo.generation.requests import infer_request, request_config
-from swift_megatron_grpo.parallel import Coordinator
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
-from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
 from tests.forking.client import free_port
 
 GENERATIONS, TOKENS = 3, 24

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from swift_megatron_grpo.protocol.messages import RunIdentity
+from swift_megatron_grpo.generation.protocol.messages import RunIdentity
 from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes, template_of
 from tests.forking.client import ForkedProcess, fork_server, free_port
 
@@ -28,7 +28,9 @@ KEY = "a key for tests"
 def _command() -> list[str]:
     script = Path(sys.executable).with_name("swift")
     # packages in a separate folder have no scripts next to the interpreter
-    return [str(script), "rollout"] if script.exists() else [sys.executable, "-m", "swift_megatron_grpo.server"]
+    return (
+        [str(script), "rollout"] if script.exists() else [sys.executable, "-m", "swift_megatron_grpo.generation.server"]
+    )
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 from functools import wraps
 from typing import Any
 
-from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy
 
 generate = GRPORolloutDeploy.generate
 

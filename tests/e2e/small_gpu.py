@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.import_hooks import after_import
+from swift_megatron_grpo.runtime.import_hooks import after_import
 
 
 def _set_memory_to_wake(local: Any) -> None:

@@ -19,11 +19,11 @@ import torch
 from mcore_bridge import LoraParallelLinear
 from peft.tuners.lora import Linear as TowerLinear
 
-import swift_megatron_grpo.weights.export as export
-from swift_megatron_grpo.config import SamplingConfig
+import swift_megatron_grpo.weights.export.export as export
 from swift_megatron_grpo.generation.interface import Generation, NamedWeights, Progress, Request
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.loop.step import GRPOLoop
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Rollout
 
 Fault = Callable[[GRPOLoop], AbstractContextManager[None]]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pandas
 import pytest
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.protocol.messages import Routes
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.messages import Routes
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 

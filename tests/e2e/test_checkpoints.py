@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.checkpoints.manifest import has_manifest, list_files, read_manifest
-from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source, check_quickly
-from swift_megatron_grpo.checkpoints.verifying import verify_files
+from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, list_files, read_manifest
+from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly
+from swift_megatron_grpo.output.checkpoints.verifying import verify_files
 from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf
-from tests.unit.checkpoints.saved import OneRank
+from tests.unit.output.checkpoints.saved import OneRank
 
 pytestmark = pytest.mark.e2e
 STATES = ["--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false"]

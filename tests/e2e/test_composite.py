@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 

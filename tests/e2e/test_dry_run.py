@@ -30,7 +30,7 @@ SIZES = ["--vllm_max_model_len", "3072", "--max_length", "1024", "--max_completi
 CHECK = """
 import os, sys
 os.environ |= {{"NPROC_PER_NODE": "{ranks}"}}
-from swift_megatron_grpo.dry_run.__main__ import run
+from swift_megatron_grpo.cli.check.__main__ import run
 print("EXIT", run(sys.argv[1:]))
 """
 

@@ -1,4 +1,4 @@
-"""Requests bypass ms-swift's `infer` for speed (vllm_shared/sampling.py): the completions are the same."""
+"""Requests bypass ms-swift's `infer` for speed (generation/vllm/sampling.py): the completions are the same."""
 
 from __future__ import annotations
 

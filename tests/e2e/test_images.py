@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from scripts.make_image_dataset import make_rows
-from swift_megatron_grpo.images.files import image_bytes, is_portable
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.data.images import image_bytes, is_portable
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import PROBE, Finished, hf_difference, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY

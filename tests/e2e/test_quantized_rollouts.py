@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.quantized_engines import check_syncs
 from tests.e2e.runs import Finished, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.disk.folder_lock import FolderLock
+from swift_megatron_grpo.output.disk.folder_lock import FolderLock
 from tests.e2e.runs import megatron_command, megatron_rlhf
 from tests.e2e.servers import RolloutServer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import REWARDS, Finished, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer
 

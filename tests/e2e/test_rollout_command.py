@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import requests_for
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import Prompt
 from tests.e2e.ends import check_server_ends
 from tests.e2e.runs import REPORTS_EXPERTS, make_model

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.protocol.routed_experts import decode_rows
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.packing.expert_rows import decode_rows
 from swift_megatron_grpo.types import ExpertRows
 from tests.e2e.runs import REPORTS_EXPERTS, REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer

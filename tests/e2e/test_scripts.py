@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.tools.check_script import Plan
-from swift_megatron_grpo.tools.script_stand_ins import typed
+from swift_megatron_grpo.cli.check_script import Plan
+from swift_megatron_grpo.cli.script_stand_ins import typed
 from tests.e2e.runs import ON_CPU
 from tests.e2e.servers import RolloutServer
 from tests.forking.client import fork_server, run_code
@@ -21,9 +21,9 @@ SECONDS_OF_CHECK = 30
 MAKE_PLAN = """
 import dataclasses, json, os, shutil, time
 from pathlib import Path
-from swift_megatron_grpo.dry_run.check import check
-from swift_megatron_grpo.tools.check_script import make_plan
-from swift_megatron_grpo.tools.script_stand_ins import typed
+from swift_megatron_grpo.cli.check.check import check
+from swift_megatron_grpo.cli.check_script import make_plan
+from swift_megatron_grpo.cli.script_stand_ins import typed
 folder = Path({folder!r})
 plan = make_plan({text!r}, folder, ranks=2, steps=2, environment={{}})
 print("PLAN" + json.dumps(dataclasses.asdict(plan)))
@@ -44,7 +44,7 @@ def plan_of(script: Published, folder: Path) -> Plan:
 
 
 def plan_of_text(text: str, folder: Path) -> Plan:
-    """Make the plan of a script and check it at its own size, as tools/check_script.py and --check do, in a fork."""
+    """Make the plan of a script and check it at its own size, as cli/check_script.py and --check do, in a fork."""
     printed = run_code("trainer", MAKE_PLAN.format(text=text, folder=str(folder)))
     [seconds] = re.findall(r"^CHECKED (.*)", printed, re.MULTILINE)
     assert float(seconds) < SECONDS_OF_CHECK and "memory of each GPU" in printed, printed[-4000:]

@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift_megatron_grpo.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import requests_for
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.messages import RUN_IDLE_SECONDS, Routes
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.protocol.messages import RUN_IDLE_SECONDS, Routes
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
 from tests.e2e.servers import HOST, KEY, RolloutServer

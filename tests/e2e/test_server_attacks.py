@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.generation.protocol.messages import Completion, Routes, RunIdentity
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.messages import Completion, Routes, RunIdentity
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.settings.config import ServerConfig
 from tests.e2e.fuzzing import STOCK_BODIES, damaged_body
 from tests.e2e.servers import HOST, KEY, RolloutServer
 

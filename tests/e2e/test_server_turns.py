@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from swift_megatron_grpo.config import RemoteTurnsConfig, ServerConfig
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.messages import Completion, Routes
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.protocol.messages import Completion, Routes
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
 from tests.e2e.hf_check import check_with_transformers
 from tests.e2e.riddles import WAIT
 from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines

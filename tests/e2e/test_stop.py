@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.protocol.messages import Routes
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.messages import Routes
 from tests.e2e.ends import alive_after, check_server_ends
 from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
 from tests.e2e.servers import KEY, RolloutServer

@@ -47,7 +47,7 @@ def preload_trainer() -> None:
         "swift.megatron.pipelines.train.rlhf",
         "swift_megatron_grpo.trainer",
         "swift_megatron_grpo.arguments.grpo_arguments",
-        "swift_megatron_grpo.tools.check_layouts",
+        "swift_megatron_grpo.cli.check_layouts",
         "swift.infer_engine",
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
@@ -87,8 +87,8 @@ def preload_rollout() -> None:
     prepare_server_environment()
     multiprocessing.set_start_method("fork")  # ms-swift would spawn, and import everything again
     import_all(
-        "swift_megatron_grpo.server.deploy",
-        "swift_megatron_grpo.server.weight_receiver",
+        "swift_megatron_grpo.generation.server.deploy",
+        "swift_megatron_grpo.generation.server.weight_receiver",
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.core",
         "vllm.v1.worker.cpu_worker",
@@ -97,7 +97,7 @@ def preload_rollout() -> None:
         "vllm.model_executor.models.qwen3",
         "vllm.model_executor.models.qwen3_moe",
         "swift.loss_scale",
-        "swift_megatron_grpo.server.__main__",
+        "swift_megatron_grpo.generation.server.__main__",
         "uvicorn.lifespan.on",
         "pydantic.v1",
         *_AT_FIRST_USE,
@@ -219,15 +219,15 @@ def run_megatron_rlhf(arguments: list[str]) -> None:
 
 
 def run_swift_rollout(arguments: list[str]) -> None:
-    from swift_megatron_grpo.server.__main__ import main
+    from swift_megatron_grpo.generation.server.__main__ import main
 
     sys.argv = [script_of_swift("rollout.py"), *arguments]
     main()
 
 
 def run_tasks(arguments: list[str]) -> None:
-    """Run the tasks of a job file of tools/check_layouts.py on this rank."""
-    from swift_megatron_grpo.tools.check_layouts import run_tasks as run
+    """Run the tasks of a job file of cli/check_layouts.py on this rank."""
+    from swift_megatron_grpo.cli.check_layouts import run_tasks as run
 
     run(json.loads(Path(arguments[0]).read_text()))
 

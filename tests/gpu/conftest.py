@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.cli.check_layouts import base_flags, launch, layout_tasks, task
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
@@ -36,7 +36,7 @@ VARIANTS = {
     "torch-attention": ["--attention_backend", "flash"],
     "recompute-elementwise": ["--recompute_elementwise", "true"],
 }
-RUN_LAYOUT = "swift_megatron_grpo.tools.check_layouts:run_layout"
+RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
 RUN_VARIANT = {"recompute-elementwise": "tests.gpu.phases:recompute_in_small_micro_batches"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -102,7 +102,7 @@ def add_layouts(
     flags = make_flags(gpus, kind, tuner)
     if tuner == "lora":
         adapter = str(gpus.folder / f"{kind}-adapter")
-        tasks[1].append(task("swift_megatron_grpo.tools.check_layouts:make_adapter", flags=flags, adapter=adapter))
+        tasks[1].append(task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=adapter))
         flags = [*flags, "--adapters", adapter]
     job = training_job(kind, flags, Path(gpus.layouts(kind, tuner)))
     for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.training.megatron_fixes import adam_portions
-from swift_megatron_grpo.training.megatron_fixes.adam_portions import in_portions
+from swift_megatron_grpo.training.optimizer import adam_portions
+from swift_megatron_grpo.training.optimizer.adam_portions import in_portions
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 COUNT, NUMEL = 64, 2**22

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.training.adapter_layers import AdaptedProduct, _normalized
+from swift_megatron_grpo.training.layers.adapter_layers import AdaptedProduct, _normalized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.protocol.channel import Channel
-from swift_megatron_grpo.protocol.rendezvous import Hub, Rendezvous, new_secret
+from swift_megatron_grpo.weights.transport.channel import Channel
+from swift_megatron_grpo.weights.transport.rendezvous import Hub, Rendezvous, new_secret
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.tools.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
 from tests.dist.test_flat_optimizer import ALL_EXPERTS, LONGER, UNCLIPPED
 from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from swift_megatron_grpo.training.grouped_experts import GroupedLinear, move_together
+from swift_megatron_grpo.training.moe.grouped_experts import GroupedLinear, move_together
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 EXPERTS = 16

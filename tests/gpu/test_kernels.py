@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.training.attention_check import poison_free_memory
+from swift_megatron_grpo.training.layers.attention_check import poison_free_memory
 from tests.gpu.conftest import Gpus, needs_cuda
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def test_recomputing_activations_changes_nothing(gpus: Gpus) -> None:
 def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -> None:
     import transformer_engine.pytorch as te
 
-    from swift_megatron_grpo.training import fast_kernels as kernels
+    from swift_megatron_grpo.training.layers import fast_kernels as kernels
 
     class First(te.LayerNormLinear):  # returns the bias separately, as Megatron's classes do
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -97,7 +97,7 @@ def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -
 def test_the_norm_and_its_gradients_match_transformer_engine(width: int) -> None:
     import transformer_engine.pytorch as te
 
-    from swift_megatron_grpo.training.fast_kernels import _rms_norm
+    from swift_megatron_grpo.training.layers.fast_kernels import _rms_norm
 
     torch.manual_seed(0)
     module = te.RMSNorm(width, eps=1e-6, device="cuda", dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def test_the_norm_and_its_gradients_match_transformer_engine(width: int) -> None
 
 @needs_cuda
 def test_swiglu_and_its_gradient_match_fp64() -> None:
-    from swift_megatron_grpo.training.fast_kernels import _swiglu
+    from swift_megatron_grpo.training.layers.fast_kernels import _swiglu
 
     torch.manual_seed(0)
     x = torch.randn(100, 1, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -162,7 +162,7 @@ def test_swiglu_of_experts_and_its_gradients_match_fp64_on_poisoned_memory(monke
 
 @needs_cuda
 def test_swiglu_of_experts_has_the_same_bits_every_time() -> None:
-    from swift_megatron_grpo.training.weighted_swiglu import WeightedSwiGLU
+    from swift_megatron_grpo.training.moe.weighted_swiglu import WeightedSwiGLU
 
     torch.manual_seed(0)
     gate_and_up = torch.randn(65_536, 1_536, device="cuda", dtype=torch.bfloat16, requires_grad=True)

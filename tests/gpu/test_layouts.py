@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.tools.check_layouts import Variant, compare, fixed_samples
+from swift_megatron_grpo.cli.check_layouts import Variant, compare, fixed_samples
 from tests.e2e.runs import first_weights
 from tests.gpu.conftest import LAYOUTS, Gpus
 from tests.paths import GOLDEN, REPOSITORY

@@ -9,7 +9,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_it_agrees_with_fp64() -> None:
-    from tests.unit.vllm_shared.logprob_kernel_cases import check
+    from tests.unit.generation.vllm.logprob_kernel_cases import check
 
     assert check("cuda") == 5
 
@@ -17,7 +17,7 @@ def test_it_agrees_with_fp64() -> None:
 def test_vllm_calls_it_and_gets_what_it_computes_itself() -> None:
     from vllm.v1.worker.gpu.sample import logprob, sampler
 
-    from swift_megatron_grpo.vllm_shared import fast_logprobs
+    from swift_megatron_grpo.generation.vllm import fast_logprobs
 
     torch.manual_seed(0)
     logits = torch.randn(128, 151_936, device="cuda") * 3

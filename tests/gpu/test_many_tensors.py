@@ -14,7 +14,7 @@ STEP = """
 import sys
 import torch
 from transformer_engine.pytorch.optimizers import FusedAdam, multi_tensor_applier, multi_tensor_l2norm
-from swift_megatron_grpo.training.megatron_fixes.many_tensors import bound_tensor_handles
+from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
 
 if sys.argv[1] == "fixed":
     bound_tensor_handles()

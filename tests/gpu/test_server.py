@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.protocol.api_key import API_KEY_VARIABLE
+from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
-from swift_megatron_grpo.training.attention_check import poison_free_memory, relative_error
-from swift_megatron_grpo.training.torch_attention import attend
+from swift_megatron_grpo.training.layers.attention_check import poison_free_memory, relative_error
+from swift_megatron_grpo.training.layers.torch_attention import attend
 from tests.gpu.conftest import Gpus, needs_cuda
 
 pytestmark = pytest.mark.gpu

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.checkpoints.saving import CheckpointWriter
-from swift_megatron_grpo.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
-from swift_megatron_grpo.recording.dump import RolloutDump
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter
+from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Graded, Sample
 from tests.stress.processes import EVENTS_VARIABLE, OPEN_FILES_VARIABLE, TRANSFER_VARIABLE, digest, rank_file

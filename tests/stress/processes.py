@@ -31,7 +31,7 @@ EVENTS_VARIABLE, TRANSFER_VARIABLE = "STRESS_EVENTS", "STRESS_TRANSFER_SECONDS"
 OPEN_FILES_VARIABLE = "STRESS_OPEN_FILES"
 HOST = "127.0.0.1"
 # Part of a server -> text in the process's name or command line.
-_PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.server"}
+_PARTS = {"engine": "VLLM::EngineCore", "web server": "-m swift_megatron_grpo.generation.server"}
 OFFLINE = {"PYTHONPATH": IMPORT_PATH, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
 
 

@@ -20,22 +20,22 @@ TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # Results of writers that a rank has forked itself, which upstream reads in the same way, and what ranks of one trainer
 # exchange, packed before the exchange that would pack it.
-UNPICKLES = {"training/megatron_fixes/result_queue.py", "parallel.py"}
+UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
-    "parallel.py": {"all_gather_object"},
+    "runtime/parallel.py": {"all_gather_object"},
     "training/engine.py": {"all_gather_object", "broadcast_object_list"},
     "arguments/rows_on_ranks.py": {"all_gather_object"},
     "arguments/resume.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
-    "tools/check_layouts.py": {"load"},  # what its own ranks have written, with weights_only
+    "cli/check_layouts.py": {"load"},  # what its own ranks have written, with weights_only
 }
 LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer", "TCPStore", "TCPSite"}
 LISTENS = {
-    "protocol/rendezvous.py": {"create_server"},
+    "weights/transport/rendezvous.py": {"create_server"},
     # look whether a port is free, and close it
-    "doctor/machine.py": {"create_server"},
-    "server/arguments.py": {"create_server"},
+    "cli/doctor/machine.py": {"create_server"},
+    "generation/server/arguments.py": {"create_server"},
 }
 SECRET = re.compile(r"secret|api_key|^_key$|^mac$|^proof$")
 
@@ -113,7 +113,7 @@ def test_a_server_that_listens_beyond_loopback_without_a_key_warns(
 ) -> None:
     from swift.utils import get_logger
 
-    from swift_megatron_grpo.server.deploy import GRPORolloutDeploy
+    from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy
 
     server = object.__new__(GRPORolloutDeploy)
     server.args = SimpleNamespace(host=host, port=8000, api_key=key)

@@ -16,7 +16,6 @@ import swift_megatron_grpo.loop.assemble
 from benchmarks.harness.instrument.clock import REST, Clock
 from benchmarks.harness.job import Job
 from benchmarks.harness.workload import row_of
-from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     AnsweredRequest,
@@ -29,12 +28,13 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.phase_timer import PhaseTimer
-from swift_megatron_grpo.protocol.buckets import NamedWeights
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, ScoredText
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 # Phases of the loop's own timer. With vLLM in the training processes, its weight_sync and generation also include
 # wake-up, offload and sleep, which count as `switch`. Loading the weights and generating, inside vLLM, are separate

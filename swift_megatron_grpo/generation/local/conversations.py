@@ -16,16 +16,16 @@ from swift.template import Template
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from swift_megatron_grpo.config import MultiTurnConfig, SamplingConfig, VllmConfig
-from swift_megatron_grpo.conversations.scheduling import has_room
+from swift_megatron_grpo.generation.conversations.scheduling import has_room
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.generation.local.sampling import run_batch
 from swift_megatron_grpo.generation.local.turn_loop import NextTurn, converse, make_scheduler
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.generation.vllm.towers import placeholder_tokens
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import MultiTurnConfig, SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout
-from swift_megatron_grpo.vllm_shared.towers import placeholder_tokens
 
 
 class MultiTurnVllm(LocalVllm):

@@ -21,7 +21,6 @@ from swift.utils import get_logger
 from vllm.device_allocator.cumem import CuMemAllocator
 from vllm.platforms import current_platform
 
-from swift_megatron_grpo.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     AnsweredRequest,
@@ -37,18 +36,19 @@ from swift_megatron_grpo.generation.local.engine_settings import (
 )
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.local.sampling import sample
-from swift_megatron_grpo.protocol.buckets import NamedWeights
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.protocol.messages import NO_WEIGHTS
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.generation.vllm.adapter import load_adapter
+from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
+from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
+from swift_megatron_grpo.generation.vllm.towers import EngineForImages, has_towers
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
-from swift_megatron_grpo.vllm_shared.adapter import load_adapter
-from swift_megatron_grpo.vllm_shared.fast_decoding import speed_up_decoding
-from swift_megatron_grpo.vllm_shared.fast_logprobs import speed_up_logprobs
-from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
-from swift_megatron_grpo.vllm_shared.quantization import layers_that_quantize
-from swift_megatron_grpo.vllm_shared.sampling import scoring_input, scoring_params, text_logprobs
-from swift_megatron_grpo.vllm_shared.towers import EngineForImages, has_towers
+from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.load.quantization import layers_that_quantize
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 logger = get_logger()
 

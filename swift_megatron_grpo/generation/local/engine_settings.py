@@ -13,9 +13,9 @@ import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from swift_megatron_grpo.config import VllmConfig
-from swift_megatron_grpo.protocol.model_identity import read_model_identity
-from swift_megatron_grpo.vllm_shared import quantization
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.settings.config import VllmConfig
+from swift_megatron_grpo.weights.load import quantization
 
 _FLAG = "--vllm_engine_kwargs"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a config.json

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from swift_megatron_grpo.stopping.request import StopRequest
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
 
 # An engine on several ranks runs every step on all of them, so they have to leave it together. Asking costs one small
 # reduction over gloo: 0.6 ms between two busy CPU ranks, so 0.04 ms per step.

@@ -8,13 +8,13 @@ from typing import Any
 from swift.infer_engine import GRPOVllmEngine
 from vllm import SamplingParams
 
-from swift_megatron_grpo.config import SamplingConfig
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.local.give_up import GiveUp
 from swift_megatron_grpo.generation.requests import infer_request, request_config
-from swift_megatron_grpo.stopping.request import RunStopped
+from swift_megatron_grpo.generation.vllm.sampling import sampled_logprobs, sampling_params
+from swift_megatron_grpo.runtime.stopping.request import RunStopped
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
-from swift_megatron_grpo.vllm_shared.sampling import sampled_logprobs, sampling_params
 
 
 def sample(

@@ -15,8 +15,7 @@ from swift.infer_engine.protocol import ChatCompletionResponse, RolloutInferRequ
 from swift.rollout import MultiTurnScheduler, invoke_async_hook, multi_turns, run_multi_turn
 from swift.template import Template
 
-from swift_megatron_grpo.config import MultiTurnConfig
-from swift_megatron_grpo.conversations.scheduling import (
+from swift_megatron_grpo.generation.conversations.scheduling import (
     FinishedConversation,
     close_environment,
     empty_response,
@@ -25,7 +24,8 @@ from swift_megatron_grpo.conversations.scheduling import (
     first_prompt_too_long,
     to_turn,
 )
-from swift_megatron_grpo.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
+from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
+from swift_megatron_grpo.settings.config import MultiTurnConfig
 
 
 @dataclass(frozen=True, slots=True)

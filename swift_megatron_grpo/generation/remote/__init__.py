@@ -13,5 +13,5 @@ conversation_settings.py  conflicts between the multi-turn flags of the run and 
 tower_conflicts.py        conflicts between servers about the image part of a model
 event_loop.py             an asyncio event loop in its own thread
 
-Tests: tests/unit/generation/remote, tests/unit/protocol/test_channel.py, tests/e2e/test_server.py.
+Tests: tests/unit/generation/remote, tests/unit/weights/transport/test_channel.py, tests/e2e/test_server.py.
 """

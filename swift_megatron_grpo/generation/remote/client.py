@@ -10,8 +10,14 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.protocol.messages import Completion, Routes, RunIdentity, ServerStatus, unpacked_logprobs
+from swift_megatron_grpo.generation.protocol.messages import (
+    Completion,
+    Routes,
+    RunIdentity,
+    ServerStatus,
+    unpacked_logprobs,
+)
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 T = TypeVar("T")
 _SHOWN = 1000  # characters of a server's reason

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swift_megatron_grpo.images.files import is_portable
-from swift_megatron_grpo.protocol.messages import Completion
+from swift_megatron_grpo.data.images import is_portable
+from swift_megatron_grpo.generation.protocol.messages import Completion
 
 _ROUNDING = 1e-3  # a log-prob of 0 may be rounded up
 _FINISH_REASONS = ("stop", "length")
@@ -95,7 +95,7 @@ def _problems_of_turns(completion: Completion, expected: Expected) -> dict[str, 
 
 
 def _problems_of_experts(completion: Completion, num_layers: int | None) -> dict[str, bool]:
-    """Check the shape of the experts; whether they can be chosen depends on the model (loop/expert_checks.py)."""
+    """Check the shape of the experts; whether they can be chosen depends on the model (expert_checks.py)."""
     rows, tokens = completion.routed_experts, len(completion.prompt_ids) + len(completion.completion_ids)
     if rows is None:
         return {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swift_megatron_grpo.config import RemoteTurnsConfig
-from swift_megatron_grpo.protocol.messages import ConversationSettings
+from swift_megatron_grpo.generation.protocol.messages import ConversationSettings
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 
 _SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
 _PLUGIN_HINT = "and --external_plugins with the file that registers whatever is not part of ms-swift"

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from swift.utils import get_logger
 
-from swift_megatron_grpo.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     AnsweredRequest,
@@ -22,6 +21,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
+from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
 from swift_megatron_grpo.generation.remote.client import InvalidResponse, Refused, ServerFailure
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers
 from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
@@ -37,10 +37,10 @@ from swift_megatron_grpo.generation.remote.servers import (
 )
 from swift_megatron_grpo.generation.remote.tower_conflicts import tower_conflicts
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
-from swift_megatron_grpo.protocol.buckets import NamedWeights
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
+from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import ScoredText
+from swift_megatron_grpo.weights.transport.buckets import NamedWeights
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 
 T = TypeVar("T")
 logger = get_logger()

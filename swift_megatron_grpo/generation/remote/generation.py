@@ -17,8 +17,16 @@ from typing import Any
 
 from swift.utils import get_logger
 
-from swift_megatron_grpo.config import SamplingConfig
+from swift_megatron_grpo.data.images import files_of
 from swift_megatron_grpo.generation.interface import AnsweredRequest, Progress, Request
+from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
+    MISSING_MEDIA,
+    MOST_IN_BATCH,
+    SERVER_UNUSABLE,
+    Completion,
+    ServerStatus,
+)
 from swift_megatron_grpo.generation.remote.client import (
     InvalidResponse,
     Refused,
@@ -38,15 +46,7 @@ from swift_megatron_grpo.generation.requests import (
     to_rollout,
     without_images,
 )
-from swift_megatron_grpo.images.files import files_of
-from swift_megatron_grpo.protocol.messages import (
-    CONFLICT,
-    MISSING_MEDIA,
-    MOST_IN_BATCH,
-    SERVER_UNUSABLE,
-    Completion,
-    ServerStatus,
-)
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 
 logger = get_logger()

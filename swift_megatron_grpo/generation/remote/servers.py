@@ -19,14 +19,8 @@ from urllib.parse import urlsplit
 import aiohttp
 from swift.utils import get_logger
 
-from swift_megatron_grpo.config import ServerConfig
-from swift_megatron_grpo.failures import SharedFailure
 from swift_megatron_grpo.generation.interface import AnsweredRequest
-from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
-from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
-from swift_megatron_grpo.generation.remote.media import MediaUploads
-from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
-from swift_megatron_grpo.protocol.messages import (
+from swift_megatron_grpo.generation.protocol.messages import (
     NO_WEIGHTS,
     PROTOCOL,
     RUN_IDLE_SECONDS,
@@ -34,7 +28,13 @@ from swift_megatron_grpo.protocol.messages import (
     ServerStatus,
     serves_another,
 )
-from swift_megatron_grpo.vllm_shared.quantization import mismatch
+from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
+from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
+from swift_megatron_grpo.generation.remote.media import MediaUploads
+from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
+from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.settings.config import ServerConfig
+from swift_megatron_grpo.weights.load.quantization import mismatch
 
 logger = get_logger()
 

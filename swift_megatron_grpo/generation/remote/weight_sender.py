@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swift_megatron_grpo.protocol.buckets import Bucket, NamedWeights, buckets
-from swift_megatron_grpo.protocol.channel import Channel
-from swift_megatron_grpo.protocol.rendezvous import Rendezvous
+from swift_megatron_grpo.weights.transport.buckets import Bucket, NamedWeights, buckets
+from swift_megatron_grpo.weights.transport.channel import Channel
+from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous
 
 _IN_FLIGHT = 1  # buckets queued behind the one being sent
 

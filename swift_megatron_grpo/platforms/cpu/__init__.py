@@ -55,10 +55,10 @@ def activate() -> None:
 
     prepare_environment()
 
-    from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import cuda, devices, distributed, fixes
     from swift_megatron_grpo.platforms.cpu.linear_attention import tree as linear_attention
     from swift_megatron_grpo.platforms.cpu.transformer_engine import tree
+    from swift_megatron_grpo.runtime.import_hooks import after_import
 
     devices.install()
     cuda.install()
@@ -88,8 +88,8 @@ def activate_engine() -> None:
     global _engine_active
     if _active or _engine_active:
         return
-    from swift_megatron_grpo.import_hooks import after_import
     from swift_megatron_grpo.platforms.cpu import fixes
+    from swift_megatron_grpo.runtime.import_hooks import after_import
 
     for module_name, fix in fixes.AFTER_IMPORT.items():
         if module_name.startswith("vllm."):

@@ -17,7 +17,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from swift_megatron_grpo.import_hooks import after_import
+from swift_megatron_grpo.runtime.import_hooks import after_import
 
 _OPERATORS = ("nms", "qnms")
 _kept: list[Any] = []  # an operator disappears with the object that declared it

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.packing.collate import ModelInputs
-from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
 from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
 from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabulary

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from swift_megatron_grpo.config import LossConfig
 from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.settings.config import LossConfig
 from swift_megatron_grpo.training.loss.rows import Rows
 
 Average = Callable[[torch.Tensor, Rows, MicroBatch, LossConfig], torch.Tensor]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.config import CorrectionConfig
+from swift_megatron_grpo.settings.config import CorrectionConfig
 from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.kl import k3
 from swift_megatron_grpo.training.loss.rows import Rows

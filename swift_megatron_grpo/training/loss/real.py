@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.config import LossConfig
+from swift_megatron_grpo.settings.config import LossConfig
 from swift_megatron_grpo.training.loss.terms import Terms
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swift_megatron_grpo.config import RatioLevel
 from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.settings.config import RatioLevel
 from swift_megatron_grpo.training.loss.rows import Rows
 
 # exp(20) is 5e8. A larger ratio has no more meaning than "far off", but exp would overflow and its gradient be 0 * inf.

@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
-from swift_megatron_grpo.config import LossConfig
 from swift_megatron_grpo.packing.collate import MicroBatch
+from swift_megatron_grpo.settings.config import LossConfig
 from swift_megatron_grpo.training.loss import correction, policies
 from swift_megatron_grpo.training.loss.averages import (
     Average,

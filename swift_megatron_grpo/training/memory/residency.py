@@ -25,10 +25,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
-from swift_megatron_grpo.config import ResidencyConfig
+from swift_megatron_grpo.settings.config import ResidencyConfig
 from swift_megatron_grpo.training.memory import storages
 from swift_megatron_grpo.training.memory.offload import HostCopy, StorageGroup
-from swift_megatron_grpo.training.parameter_gather import gather_parameters
+from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
 
 GIB = 2**30
 # Must stay free in training next to the reference: fragmentation, and lengths that vary from step to step.

@@ -17,7 +17,7 @@ from mcore_bridge import ModelConfig
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 
 
 class PeerOutOfMemory(Exception):

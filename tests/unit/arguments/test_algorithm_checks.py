@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from swift_megatron_grpo import config
+from swift_megatron_grpo.settings import config
 from swift_megatron_grpo.settings.algorithm import Algorithm, defaults_of
 from swift_megatron_grpo.training.loss import LOSSES
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)

@@ -25,12 +25,12 @@ LEAST_WORKING = 0.97  # of the values that messages suggest; others need a secon
 SECONDS = 10  # of one command line
 Outcome = tuple[str, str, str]  # type and text of the error, and what following its advice ends in
 
-# As dry_run/check.py, in one process for all of them. A case whose mistake is in files also reads the datasets.
+# As cli/check/check.py, in one process for all of them. A case whose mistake is in files also reads the datasets.
 PARSE = r"""
 import contextlib, io, json, os, re, signal, sys
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-from swift_megatron_grpo.dry_run.arguments import Inputs, parse_flags
-from swift_megatron_grpo.dry_run.check import gpu_of
+from swift_megatron_grpo.cli.check.arguments import Inputs, parse_flags
+from swift_megatron_grpo.cli.check.check import gpu_of
 
 def too_long(*_):
     raise TimeoutError

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.config import BatchPlan
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.batch_plan import format_table, resolve
 from swift_megatron_grpo.settings.batch_sizes import BatchError
+from swift_megatron_grpo.settings.config import BatchPlan
+from swift_megatron_grpo.settings.layout import Layout
 
 SIZES = [field.name for field in fields(Layout)]
 

@@ -14,8 +14,8 @@ from swift_megatron_grpo.arguments.image_checks import (
     layers_of_first_stage,
     tower_share,
 )
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.facts import DataShape
+from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.servers import Engine
 from tests.unit.settings.flags import faults
 

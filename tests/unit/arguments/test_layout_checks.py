@@ -23,8 +23,8 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_reference_adapter,
     check_reward_functions,
 )
-from swift_megatron_grpo.layout import Layout, parse_stages
 from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.settings.layout import Layout, parse_stages
 
 
 def shape(**changes: Any) -> ModelShape:

@@ -19,8 +19,8 @@ from swift_megatron_grpo.arguments.resume import (
     raise_if_finished,
     typed_flags,
 )
-from swift_megatron_grpo.checkpoints.sources import BadCheckpoint, Source
-from tests.unit.checkpoints.test_newest import saved
+from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source
+from tests.unit.output.checkpoints.test_newest import saved
 
 
 def arguments(folder: Path, **flags: Any) -> Any:

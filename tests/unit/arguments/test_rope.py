@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling, config_overrides
-from swift_megatron_grpo.protocol.model_identity import position_identity
+from swift_megatron_grpo.generation.protocol.model_identity import position_identity
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048, "rope_theta": None}
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from swift_megatron_grpo.config import RouterReplay, RoutingConfig
+from swift_megatron_grpo.settings.config import RouterReplay, RoutingConfig
 from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.routing import Routing
 from tests.unit.settings.flags import faults, of

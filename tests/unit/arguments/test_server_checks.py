@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swift_megatron_grpo.config import ServerConfig
+from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.servers import notes_on, problems_of, refusal
-from swift_megatron_grpo.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
+from swift_megatron_grpo.settings.config import ServerConfig
 from swift_megatron_grpo.settings.servers import _OF_ENGINE, Engine, Servers
 from tests.unit.settings.flags import faults, of
 

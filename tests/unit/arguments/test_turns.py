@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.conversations.checks import check_multi_turn
+from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 
 
 def test_flags_of_conversations_must_name_registered_schedulers_and_environments() -> None:

@@ -14,13 +14,13 @@ from PIL import Image
 from swift.model import get_processor
 from swift.template import get_template
 
+from swift_megatron_grpo.cli.check_layouts import template_for_images
+from swift_megatron_grpo.cli.tiny_composites import Shape, save_composite
+from swift_megatron_grpo.cli.tiny_models import TINY
 from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
 from swift_megatron_grpo.data.image_formats import MismatchedImages
+from swift_megatron_grpo.data.images import UnreadableImage, image_bytes, image_size
 from swift_megatron_grpo.data.media import PictureReader, placeholder_runs
-from swift_megatron_grpo.images.files import UnreadableImage, image_bytes, image_size
-from swift_megatron_grpo.tools.check_layouts import template_for_images
-from swift_megatron_grpo.tools.tiny_composites import Shape, save_composite
-from swift_megatron_grpo.tools.tiny_models import TINY
 
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 

@@ -16,7 +16,7 @@ import yaml
 from swift.cli.main import get_torchrun_args
 
 from swift_megatron_grpo.arguments.flag_names import known_flags
-from swift_megatron_grpo.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from tests.paths import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]

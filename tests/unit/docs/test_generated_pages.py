@@ -13,7 +13,7 @@ from scripts.write_flags_page import Flag
 def all_flags() -> list[Flag]:
     return [
         *write_flags_page.all_flags(),
-        *write_flags_page.flags(write_flags_page.PACKAGE / "server" / "arguments.py"),
+        *write_flags_page.flags(write_flags_page.PACKAGE / "generation" / "server" / "arguments.py"),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
-FOLDERS = ("console", "grading", "loop", "training")
+FOLDERS = ("output/console", "grading", "loop", "training")
 FILES = sorted(path for folder in FOLDERS for path in (PACKAGE / folder).rglob("*.py"))
 PAGE = (REPOSITORY / "docs" / "metrics.md").read_text()
 PHASES = "time/<phase>"  # of the timer; its names are the arguments of `timer(...)`
@@ -96,6 +96,6 @@ def test_the_page_lists_every_metric_of_the_code() -> None:
 
 def test_the_code_logs_every_metric_of_the_page() -> None:
     balancing = {name for name in listed() if name.endswith("load_balancing_loss")}
-    source = (PACKAGE / "training" / "megatron_fixes" / "moe_aux_losses.py").read_text()
+    source = (PACKAGE / "training" / "upstream_fixes" / "moe_aux_losses.py").read_text()
     assert all(f'"{name}"' in source for name in balancing)
     assert listed() - logged() - balancing == OF_OTHERS

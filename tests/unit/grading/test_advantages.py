@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.config import Estimator, ScaleRewards
 from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages
+from swift_megatron_grpo.settings.config import Estimator, ScaleRewards
 
 ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 WITH_GROUPS: tuple[Estimator, ...] = ("grpo", "rloo", "reinforce_plus_plus")

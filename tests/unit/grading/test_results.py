@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.config import BadRewardPolicy, GradingConfig, ScaleRewards
 from swift_megatron_grpo.grading import BadReward, add_advantages, reward_metrics, total_rewards
+from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig, ScaleRewards
 from swift_megatron_grpo.types import Graded, Rollout
 from tests.unit.grading.test_rewards import SCALES, make_rollouts, reward
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.deadlines.interrupt import interrupted_after
 from swift_megatron_grpo.grading import RewardError, call_reward_functions
+from swift_megatron_grpo.runtime.deadlines.interrupt import interrupted_after
 from tests.unit.grading.test_rewards import functions, length, make_rollouts
 
 SECONDS = 0.5

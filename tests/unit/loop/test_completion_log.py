@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.config import CompletionLogConfig
-from swift_megatron_grpo.disk.full_disk import NoSpace
 from swift_megatron_grpo.loop.completion_log import CompletionLog
+from swift_megatron_grpo.output.disk.full_disk import NoSpace
+from swift_megatron_grpo.settings.config import CompletionLogConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
-from tests.unit.disk.small_files import file_size_limit
+from tests.unit.output.disk.small_files import file_size_limit
 
 
 def completion_log(folder: Path) -> CompletionLog:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.config import EvaluationConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import evaluation_requests
 from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
+from swift_megatron_grpo.settings.config import EvaluationConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 ANSWERS = {"even": ["\\boxed{4}", "\\boxed{4}", "\\boxed{5}"], "odd": ["\\boxed{5}", "\\boxed{5}", "\\boxed{4}"]}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.config import CorrectionConfig
 from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
+from swift_megatron_grpo.settings.config import CorrectionConfig
 
 NOTHING: dict[str, Any] = {"correction": CorrectionConfig(), "max_staleness": 0, "dumps": False}
 

@@ -14,14 +14,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from swift_megatron_grpo.config import (
-    CorrectionConfig,
-    EvaluationConfig,
-    GradingConfig,
-    RecordingConfig,
-    RoutingConfig,
-    SamplingConfig,
-)
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import Progress, Request, Share
 from swift_megatron_grpo.grading import RewardFunctions
@@ -29,12 +21,20 @@ from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.rollouts import Rollouts, Step
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.step import old_logprobs_from_engine
-from swift_megatron_grpo.recording.dump import RolloutDump
-from swift_megatron_grpo.recording.earlier import EarlierRollouts
-from swift_megatron_grpo.recording.folder import Settings
-from swift_megatron_grpo.recording.values import Limits
-from swift_megatron_grpo.stopping.request import StopRequest
-from swift_megatron_grpo.training.expert_layers import ExpertLayers
+from swift_megatron_grpo.output.recording.dump import RolloutDump
+from swift_megatron_grpo.output.recording.earlier import EarlierRollouts
+from swift_megatron_grpo.output.recording.folder import Settings
+from swift_megatron_grpo.output.recording.values import Limits
+from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.config import (
+    CorrectionConfig,
+    EvaluationConfig,
+    GradingConfig,
+    RecordingConfig,
+    RoutingConfig,
+    SamplingConfig,
+)
+from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.config import SamplingConfig
-from swift_megatron_grpo.loop.logprob_check import LogprobGap, ShiftedLogprobs, check_alignment, distortion_warning
-from swift_megatron_grpo.protocol import held_weights as held_weights
-from swift_megatron_grpo.protocol.held_weights import TensorSlice, checksum, to_integers
-from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
+from swift_megatron_grpo.loop.checks.logprob_check import (
+    LogprobGap,
+    ShiftedLogprobs,
+    check_alignment,
+    distortion_warning,
+)
+from swift_megatron_grpo.settings.config import SamplingConfig
+from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.transport import held_weights
+from swift_megatron_grpo.weights.transport.held_weights import TensorSlice, checksum, to_integers
 from swift_megatron_grpo.weights.verify import (
     BOUNDS,
     Bound,

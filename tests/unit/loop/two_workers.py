@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.protocol.buckets import buckets, unpack
-from swift_megatron_grpo.protocol.held_weights import WorkerWeights
-from swift_megatron_grpo.vllm_shared.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
+from swift_megatron_grpo.weights.transport.buckets import buckets, unpack
+from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.verify import Manifest, compare_with_sent
 
 

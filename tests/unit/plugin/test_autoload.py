@@ -88,7 +88,11 @@ PROCESSES = {
     "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], LAUNCHER),
     "rollout server": ([ROLLOUT_SCRIPT, "--model", "m"], [PYTHON, ROLLOUT_SCRIPT, "--model", "m"], ROLLOUT),
     "rollout server, -m": (["-m", "--model", "m"], [PYTHON, "-m", "swift.cli.rollout", "--model", "m"], ROLLOUT),
-    "this package's server": (["-m", "--x"], [PYTHON, "-P", "-m", "swift_megatron_grpo.server", "--x"], None),
+    "this package's server": (
+        ["-m", "--x"],
+        [PYTHON, "-P", "-m", "swift_megatron_grpo.generation.server", "--x"],
+        None,
+    ),
     "its engine": ([ROLLOUT_SCRIPT, "--model", "m"], SPAWN, None),
     "another script": (["train.py", *GRPO], [PYTHON, "train.py", *GRPO], None),
     "another folder": (["megatron/rlhf.py", *GRPO], [PYTHON, "megatron/rlhf.py", *GRPO], None),
@@ -139,7 +143,7 @@ sys.argv = [{RLHF!r}, *{GRPO!r}]
 sys.orig_argv = [sys.executable, *sys.argv]
 from swift_megatron_grpo.plugin.autoload import arm
 arm()
-hooks = sys.modules.get("swift_megatron_grpo.import_hooks")
+hooks = sys.modules.get("swift_megatron_grpo.runtime.import_hooks")
 print(sorted({{*hooks._before, *hooks._after, *hooks._names}}) if hooks else "nothing")
 """
 PLATFORM_HOOKS = ["mcore_bridge", "megatron.core"]

@@ -44,7 +44,7 @@ if "refuses" in sys.argv:
         raise ValueError("--lr 0 must be above 0; use --lr 1e-06")
 if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
-    from swift_megatron_grpo.parallel import Coordinator
+    from swift_megatron_grpo.runtime.parallel import Coordinator
     from swift_megatron_grpo.arguments.value_checks import check_soft_overlong
     import contextlib, datetime, torch.distributed
     torch.distributed.init_process_group("gloo")

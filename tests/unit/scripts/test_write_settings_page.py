@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scripts.write_settings_page import GPUS, KINDS, MODELS, PAGE, best_that_fits, read_shapes, table
-from swift_megatron_grpo.planning.gpus import find_gpu
+from swift_megatron_grpo.runtime.gpus import find_gpu
 
 
 def test_the_page_has_the_settings_of_the_dense_model() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from swift_megatron_grpo.layout import Layout
 from swift_megatron_grpo.settings.facts import DataShape, ModelShape
 from swift_megatron_grpo.settings.flag import Facts, Flags
+from swift_megatron_grpo.settings.layout import Layout
 
 F = TypeVar("F", bound=Flags)
 

@@ -9,8 +9,8 @@ from typing import get_type_hints
 
 import pytest
 
-from swift_megatron_grpo.settings import GROUPS, RANGES
 from swift_megatron_grpo.settings.flag import Flags, ranges
+from swift_megatron_grpo.settings.groups import GROUPS, RANGES
 from tests.unit.settings.flags import defaults, faults
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.settings import GROUPS, RANGES
 from swift_megatron_grpo.settings.flag import check_finite
+from swift_megatron_grpo.settings.groups import GROUPS, RANGES
 from tests.unit.settings.flags import defaults, faults
 
 

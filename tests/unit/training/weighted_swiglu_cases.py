@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swift_megatron_grpo.training import weighted_swiglu as kernels
+from swift_megatron_grpo.training.moe import weighted_swiglu as kernels
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

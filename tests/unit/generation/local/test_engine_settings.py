@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.config import VllmConfig
-from swift_megatron_grpo.vllm_shared import quantization
+from swift_megatron_grpo.settings.config import VllmConfig
+from swift_megatron_grpo.weights.load import quantization
 from tests.unit.model_config import QWEN3
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from aiohttp import web
 
+from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Routes, RunIdentity
 from swift_megatron_grpo.generation.remote.client import (
     Client,
     InvalidResponse,
@@ -17,7 +18,6 @@ from swift_megatron_grpo.generation.remote.client import (
     Unreachable,
     make_session,
 )
-from swift_megatron_grpo.protocol.messages import PROTOCOL, Routes, RunIdentity
 
 RUN = RunIdentity("a run", "a secret")
 

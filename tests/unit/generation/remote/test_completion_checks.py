@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from swift_megatron_grpo.data.images import portable_images
+from swift_megatron_grpo.generation.protocol.messages import Completion, InvalidMessage, ServerStatus
 from swift_megatron_grpo.generation.remote.completion_checks import Expected, problem_of
-from swift_megatron_grpo.images.files import portable_images
-from swift_megatron_grpo.protocol.messages import Completion, InvalidMessage, ServerStatus
 from tests.unit.arguments.test_server_checks import GYM, status
 
 ONE_TURN = Expected(weights_version=7, vocab_size=300, max_completion_length=4, max_model_len=8, has_turns=False)

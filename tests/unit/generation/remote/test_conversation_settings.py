@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from swift_megatron_grpo.config import RemoteTurnsConfig
+from swift_megatron_grpo.generation.protocol.messages import ConversationSettings
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers, conflicts_with_run
-from swift_megatron_grpo.protocol.messages import ConversationSettings
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 
 SERVER = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
 RUN = RemoteTurnsConfig("--vllm_server_pass_dataset true")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.parallel import RankPosition
+from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
 
 ONE_RANK = RankPosition(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.config import LossConfig
+from swift_megatron_grpo.settings.config import LossConfig
 from tests.unit.training.loss.losses import Step
 
 Value = torch.Tensor  # a number, fp64, with gradient

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.settings.config import CorrectionConfig, FipoConfig, LossConfig
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
 from swift_megatron_grpo.types import Sample

@@ -1,0 +1,14 @@
+"""`--check true`: everything that can be known about a run without a GPU, a weight or a second process.
+
+    __main__.py       the command
+    check.py          one check from top to bottom
+    arguments.py      parses the flags as a rank does, without process groups and folders
+    model.py          sizes of the model, from its config.json
+    rows.py           prompts of the dataset, and what the reward functions return for made-up answers
+    micro_batches.py  the plan of a step, and its largest micro batch
+    estimate.py       memory and time of a step
+    report.py         the text
+
+Arithmetic is in cli/estimate/.
+Tests: tests/unit/cli/check, tests/unit/cli/estimate; tests/e2e/test_dry_run.py runs the command.
+"""

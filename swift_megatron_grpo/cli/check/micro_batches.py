@@ -1,0 +1,111 @@
+"""Plan the micro batches of a step before the run, and measure the largest one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from swift_megatron_grpo.cli.check.model import Model
+from swift_megatron_grpo.cli.estimate.activations import Tokens
+from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
+from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.settings.layout import Layout
+
+Sample = tuple[int, int]  # tokens, and those of its completion
+
+
+def micro_batches(
+    batch: BatchPlan, packing: PackingConfig, model: Model, samples: Sequence[Sample]
+) -> tuple[StepPlan, Tokens]:
+    """Plan a step as training/planner.py does, on numbers alone. Returns the plan and its largest micro batch."""
+    layout, work, groups = batch.layout, _work(model, samples), _groups(batch, samples)
+    align = Alignment.of_layout(
+        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
+    )
+    multiple = 1
+    if layout.virtual_pipeline_model_parallel_size > 1:
+        multiple = layout.microbatch_group_size_per_vp_stage or layout.pipeline_model_parallel_size
+    if not _can_share(layout, model):
+        groups = []
+    share_from = packing.share_prompts_from
+    if packing.max_tokens is None:
+        plan = plan_by_count(len(samples), layout.data_parallel, batch.micro_batch_size)
+        if share_from is not None and groups and 0 < gain_of(plan, work, groups).gain >= share_from:
+            plan = replace(plan, share_prompts=True)
+    else:
+        plan = plan_by_tokens(
+            work.lengths, layout.data_parallel, packing.max_tokens, model.flops, align, multiple, work.completions, None
+        )
+        if share_from is not None and groups:
+            room = room_of(packing.max_tokens, align)
+            shared = plan_with_shared_prompts(work, groups, layout.data_parallel, room, multiple)
+            if shared.plan is not None and 0 < shared.gain >= share_from:
+                plan = shared.plan
+    sizes = [_tokens(micro_batch, plan, samples, groups) for rank in plan.assignment for micro_batch in rank]
+    return plan, max(sizes, key=lambda tokens: tokens.packed + tokens.keys)
+
+
+def fullest(
+    plan: StepPlan, largest: Tokens, batch: BatchPlan, packing: PackingConfig, samples: Sequence[Sample]
+) -> int:
+    """Return the packed tokens of the largest micro batch that shorter completions can make.
+
+    `plan` and `largest` are those of completions of full length. They may leave much of the token budget empty: two of
+    2,176 tokens fill 4,352 of 6,144, where shorter ones fill 5,625 (benchmarks/h100/moe-30b-a3b-lora-ep2-h100.json).
+    """
+    if packing.max_tokens is None:
+        return largest.packed
+    layout, groups = batch.layout, _groups(batch, samples)
+    align = Alignment.of_layout(
+        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
+    )
+    of_rank = max(sum(_tokens(part, plan, samples, groups).packed for part in rank) for rank in plan.assignment)
+    return max(largest.packed, min(room_of(packing.max_tokens, align), of_rank))
+
+
+def pictures_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> Pictures:
+    """Return the images of a step. `tokens`: those that stand for images of the prompt of each sample."""
+    size = batch.num_generations
+
+    def distinct(indices: Iterable[int]) -> int:
+        return sum(tokens[place * size] for place in {index // size for index in indices})
+
+    parts = [part for rank in plan.assignment for part in rank]
+    return Pictures(
+        shown=max(distinct(part) if plan.share_prompts else sum(tokens[index] for index in part) for part in parts),
+        distinct=max(map(distinct, parts)),
+        of_rollout=max(distinct(chain(*rank)) for rank in plan.assignment) * batch.steps_per_generation,
+    )
+
+
+def saved_by_sharing(plan: StepPlan, batch: BatchPlan, model: Model, samples: Sequence[Sample]) -> float:
+    """Return the share of a step's work that shared prompts save."""
+    return gain_of(plan, _work(model, samples), _groups(batch, samples)).gain if plan.share_prompts else 0.0
+
+
+def _work(model: Model, samples: Sequence[Sample]) -> SampleWork:
+    return SampleWork([tokens for tokens, _ in samples], [completion for _, completion in samples], None, model.flops)
+
+
+def _groups(batch: BatchPlan, samples: Sequence[Sample]) -> list[Group]:
+    size = batch.num_generations
+    if size < 2:
+        return []
+    starts = range(0, len(samples) - size + 1, size)
+    return [Group(range(start, start + size), samples[start][0] - samples[start][1]) for start in starts]
+
+
+def _can_share(layout: Layout, model: Model) -> bool:
+    """Return True if completions can share a prompt: training/layers/shared_prompts.py decides it in a run."""
+    return layout.context_parallel_size == 1 and not model.repeats_prompts
+
+
+def _tokens(micro_batch: Sequence[int], plan: StepPlan, samples: Sequence[Sample], groups: Sequence[Group]) -> Tokens:
+    repeated, trained = sum(samples[i][0] for i in micro_batch), sum(samples[i][1] for i in micro_batch)
+    if not plan.share_prompts:
+        return Tokens(repeated, repeated, trained)
+    prompts = {group.samples.start: group.shared for group in groups if set(group.samples) & set(micro_batch)}
+    return Tokens(trained + sum(prompts.values()), repeated, trained)

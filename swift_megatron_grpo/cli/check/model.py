@@ -1,0 +1,200 @@
+"""Sizes of a model, from its config.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto as auto
+
+from swift_megatron_grpo.cli.estimate.activations import Decoder
+from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
+from swift_megatron_grpo.cli.estimate.towers import Tower
+from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
+
+# Tensors that the feed-forward of a tower saves: outputs of its first matrix, of the activation, and of their product.
+_FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2,
+                 "glm4v": 4, "glm4v_moe": 4, "internvl": 2}  # fmt: skip
+_WITH_CONVOLUTION = ("glm4v", "glm4v_moe")  # whose blocks have a feed-forward as wide as a row
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a model that the estimates need."""
+
+    name: str
+    tensors: list[Tensor]
+    decoder: Decoder
+    flops: FlopsModel
+    cached: int  # channels of a token in the cache of vLLM, of all layers
+    key_heads: int  # that vLLM's ranks can divide
+    repeats_prompts: bool  # has attention that cannot share a prompt: docs/shared_prompts.md
+    tower: Tower | None = None  # None: takes no images, or is of a kind that cannot be trained on them
+
+    @property
+    def parameters(self) -> int:
+        return sum(tensor.size for tensor in self.tensors)
+
+    def bytes_in_vllm(self, item: int, eight_bits: bool) -> int:
+        """Return the bytes of all weights; with `eight_bits` a number of a matrix in a layer has one."""
+        matrices = sum(tensor.size for tensor in self.tensors if tensor.layer is not None and len(tensor.shape) > 1)
+        return self.parameters * item - (matrices * (item - 1) if eight_bits else 0)
+
+
+def read_model(folder: str | Path) -> Model:
+    """Read the sizes. Raises ValueError if transformers cannot build the model."""
+    config = read_model_config(folder)
+    text = language_config(config)
+    shapes = shapes_of(folder)
+    tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    decoder = decoder_of(text, tied, shapes)
+    return Model(
+        name=str((config.get("architectures") or [config.get("model_type")])[0]),
+        tensors=tensors_of(shapes),
+        decoder=decoder,
+        flops=flops_of(text, decoder),
+        cached=cached_channels(text, decoder),
+        key_heads=1 if "kv_lora_rank" in text else text.get("num_key_value_heads") or text["num_attention_heads"],
+        repeats_prompts=bool(
+            decoder.delta_layers
+            or "kv_lora_rank" in text
+            or text.get("use_sliding_window", text.get("sliding_window") is not None)
+        ),
+        tower=tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
+    )
+
+
+def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of all parameters, which are not allocated. Raises ValueError for unknown classes."""
+    config = AutoConfig.from_pretrained(folder)
+    sees_images = config.model_type in auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if not sees_images and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"transformers has no model class for {config.model_type}: memory cannot be estimated")
+    with torch.device("meta"):
+        factory = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+        model = factory.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Decoder:
+    """Return the sizes in the config of a language model, under the names that transformers uses.
+
+    `names`: of the checkpoint's tensors.
+    """
+    layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
+    head = text.get("head_dim") or hidden // heads
+    queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
+    if "kv_lora_rank" in text:  # multi-latent attention: keys of all heads exist for the kernel
+        queries = keys = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
+    latent = "kv_lora_rank" in text
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kinds = text.get("layer_types") or ["full_attention"] * layers
+    delta = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    experts = _first(text, "num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts") or 0
+    expert_ffn = text.get("moe_intermediate_size") or text.get("intermediate_size", 0)
+    shared = (
+        text.get("shared_expert_intermediate_size")
+        or (_first(text, "n_shared_experts", "moe_num_shared_experts") or 0) * expert_ffn
+    )
+    return Decoder(
+        layers=layers,
+        hidden=hidden,
+        queries=queries,
+        keys=keys,
+        ffn=text.get("intermediate_size") or 0,
+        vocabulary=text["vocab_size"],
+        tied=tied,
+        normed_heads=latent or any(".self_attn.q_norm." in name for name in names),
+        rotary=2 * sum(rotary.get("mrope_section") or ()),
+        experts=experts,
+        expert_layers=_expert_layers(text, layers) if experts else frozenset(),
+        expert_ffn=expert_ffn if experts else 0,
+        experts_per_token=_first(text, "num_experts_per_tok", "moe_topk", "moe_k", "top_k") or 0,
+        shared_ffn=shared if experts else 0,
+        delta_layers=delta,
+        delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
+        delta_values=text.get("linear_num_value_heads", 0) * text.get("linear_value_head_dim", 0),
+    )
+
+
+def tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Tower | None:
+    """Return the sizes in the vision_config of a model whose images can be trained on. `rows`: channels of a row."""
+    if model_type not in _FEED_FORWARD:
+        return None
+    # config.json need not have what is as in the class.
+    sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
+    if model_type == "internvl":
+        return _tower_of_tiles(sizes, rows)
+    is_oldest, convolves = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION
+    hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
+    return Tower(
+        layers=sizes["depth"],
+        hidden=hidden,
+        ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else rows if convolves else sizes["intermediate_size"],
+        feed_forward=_FEED_FORWARD[model_type],
+        rms_norms=model_type == "qwen2_5_vl" or convolves,
+        values=sizes["in_channels"] * sizes["temporal_patch_size"] * sizes["patch_size"] ** 2,
+        rows=rows,
+        deepstack=len(sizes.get("deepstack_visual_indexes") or ()),
+        aligner_ffn=sizes["intermediate_size"] if convolves else 0,
+    )
+
+
+def _tower_of_tiles(sizes: Mapping[str, Any], rows: int) -> Tower:
+    return Tower(
+        layers=sizes["num_hidden_layers"],
+        hidden=sizes["hidden_size"],
+        ffn=sizes["intermediate_size"],
+        feed_forward=_FEED_FORWARD["internvl"],
+        rms_norms=sizes["norm_type"] == "rms_norm",
+        values=sizes["num_channels"] * prod(sizes["patch_size"]),
+        rows=rows,
+        shuffles=True,
+    )
+
+
+def cached_channels(text: Mapping[str, Any], decoder: Decoder) -> int:
+    """Return the channels that the cache has for a token: keys and values, or the latent of multi-latent attention."""
+    of_layer = 2 * decoder.keys
+    if "kv_lora_rank" in text:
+        of_layer = text["kv_lora_rank"] + text["qk_rope_head_dim"]
+    return int(of_layer * (decoder.layers - len(decoder.delta_layers)))
+
+
+def _expert_layers(text: Mapping[str, Any], layers: int) -> frozenset[int]:
+    first_sparse = _first(text, "first_k_dense_replace", "moe_layer_start_index") or 0
+    dense = set(text.get("mlp_only_layers") or []) | set(range(first_sparse))
+    step = _first(text, "decoder_sparse_step", "moe_layer_interval") or 1
+    return frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
+
+
+def flops_of(text: Mapping[str, Any], decoder: Decoder) -> FlopsModel:
+    """Return the FLOPs of a sequence; of a mixture of experts, those of the experts that a token takes."""
+    heads = text["num_attention_heads"]
+    nets = None
+    if decoder.delta_layers:
+        names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+        nets = DeltaNets(len(decoder.delta_layers), *(text[name] for name in names))
+    active = decoder.experts_per_token * decoder.expert_ffn + decoder.shared_ffn
+    share = len(decoder.expert_layers) / decoder.layers
+    head = decoder.queries // heads
+    return FlopsModel.of_transformer(
+        num_layers=decoder.layers,
+        hidden_size=decoder.hidden,
+        ffn_hidden_size=round(share * active + (1 - share) * decoder.ffn),
+        num_attention_heads=heads,
+        vocab_size=decoder.vocabulary,
+        num_query_groups=decoder.keys // head,
+        kv_channels=head,
+        delta_nets=nets,
+    )
+
+
+def _first(text: Mapping[str, Any], *names: str) -> int | None:
+    return next((text[name] for name in names if isinstance(text.get(name), int)), None)

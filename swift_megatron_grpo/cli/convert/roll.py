@@ -1,0 +1,205 @@
+"""Keys of ROLL's YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from swift_megatron_grpo.cli.convert.tables import (
+    ByHand,
+    Computed,
+    Flags,
+    Needless,
+    NoCounterpart,
+    Rule,
+    Table,
+    Together,
+    choice,
+    whole,
+)
+
+_ARGUMENTS, _LAYOUT = "actor_train.training_args", "actor_train.strategy_args.strategy_config"
+_MODEL, _SAMPLING = "actor_train.model_args", "actor_infer.generating_args"
+_ENGINE = "actor_infer.strategy_args.strategy_config"
+_OWN = Needless("chosen by this trainer")
+_SAME_AS_POLICY = Needless("the engine and the reference load the model of the policy")
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _gpus(settings: Mapping[str, Any]) -> int:
+    """Return how many GPUs train: the length of `list(range(0,8))` or of a list."""
+    mapping = settings.get("actor_train.device_mapping", "")
+    if isinstance(mapping, list):
+        return len(mapping)
+    match = re.fullmatch(r"\s*list\(range\((\d+),\s*(\d+)\)\)\s*", str(mapping))
+    if match is None:
+        raise NoCounterpart(
+            "actor_train.device_mapping is not list(range(A,B)): set --global_batch_size, in completions"
+        )
+    return int(match[2]) - int(match[1])
+
+
+def _batches(settings: Mapping[str, Any]) -> Flags:
+    """Return sizes in completions. ROLL counts prompts of a rollout, and completions of each data-parallel rank."""
+    size = whole(settings["num_return_sequences_in_group"])
+    rollout = whole(settings["rollout_batch_size"]) * size
+    gpus, micro = _gpus(settings), whole(settings.get(f"{_ARGUMENTS}.per_device_train_batch_size", 1))
+    replicas = gpus
+    for name in _SIZES:
+        replicas //= whole(settings.get(f"{_LAYOUT}.{name}", 1))
+    step = micro * whole(settings.get(f"{_ARGUMENTS}.gradient_accumulation_steps", 1)) * replicas
+    differ = {"generation_batch_size": rollout} if rollout != step else {}
+    sizes = {"num_generations": size, "global_batch_size": step, "micro_batch_size": micro}
+    return {**sizes, **differ, "NPROC_PER_NODE": gpus}
+
+
+def _kl(settings: Mapping[str, Any]) -> Flags:
+    if settings.get("add_token_level_kl") and settings.get("init_kl_coef"):
+        return {"beta": settings["init_kl_coef"], "kl_in_reward": True}
+    return {"beta": settings.get("kl_loss_coef", 0) if settings.get("use_kl_loss") else 0, "kl_in_reward": False}
+
+
+def _clip(settings: Mapping[str, Any]) -> Flags:
+    both = settings.get("pg_clip", 0.2)
+    low, high = (settings.get(f"pg_clip_{side}", both) for side in ("low", "high"))
+    return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
+
+
+def _adapter(settings: Mapping[str, Any]) -> Flags:
+    if not settings.get(f"{_MODEL}.lora_rank"):
+        return {"tuner_type": "full"}
+    adapter = {f"lora_{name}": settings.get(f"{_MODEL}.lora_{name}") for name in ("rank", "alpha", "dropout")}
+    return {"tuner_type": "lora", **adapter, "target_modules": "all-linear"}
+
+
+def _when_positive(flag: str) -> Rule:
+    return Computed([flag], lambda value: {flag: value} if value > 0 else {})
+
+
+def _ahead(ratio: float) -> Flags:
+    return {"async_generate": True, "max_staleness": max(1, round(ratio))} if ratio else {}
+
+
+_PARALLEL = {
+    f"{_LAYOUT}.{name}": name
+    for name in (
+        *_SIZES, "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+        "sequence_parallel", "use_distributed_optimizer", "recompute_granularity", "recompute_method",
+        "recompute_num_layers", "overlap_grad_reduce", "moe_grouped_gemm", "moe_token_dispatcher_type",
+        "optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer",
+        "accumulate_allreduce_grads_in_fp32",
+    )
+}  # fmt: skip
+
+_RULES: dict[str, Rule] = {
+    "pretrain": "model",
+    "reward_pretrain": ByHand("choose --reward_funcs"),
+    "seed": "seed",
+    "output_dir": "output_dir",
+    "max_steps": _when_positive("train_iters"),
+    "save_steps": "save_steps",
+    "logging_steps": "logging_steps",
+    "eval_steps": _when_positive("eval_steps"),
+    "track_with": choice({"tensorboard": {"report_to": "tensorboard"}, "wandb": {"report_to": "wandb"},
+                          "swanlab": {"report_to": "swanlab"}, "stdout": {}}),
+    "tracker_kwargs.*": _OWN,
+    "checkpoint_config.*": ByHand("checkpoints are written to --output_dir"),
+    "resume_from_checkpoint": ByHand("to go on from a checkpoint: --resume auto, or --resume FOLDER"),
+    "prompt_length": "max_length",
+    "response_length": "max_completion_length",
+    "ppo_epochs": "num_iterations",
+    "adv_estimator": choice({"grpo": {"advantage_estimator": "grpo"},
+                             "reinforce": {"advantage_estimator": "reinforce_plus_plus_plain"}},
+                            "it needs a critic, or is not known here"),
+    "dual_clip_loss": choice({"true": {"dual_clip": 3.0}, "false": {}}),
+    "entropy_loss_coef": "entropy_coef",
+    "max_len_mask": "overlong_filter",
+    "importance_sampling": choice({"token": {"importance_sampling_level": "token"},
+                                   "seq": {"importance_sampling_level": "sequence"}}),
+    "is_num_return_sequences_expand": _OWN,
+    "enable_old_logprobs_recompute": _OWN,
+    "enable_reference": _OWN,
+    "value_clip": Needless("GRPO has no critic"),
+    "rollout_dump_dir": "rollout_dump",
+    "async_generation_ratio": Computed(["async_generate", "max_staleness"], _ahead),
+    "num_gpus_per_node": _OWN,
+    "exp_name": _OWN,
+    "logging_dir": _OWN,
+    "rpc_timeout": _OWN,
+    "rewards.*": ByHand("write a reward class (docs of ms-swift: ORM), --external_plugins and --reward_funcs"),
+    f"{_MODEL}.dtype": choice({"bf16": {"torch_dtype": "bfloat16"}, "fp16": {"torch_dtype": "float16"},
+                               "fp32": {"torch_dtype": "float32"}}),
+    f"{_MODEL}.disable_gradient_checkpointing": Needless("--recompute_granularity decides"),
+    f"{_MODEL}.*attn*": ByHand("--attention_backend flash or fused"),
+    f"{_MODEL}.freeze_module_prefix": ByHand("--freeze_vit and --freeze_aligner are true by default"),
+    f"{_MODEL}.model_type": _OWN,
+    f"{_ARGUMENTS}.learning_rate": "lr",
+    f"{_ARGUMENTS}.lr_scheduler_type": "lr_decay_style",
+    f"{_ARGUMENTS}.weight_decay": "weight_decay",
+    f"{_ARGUMENTS}.warmup_steps": "lr_warmup_iters",
+    f"{_ARGUMENTS}.num_train_epochs": "num_train_epochs",
+    f"{_ARGUMENTS}.max_grad_norm": "clip_grad",
+    "actor_train.data_args.file_name": "dataset",
+    "actor_train.data_args.messages": ByHand("rename the column to `messages`, or use --columns"),
+    "actor_train.data_args.*": ByHand("see the flags of ms-swift for datasets"),
+    "actor_train.device_mapping": _OWN,
+    "actor_train.infer_batch_size": "infer_batch_size",
+    "actor_train.use_sequence_packing": Needless("sequences are always packed"),
+    "actor_train.strategy_args.strategy_name": choice({"megatron_train": {}, "deepspeed_train": {}}),
+    **_PARALLEL,
+    f"{_LAYOUT}.additional_configs.recompute_granularity": "recompute_granularity",
+    f"{_LAYOUT}.additional_configs.recompute_method": "recompute_method",
+    f"{_LAYOUT}.additional_configs.recompute_num_layers": "recompute_num_layers",
+    f"{_LAYOUT}.bf16": _OWN,
+    f"{_SAMPLING}.temperature": "temperature",
+    f"{_SAMPLING}.top_p": "top_p",
+    f"{_SAMPLING}.top_k": "top_k",
+    f"{_SAMPLING}.max_new_tokens": _OWN,
+    f"{_SAMPLING}.num_return_sequences": _OWN,
+    f"{_SAMPLING}.num_beams": _OWN,
+    "actor_infer.strategy_args.strategy_name": choice({"vllm": {}, "sglang": {}}),
+    f"{_ENGINE}.gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    f"{_ENGINE}.tensor_parallel_size": "vllm_tensor_parallel_size",
+    f"{_ENGINE}.max_model_len": "vllm_max_model_len",
+    f"{_ENGINE}.max_num_seqs": "vllm_max_num_seqs",
+    f"{_ENGINE}.enforce_eager": "vllm_enforce_eager",
+    f"{_ENGINE}.enable_prefix_caching": "vllm_enable_prefix_caching",
+    f"{_ENGINE}.sleep_level": "sleep_level",
+    f"{_ENGINE}.load_format": _OWN,
+    f"{_ENGINE}.block_size": _OWN,
+    f"{_ENGINE}.max_num_batched_tokens": _OWN,
+    "actor_infer.device_mapping": ByHand("other GPUs than those that train: start `swift rollout` on them"),
+    "actor_infer.*": _SAME_AS_POLICY,
+    "reference.*": _SAME_AS_POLICY,
+    "critic.*": Needless("GRPO has no critic"),
+    "validation.data_args.file_name": "val_dataset",
+    "validation.generating_args.num_return_sequences": "num_generations_eval",
+    "validation.generating_args.temperature": "eval_temperature",
+    "validation.generating_args.top_p": "eval_top_p",
+    "validation.generating_args.max_new_tokens": "eval_max_completion_length",
+    "validation.*": ByHand("see docs/evaluation.md"),
+    "system_envs.*": ByHand("export it"),
+    "hydra.*": _OWN,
+    "defaults": _OWN,
+}  # fmt: skip
+
+ROLL = Table(
+    "ROLL",
+    _RULES,
+    defaults={
+        "num_return_sequences_in_group": 1,
+        "rollout_batch_size": 128,
+        f"{_SAMPLING}.temperature": 1.0,
+    },
+    together=(
+        Together(("num_return_sequences_in_group", "rollout_batch_size", f"{_ARGUMENTS}.per_device_train_batch_size",
+                  f"{_ARGUMENTS}.gradient_accumulation_steps"),
+                 ("num_generations", "global_batch_size", "micro_batch_size", "generation_batch_size",
+                  "NPROC_PER_NODE"), _batches),
+        Together(("use_kl_loss", "kl_loss_coef", "init_kl_coef", "add_token_level_kl"), ("beta", "kl_in_reward"), _kl),
+        Together(("pg_clip", "pg_clip_low", "pg_clip_high"), ("epsilon", "epsilon_high"), _clip),
+        Together(tuple(f"{_MODEL}.lora_{name}" for name in ("rank", "alpha", "dropout", "target")),
+                 ("tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"), _adapter),
+    ),
+)  # fmt: skip

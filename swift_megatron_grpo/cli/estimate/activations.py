@@ -1,0 +1,185 @@
+"""Estimate the bytes that a forward pass keeps for backward. Pure Python.
+
+The tensors are those that Megatron's layers save with Transformer Engine's kernels and this package's own: in bf16,
+without dropout, with attention whose scores are never stored. tests/unit/cli/estimate compares the sums with peaks that
+were measured on H200 and H100.
+
+Rows of experts: t tokens with k experts each are t * k rows, and a row is kept where its expert is. With expert
+parallelism a rank sends rows and receives others, the fullest one more (experts.py), and what it keeps of a row is the
+same as with one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
+expert, and the outputs on their way back are freed in forward: only indices are kept of these steps.
+tests/dist/test_saved_by_experts.py counts the tensors that the real layers save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swift_megatron_grpo.cli.estimate.experts import share_of_fullest
+from swift_megatron_grpo.settings.layout import Layout
+
+_HEAD_CHUNK_BYTES = 5 * 2**28  # of logits that exist at one time: training/head/chunk_size.py
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Sizes of a language model. Widths are in channels."""
+
+    layers: int
+    hidden: int
+    queries: int  # all heads of a token
+    keys: int  # all heads of a token, of keys alone
+    ffn: int  # of a dense layer
+    vocabulary: int
+    tied: bool
+    gated: bool = True  # the feed-forward has a gate
+    normed_heads: bool = True  # queries and keys have a norm
+    rotary: int = 0  # channels of a head with positions of three axes, for which there is no fused kernel
+    experts: int = 0  # of a layer; 0: their number is unknown, and they have even loads
+    expert_layers: frozenset[int] = frozenset()
+    expert_ffn: int = 0
+    experts_per_token: int = 0
+    shared_ffn: int = 0  # of the experts that every token takes
+    delta_layers: frozenset[int] = frozenset()  # with a gated delta net in place of attention
+    delta_keys: int = 0
+    delta_values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The parts that backward recomputes, in ms-swift's terms."""
+
+    granularity: str | None = None  # full, selective, None
+    method: str | None = None
+    num_layers: int | None = None
+    modules: tuple[str, ...] = ()
+    elementwise: bool = False  # --recompute_elementwise
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The largest micro batch."""
+
+    packed: int  # tokens that pass through the layers
+    keys: int  # keys of attention: more than `packed`, if completions share a prompt whose keys are gathered for each
+    trained: int  # that reach the head
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of the layers of one rank, for one micro batch."""
+
+    kept: float  # from forward to backward
+    recomputed: float = 0.0  # at one time, during backward
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Bytes per token of one layer."""
+
+    inputs: int  # of the layer: what full recomputation keeps
+    norms: int  # outputs of the two norms
+    residual: int  # between attention and feed-forward
+    attention: int
+    angles: int  # cosines and sines, which every tensor-parallel rank has
+    gathered: int  # per gathered key, in place of the packed ones
+    expert_inputs: float  # rows of experts, of which every expert-tensor-parallel rank has all
+    feed_forward: float
+    activation: float  # the output of the feed-forward's activation function
+
+
+def bytes_of_layers(decoder: Decoder, layers: Sequence[int], tokens: Tokens, layout: Layout, how: Recompute,
+                    item: int = 2) -> LayerBytes:  # fmt: skip
+    """Return the bytes of these layers of one rank. `item`: bytes of a number."""
+    ordered = sorted(layers)
+    fullest = share_of_fullest(decoder.experts, layout.expert_model_parallel_size)
+    kept = [_kept(decoder, layer, item, fullest) for layer in ordered]
+    if how.granularity != "full":
+        return LayerBytes(sum(_without(one, tokens, layout, how) for one in kept))
+    whole = [_without(one, tokens, layout, Recompute()) for one in kept]
+    inputs = [one.inputs * tokens.packed / _split_of_inputs(layout) for one in kept]
+    step = how.num_layers or 1
+    if how.method == "block":  # the first layers of the rank are recomputed, the others kept
+        return LayerBytes(sum(inputs[:step]) + sum(whole[step:]), max(whole[:step], default=0.0))
+    recomputed = max((sum(whole[first : first + step]) for first in range(0, len(whole), step)), default=0.0)
+    return LayerBytes(sum(inputs[::step]), recomputed)
+
+
+def bytes_of_head(decoder: Decoder, tokens: Tokens, layout: Layout, item: int = 2) -> float:
+    """Return what the output layer keeps: hidden states of trained tokens, and one chunk of logits."""
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    rows = tokens.trained / context
+    logits = rows * decoder.vocabulary / tensor * item
+    return 2 * rows * decoder.hidden * item + min(_HEAD_CHUNK_BYTES, logits)
+
+
+def micro_batches_in_flight(layout: Layout, pipeline_rank: int, micro_batches: int) -> float:
+    """Return how many micro batches a rank of Megatron's 1F1B schedule keeps at the same time.
+
+    With a virtual pipeline a micro batch counts for each of the rank's stages, so the number may be a fraction.
+    """
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    following = pipeline - 1 - pipeline_rank
+    if virtual == 1:
+        return min(following + 1, micro_batches)
+    group = layout.microbatch_group_size_per_vp_stage or pipeline
+    warm_up = 2 * following + (virtual - 1) * group + 1
+    return min(warm_up, micro_batches * virtual) / virtual
+
+
+def _split_of_inputs(layout: Layout) -> int:
+    """Return by how many ranks the tensors outside attention and feed-forward are divided."""
+    return layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
+
+
+def _without(kept: _Kept, tokens: Tokens, layout: Layout, how: Recompute) -> float:
+    """Return the bytes of a layer, less what is recomputed."""
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    selected = how.modules if how.granularity == "selective" else ()
+    norms = 0 if how.elementwise or "layernorm" in selected else kept.norms
+    activation = 0 if how.elementwise or "moe_act" in selected else kept.activation
+    # Each of the ETP ranks gathers the rows of all of them, [rows * ETP, hidden], and computes 1 / ETP of their width.
+    feed_forward = kept.expert_inputs * layout.expert_tensor_parallel_size + kept.feed_forward + activation
+    if "mlp" in selected or "moe" in selected:
+        feed_forward = 0
+    outside = (kept.inputs + kept.residual + norms) * tokens.packed / _split_of_inputs(layout)
+    extra_keys = (tokens.keys - tokens.packed if tokens.keys > tokens.packed else 0) * kept.gathered
+    inside = (kept.attention + feed_forward) * tokens.packed + extra_keys
+    return outside + (inside / tensor + kept.angles * tokens.packed) / context
+
+
+def _kept(decoder: Decoder, layer: int, item: int, fullest: float) -> _Kept:
+    hidden, queries, keys = decoder.hidden, decoder.queries, decoder.keys
+    if layer in decoder.delta_layers:
+        # Inputs of the convolution and its output, the gate, the rule's output and the gated norm of it.
+        mixed = 2 * decoder.delta_keys + decoder.delta_values
+        attention, gathered, angles = 3 * mixed + 4 * decoder.delta_values, 0, 0
+    else:
+        # Copies of queries and keys for their norm, the same with positions, a copy of the values, the output.
+        copies = queries + keys if decoder.normed_heads else 0
+        attention, gathered = copies + (queries + keys) + keys + queries, 2 * keys
+        angles = 4 * decoder.rotary  # of queries, and again of keys
+    factor = 2 if decoder.gated else 1
+    if layer in decoder.expert_layers:
+        taken = decoder.experts_per_token
+        # Of t tokens: inputs of experts [t * k, hidden], sorted by expert; products of gate and up projection
+        # [t * k, 2 * ffn]; the activation [t * k, ffn]; shared experts as in a dense layer. Outputs are not kept: the
+        # router's probabilities weight the activation.
+        rows = taken * fullest
+        expert_inputs = rows * hidden
+        feed_forward = factor * (rows * decoder.expert_ffn + decoder.shared_ffn)
+        activation = rows * decoder.expert_ffn + decoder.shared_ffn
+    else:
+        expert_inputs, feed_forward, activation = 0, factor * decoder.ffn, decoder.ffn
+    return _Kept(
+        inputs=hidden * item,
+        norms=2 * hidden * item,
+        residual=hidden * item,
+        attention=attention * item,
+        angles=angles * item,
+        gathered=gathered * item,
+        expert_inputs=expert_inputs * item,
+        feed_forward=feed_forward * item,
+        activation=activation * item,
+    )

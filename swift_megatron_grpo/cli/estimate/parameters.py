@@ -1,0 +1,183 @@
+"""Count the parameters of a rank from the names and shapes of a checkpoint's tensors. Pure Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from swift_megatron_grpo.settings.layout import Layout, parse_stages
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\.")
+# The part of a tower that turns its output into rows of the language model, with its own flags.
+_ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
+_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\.")
+_HEAD = re.compile(r"(?:^|\.)(lm_head|output)\.weight$")
+# Matrices of which every tensor-parallel rank has a copy: routers, and the projections to a latent space.
+_COPIED = re.compile(r"\.(gate|shared_expert_gate|router|q_a_proj|kv_a_proj_with_mqa)\.weight$")
+
+
+class Part(Enum):
+    """The part of a model that a tensor belongs to, which determines the ranks that hold it."""
+
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    EXPERTS = "experts"
+    LAYERS = "layers"
+    TOWER = "tower"  # of images or audio
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    part: Part
+    layer: int | None  # of the language model; None: in no layer
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def is_tower(self) -> bool:
+        return self.part is Part.TOWER
+
+    @property
+    def is_aligner(self) -> bool:
+        return self.is_tower and bool(_ALIGNER.search(self.name))
+
+    @property
+    def is_copied(self) -> bool:
+        """True if every tensor-parallel rank has all of it."""
+        return len(self.shape) < 2 or bool(_COPIED.search(self.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Parameters of one rank. Ranks that share experts are not those that share the other weights."""
+
+    shared: float = 0.0  # in data parallelism, by DP * CP ranks
+    experts: float = 0.0
+
+    def __add__(self, other: Count) -> Count:
+        return Count(self.shared + other.shared, self.experts + other.experts)
+
+    @property
+    def total(self) -> float:
+        return self.shared + self.experts
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The part of the model on one pipeline rank."""
+
+    layers: frozenset[int]
+    has_embedding: bool
+    has_head: bool
+
+
+def tensors_of(shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
+    """Assign every tensor to its part."""
+    return [_tensor(name, tuple(shape)) for name, shape in shapes.items()]
+
+
+def _tensor(name: str, shape: tuple[int, ...]) -> Tensor:
+    if _TOWER.search(name):
+        return Tensor(name, shape, Part.TOWER, None)
+    if _EMBEDDING.search(name):
+        return Tensor(name, shape, Part.EMBEDDING, None)
+    if _HEAD.search(name):
+        return Tensor(name, shape, Part.HEAD, None)
+    layer = _LAYER.search(name)
+    part = Part.EXPERTS if ".experts." in name else Part.LAYERS
+    return Tensor(name, shape, part, int(layer[1]) if layer else None)
+
+
+def held(tensors: Iterable[Tensor], layout: Layout, stage: Stage, tied: bool) -> Count:
+    """Count the parameters of a rank of this stage. `tied`: the last stage has a copy of the embedding."""
+    return sum((_held(tensor, layout, stage, tied) for tensor in tensors), Count())
+
+
+def _held(tensor: Tensor, layout: Layout, stage: Stage, tied: bool) -> Count:
+    split = tensor.size if tensor.is_copied else tensor.size / layout.tensor_model_parallel_size
+    match tensor.part:
+        case Part.EXPERTS:
+            ranks = layout.expert_model_parallel_size * layout.expert_tensor_parallel_size
+            return Count(experts=tensor.size / ranks) if tensor.layer in stage.layers else Count()
+        case Part.LAYERS:
+            here = tensor.layer in stage.layers if tensor.layer is not None else stage.has_head  # the last norm
+            return Count(split if here else 0)
+        case Part.EMBEDDING:
+            return Count(split if stage.has_embedding or (tied and stage.has_head) else 0)
+        case Part.HEAD:
+            return Count(split if stage.has_head and not tied else 0)
+        case Part.TOWER:
+            return Count(tensor.size if stage.has_embedding else 0)
+
+
+def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int, names: Sequence[str]) -> Count:
+    """Count the parameters of LoRA adapters on a rank. `names`: endings of the adapted modules; empty: all of them."""
+    total = Count()
+    for tensor in tensors:
+        if tensor.is_tower and stage.has_embedding and _is_linear(tensor, names):
+            total += Count(rank * sum(tensor.shape))
+        if tensor.layer not in stage.layers or len(tensor.shape) < 2 or _COPIED.search(tensor.name):
+            continue
+        if not _has_name(tensor, names):
+            continue
+        *copies, rows, columns = tensor.shape
+        size = prod(copies) * rank * (rows + columns)
+        if tensor.part is Part.EXPERTS:
+            total += Count(experts=size / layout.expert_model_parallel_size)
+        else:
+            total += Count(size / layout.tensor_model_parallel_size)
+    return total
+
+
+def _is_linear(tensor: Tensor, names: Sequence[str]) -> bool:
+    return len(tensor.shape) == 2 and "embed" not in tensor.name and _has_name(tensor, names)
+
+
+def _has_name(tensor: Tensor, names: Sequence[str]) -> bool:
+    return not names or tensor.name.removesuffix(".weight").endswith(tuple(names))
+
+
+def stages_of(layout: Layout, layers: int) -> list[Stage]:
+    """Return the layers of every pipeline rank, with all of its virtual stages."""
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    counts = layers_of_stages(layout, layers)
+    starts = [sum(counts[:place]) for place in range(len(counts))]
+    held_by = [frozenset(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+    return [
+        Stage(
+            frozenset().union(*(held_by[rank + pipeline * place] for place in range(virtual))),
+            has_embedding=rank == 0,
+            has_head=rank == pipeline - 1,
+        )
+        for rank in range(pipeline)
+    ]
+
+
+def layers_of_stages(layout: Layout, layers: int) -> list[int]:
+    """Return the number of layers of every stage, in the order of the model; ranks take turns in a virtual pipeline."""
+    pipeline, virtual = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    if layout.stages is not None:
+        return [stage.count("t") for stage in parse_stages(layout.stages)]
+    first, last = layout.first_stage_layers, layout.last_stage_layers
+    given = [size for size in (first, last) if size is not None]
+    places = pipeline - len(given)
+    middle = (layers - sum(given) + layout.extra_layers) // places if places > 0 else 0
+    ranks = [middle] * pipeline
+    if layout.extra_layers:  # the embedding and the loss count as layers of the first and of the last stage
+        ranks[0] -= 1
+        ranks[-1] -= layout.extra_layers - 1
+    if first is not None:
+        ranks[0] = first
+    if last is not None:
+        ranks[-1] = last
+    return [ranks[rank] // virtual for _ in range(virtual) for rank in range(pipeline)]

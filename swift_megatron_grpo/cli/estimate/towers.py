@@ -1,0 +1,100 @@
+"""Estimate the bytes of an image part: what it keeps for backward, and its rows. Pure Python.
+
+The sums are over the tensors that transformers' classes save in bf16; tests/unit/cli/estimate counts them on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PATCHES = 4  # for which a token stands
+
+# Numbers that a block saves for each of its channels. Attention: the projection's output, because the values are a view
+# of it, queries and keys with positions, the kernel's output and its copy as one tensor.
+_ATTENTION = 3 + 2 + 1 + 1
+_LAYER_NORM = 2  # input and output
+_RMS_NORM = 4  # the input in fp32, and the output before and after it is scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Sizes of an image part of one of the types that train on images. Widths are in channels."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    feed_forward: int  # tensors with `ffn` channels that a block saves
+    rms_norms: bool
+    values: int  # of a patch
+    rows: int  # of the language model, for each token
+    deepstack: int = 0  # of its first layers to which rows are added (Qwen3-VL)
+    aligner_ffn: int = 0  # of an aligner with a gated feed-forward, behind a convolution (GLM-V); 0: two matrices
+    shuffles: bool = False  # the aligner takes four patches as one, and is two matrices of a row's width (InternVL)
+
+    @property
+    def row_channels(self) -> int:
+        """Return the channels of all rows of a token."""
+        return self.rows * (1 + self.deepstack)
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Tokens that stand for images, on the data-parallel rank that has most."""
+
+    shown: int = 0  # in the largest micro batch, once for each completion that shows the image
+    distinct: int = 0  # the same, each image once
+    of_rollout: int = 0  # of all steps of a rollout, each image once
+
+
+def bytes_of_tower(tower: Tower, tokens: int, trains_tower: bool, trains_aligner: bool, checkpointing: bool,
+                   item: int = 2) -> float:  # fmt: skip
+    """Return what the tower keeps from forward to backward for images of so many tokens. `item`: bytes of a number.
+
+    The aligner ("merger") turns the outputs of blocks into rows. `checkpointing`: blocks keep their inputs alone.
+    """
+    if tower.aligner_ffn:
+        return _bytes_behind_convolution(tower, tokens, trains_tower, trains_aligner, checkpointing, item)
+    hidden, mergers = tower.hidden, 1 + tower.deepstack
+    if tower.shuffles:
+        aligner = tokens * (_LAYER_NORM * PATCHES * hidden + 2 * tower.rows) if trains_aligner or trains_tower else 0
+        kept = tokens * PATCHES * (tower.values + _numbers_of_blocks(tower, checkpointing)) if trains_tower else 0
+        return float((aligner + kept) * item)
+    if not trains_tower:
+        return tokens * PATCHES * 4 * hidden * mergers * item if trains_aligner else 0.0
+    blocks = _numbers_of_blocks(tower, checkpointing)
+    aligner = (_RMS_NORM + 2) * hidden if tower.rms_norms else hidden + 3 * hidden * mergers
+    return float(tokens * PATCHES * (tower.values + blocks + aligner) * item)
+
+
+def _bytes_behind_convolution(tower: Tower, tokens: int, trains_tower: bool, trains_aligner: bool, checkpointing: bool,
+                              item: int) -> float:  # fmt: skip
+    """Return what such a tower keeps: its aligner works on tokens, and has one row for four patches."""
+    aligner = 4 * tower.rows + 4 * tower.aligner_ffn if trains_aligner or trains_tower else 0
+    if not trains_tower:
+        return float(tokens * aligner * item)
+    # Norms before and behind the blocks, of which the first is only added to, and the input of the convolution.
+    around = (2 * _RMS_NORM - 1 + 1) * tower.hidden
+    of_patch = tower.values + _numbers_of_blocks(tower, checkpointing) + around
+    return float(tokens * (PATCHES * of_patch + aligner) * item)
+
+
+def bytes_of_block(tower: Tower, tokens: int, item: int = 2) -> float:
+    """Return what one block needs: when backward recomputes it, or in a forward pass that keeps nothing."""
+    return float(tokens * PATCHES * _numbers_of_block(tower) * item)
+
+
+def bytes_of_rows(tower: Tower, pictures: Pictures, frozen: bool, item: int = 2) -> float:
+    """Return the bytes of rows: those a frozen tower keeps for a rollout, and those that layers add."""
+    kept = pictures.of_rollout * tower.row_channels if frozen else 0
+    added = pictures.shown * tower.rows * tower.deepstack
+    return float((kept + added) * item)
+
+
+def _numbers_of_blocks(tower: Tower, checkpointing: bool) -> int:
+    return tower.layers * (tower.hidden if checkpointing else _numbers_of_block(tower))
+
+
+def _numbers_of_block(tower: Tower) -> int:
+    norm = _RMS_NORM if tower.rms_norms else _LAYER_NORM
+    attention = _ATTENTION - tower.shuffles  # where the kernel's output needs no copy
+    return (attention + 2 * norm) * tower.hidden + tower.feed_forward * tower.ffn

@@ -1,0 +1,72 @@
+"""List the template scripts of this package, or copy them into a folder.
+
+python -m swift_megatron_grpo.cli.templates             (names, and what each is for)
+python -m swift_megatron_grpo.cli.templates FOLDER      (copies them, with the reward and environment files)
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parents[1]
+_LOCATIONS = (_PACKAGE / "templates", _PACKAGE.parent / "templates")  # of an installed wheel; of a clone
+
+
+def templates_folder() -> Path:
+    for folder in _LOCATIONS:
+        if any(folder.glob("*.sh")):
+            return folder
+    raise SystemExit(f"no templates in {' or '.join(map(str, _LOCATIONS))}; reinstall swift-megatron-grpo")
+
+
+def template_files(folder: Path) -> list[Path]:
+    """Return the paths of all template files relative to `folder`."""
+    files = [*folder.glob("*.sh"), *folder.glob("plugins/*.py")]
+    return sorted(file.relative_to(folder) for file in files)
+
+
+def purpose(script: Path) -> str:
+    """Return the first sentence of the comment at the top of a template."""
+    comment: list[str] = []
+    for line in script.read_text().splitlines()[1:]:
+        if not line.startswith("# "):
+            break
+        comment.append(line.removeprefix("# "))
+    return " ".join(comment).split(". ")[0].rstrip(".")
+
+
+def copy_templates(source: Path, target: Path) -> list[Path]:
+    """Copy every template into `target` and return the new files. No existing file is overwritten."""
+    files = template_files(source)
+    existing = [target / file for file in files if (target / file).exists()]
+    if existing:
+        raise SystemExit(f"{existing[0]} exists; name another folder, or remove it first")
+    for file in files:
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source / file, target / file)  # keeps the permission to execute
+    return [target / file for file in files]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m swift_megatron_grpo.cli.templates",
+        description="List the template scripts of swift-megatron-grpo, or copy them into a folder.",
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help="where to copy them; without it they are listed")
+    target: Path | None = parser.parse_args(arguments).folder
+    source = templates_folder()
+    if target is None:
+        scripts = [file for file in template_files(source) if file.suffix == ".sh"]
+        width = max(len(str(script)) for script in scripts)
+        for script in scripts:
+            print(f"{script!s:{width}}  {purpose(source / script)}")
+        return
+    for file in copy_templates(source, target):
+        print(file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,9 +1,0 @@
-"""Multi-turn conversations: the parts shared by vLLM in the training processes and by the rollout server.
-
-checks.py      validates the multi-turn flags, for the trainer and for `swift rollout`
-registries.py  rejects unknown names of ms-swift's registries, with suggestions
-scheduling.py  converts what ms-swift's schedulers take and return; ends conversations that outgrow the engine
-turns.py       joins the turns of a conversation into one token sequence
-
-Tests: tests/unit/conversations, tests/unit/server/test_conversations.py.
-"""

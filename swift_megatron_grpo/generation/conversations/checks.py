@@ -1,0 +1,42 @@
+"""Validation of the multi-turn flags; the trainer and `swift rollout` both call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swift_megatron_grpo.generation.conversations.registries import check_registered
+
+
+def check_multi_turn(
+    scheduler: str | None,
+    max_turns: int | None,
+    use_gym_env: bool | None,
+    gym_env: str | None,
+    schedulers: Iterable[str],
+    with_own_run: Iterable[str],
+    environments: Iterable[str],
+) -> None:
+    """Raise ValueError if the multi-turn flags are inconsistent or name something unregistered.
+
+    `schedulers`, `environments`: ms-swift's registries; `with_own_run`: schedulers that override `run`.
+    """
+    if scheduler is None:
+        for flag, value in (("max_turns", max_turns), ("use_gym_env", use_gym_env), ("gym_env", gym_env)):
+            if value is not None and value is not False:
+                known = "with gym_scheduler or another one" if "gym" in flag else "with one of ms-swift's"
+                raise ValueError(f"--{flag} {value} needs multi-turn conversations; add --multi_turn_scheduler {known}")
+        return
+    check_registered("multi_turn_scheduler", [scheduler], schedulers, "swift.rollout.multi_turn.multi_turns")
+    if gym_env is not None:
+        check_registered("gym_env", [gym_env], environments, "swift.rollout.gym_env.envs")
+    if scheduler in with_own_run:
+        raise ValueError(
+            f"--multi_turn_scheduler {scheduler} runs the conversation in its own run(), which ms-swift calls only "
+            "behind `swift rollout`; use a scheduler with step() and on_turn_end()"
+        )
+    check_max_turns(max_turns)
+
+
+def check_max_turns(max_turns: int | None) -> None:
+    if max_turns is not None and max_turns < 1:
+        raise ValueError(f"max_turns must be > 0, got {max_turns}; leave --max_turns out for no limit")

@@ -1,0 +1,8 @@
+"""The protocol between trainer and rollout server. Both import this folder; it needs torch and numpy only.
+
+    api_key.py         where the API key is read from, and how it stays out of process lists
+    messages.py        HTTP routes, status codes and JSON messages
+    model_identity.py  values of config.json in which both must agree
+
+Tests: tests/unit/generation/protocol.
+"""

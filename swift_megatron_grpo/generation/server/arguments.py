@@ -1,0 +1,200 @@
+"""The flags of `swift rollout`: ms-swift's flags, with the defaults of a server that receives weights."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from swift.arguments import RolloutArguments
+from swift.rollout import envs, multi_turns
+
+from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
+from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
+from swift_megatron_grpo.generation.server.limits import TrafficLimits
+from swift_megatron_grpo.generation.vllm.engine_kwargs import (
+    EXPERTS,
+    FLAG,
+    REFUSED_BY_SERVERS,
+    SERVED_BY_SERVERS,
+    check_engine_kwargs,
+)
+from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
+from swift_megatron_grpo.types import Quantization
+from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
+
+LOOPBACK = "127.0.0.1"
+_POSITIVE = {  # flags with an example of a value
+    "health_timeout": 360, "max_body_bytes": 2**26, "max_prompt_characters": 2**20, "max_messages": 4096,
+    "max_nesting": 32, "max_requests": 16384, "max_connections": 16384, "body_timeout": 60, "idle_timeout": 60,
+    "max_media_bytes": 2**31,
+}  # fmt: skip
+
+
+@dataclass
+class GRPORolloutArguments(RolloutArguments):
+    vllm_use_async_engine: bool | None = None
+    vllm_engine_kwargs: dict[str, Any] | str | None = None
+    rollout_quantization: Quantization = field(
+        default="none",
+        metadata={
+            "help": "fp8: vLLM generates with weights and activations in 8 bits, which it quantizes after every sync. "
+            "The trainer must have the same flag. Default: none."
+        },
+    )
+    host: str = LOOPBACK  # ms-swift listens on every interface by default
+    port: int = 8000
+    # not in the repr, which ms-swift logs
+    api_key: str | None = field(
+        default_factory=lambda: read_api_key(os.environ),
+        repr=False,
+        metadata={
+            "help": "Key that every request must send, except those for /health. It is also read from "
+            "SWIFT_ROLLOUT_API_KEY, or from the file that SWIFT_ROLLOUT_API_KEY_FILE names. A flag is visible in "
+            "process lists until the server has started. Default: none."
+        },
+    )
+    health_timeout: float = field(
+        default=360.0,
+        metadata={
+            "help": "Time in seconds in which the engine must generate a token. While no request is in progress, the "
+            "server generates one from time to time. A server whose engine is stuck for longer ends with exit code 1. "
+            "Default: 360."
+        },
+    )
+    max_body_bytes: int = field(
+        default=2**26, metadata={"help": "Largest body of a request in bytes. Default: 67108864 (64 MiB)."}
+    )
+    max_media_bytes: int = field(
+        default=2**31,
+        metadata={
+            "help": "Memory in bytes for images that trainers have sent, as base64. Those used last are kept; "
+            "others are sent again when they are needed. Default: 2147483648 (2 GiB)."
+        },
+    )
+    max_prompt_characters: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest prompt in characters, tools included. Default: 32 per token of --vllm_max_model_len, and "
+            "at least 1048576."
+        },
+    )
+    max_messages: int = field(default=4096, metadata={"help": "Most messages of one request. Default: 4096."})
+    max_nesting: int = field(
+        default=32, metadata={"help": "Most levels of lists and objects in the body of a request. Default: 32."}
+    )
+    max_requests: int = field(
+        default=16384, metadata={"help": "Most requests in progress; further ones get status 429. Default: 16384."}
+    )
+    max_connections: int = field(
+        default=16384, metadata={"help": "Most connections; further ones are closed at once. Default: 16384."}
+    )
+    body_timeout: float = field(
+        default=60.0,
+        metadata={"help": "Time limit in seconds for a client to send a body. Default: 60."},
+    )
+    idle_timeout: float = field(
+        default=60.0,
+        metadata={
+            "help": "Time in seconds after which a connection is closed on which no request has begun. Default: 60."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        """Keep the requested port, and check the flags.
+
+        ms-swift takes the next free port if this one is busy, and treats a port as busy for a minute after a server on
+        it was killed. A trainer waits for the restarted server on the same port.
+        """
+        self._check_limits()
+        self._check_engine()
+        if self.api_key:
+            hide_in_process_list(self.api_key)
+        port = self.port
+        super().__post_init__()
+        self.port = port
+        self._quantize()
+        check_multi_turn(
+            self.multi_turn_scheduler,
+            self.max_turns,
+            self.use_gym_env,
+            self.gym_env,
+            schedulers=multi_turns,
+            with_own_run=(),  # a server runs any scheduler
+            environments=envs,
+        )
+        if _is_port_taken(self.host, port):
+            raise ValueError(f"--port {port}: another process listens on it; use another port, or stop that process")
+
+    def _check_limits(self) -> None:
+        for flag, example in _POSITIVE.items():
+            value = getattr(self, flag)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"--{flag} must be > 0, got {value}; use --{flag} {example}, or leave it out")
+
+    def _check_engine(self) -> None:
+        """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
+        if self.vllm_quantization is not None:
+            raise ValueError(
+                f"--vllm_quantization {self.vllm_quantization}: a server quantizes the weights that it receives; use "
+                "--rollout_quantization fp8"
+            )
+        if self.vllm_speculative_config is not None:
+            why = REFUSED_BY_SERVERS["speculative_config"]
+            raise ValueError(f"--vllm_speculative_config {self.vllm_speculative_config}: {why}; leave it out")
+        self.vllm_engine_kwargs = settings
+
+    def _quantize(self) -> None:
+        """Check --rollout_quantization, and add vLLM's settings for it to those of the engine."""
+        dtype = None if self.torch_dtype is None else str(self.torch_dtype).removeprefix("torch.")
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        device = refusal_of_device(capability, has_experts=False)  # on a CPU vLLM itself refuses experts
+        check_quantization(self.rollout_quantization, self.vllm_enable_lora, dtype, device)
+        settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
+        self.vllm_engine_kwargs = settings | engine_settings(self.rollout_quantization)
+
+    @property
+    def traffic(self) -> TrafficLimits:
+        return TrafficLimits(
+            body_bytes=self.max_body_bytes,
+            body_seconds=self.body_timeout,
+            requests=self.max_requests,
+            connections=self.max_connections,
+            idle_seconds=self.idle_timeout,
+        )
+
+    @property
+    def returns_experts(self) -> bool:
+        """True if the engine can report which experts its routers choose."""
+        return bool(parse_json_object(FLAG, self.vllm_engine_kwargs).get(EXPERTS, False))
+
+    def _set_default_engine_type(self) -> None:
+        if self.vllm_use_async_engine is False:
+            raise ValueError(
+                "--vllm_use_async_engine false: this server receives requests one by one and batches them as they "
+                "arrive, which needs the asynchronous engine; remove the flag, or set SWIFT_MEGATRON_GRPO=off to run "
+                "ms-swift's own server"
+            )
+        self.vllm_use_async_engine = True
+        super()._set_default_engine_type()
+
+    def _check_device_count(self) -> None:
+        """Skip ms-swift's check without accelerators, where vLLM's workers share the CPU."""
+        if torch.accelerator.current_accelerator(check_available=True) is not None:
+            super()._check_device_count()
+
+
+def _is_port_taken(host: str, port: int) -> bool:
+    """Return True if a process listens on the port. Lingering connections do not count: uvicorn can still listen."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    return False

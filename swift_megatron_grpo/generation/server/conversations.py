@@ -1,0 +1,215 @@
+"""Conversations on a rollout server: one request is one conversation, driven by ms-swift's scheduler.
+
+Conversations run concurrently. The scheduler and its environments are those that ms-swift built for its own route; its
+`run` may be ms-swift's or its own. It requests one turn after the other from the engine, which records for the
+conversation the tokens that it saw and sampled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from swift.infer_engine import RequestConfig
+from swift.infer_engine.protocol import (
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+    RolloutInferRequest,
+    RolloutOutput,
+)
+from swift.rollout import MultiTurnScheduler
+from swift.template import MaxLengthError
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from swift_megatron_grpo.generation.conversations.scheduling import (
+    FinishedConversation,
+    close_environment,
+    empty_response,
+    end_without_room,
+    finish,
+    has_room,
+    to_turn,
+)
+from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
+from swift_megatron_grpo.generation.server.pipe import InvalidRequest
+from swift_megatron_grpo.generation.vllm.towers import EngineForImages, placeholder_tokens
+
+
+class ConversationEngine(EngineForImages):
+    """ms-swift's engine, which records requests made within a conversation as turns of it."""
+
+    async def infer_async(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig | None = None, **options: Any
+    ) -> ChatCompletionResponse:
+        turns, infer = _conversation.get(), partial(super().infer_async, infer_request, **options)
+        if turns is None:
+            return await infer(request_config)
+        placeholders = placeholder_tokens(self.template) if infer_request.images else frozenset()
+        return await turns.generate(infer_request, request_config or RequestConfig(), infer, placeholders)
+
+    def _prepare_generation_config(self, request_config: RequestConfig) -> SamplingParams:
+        """Report a request once, when it ends, unless it is streamed: ms-swift reads only the last report."""
+        params = super()._prepare_generation_config(request_config)
+        if not request_config.stream:
+            params.output_kind = RequestOutputKind.FINAL_ONLY
+        return params
+
+    def set_default_max_tokens(self, request_config: RequestConfig, inputs: dict[str, Any]) -> None:
+        """Check that there is room for the turn. ms-swift calls this once it has encoded the prompt."""
+        length = self._get_num_tokens(inputs)
+        if _conversation.get() is not None and not has_room(length, self.max_tokens_offset, self.max_model_len):
+            raise _NoRoom
+        super().set_default_max_tokens(request_config, inputs)
+
+
+class _NoRoom(Exception):
+    """The prompt of this turn already has the maximum length of the engine's sequences."""
+
+
+class _TurnRecorder:
+    """The turns of one conversation."""
+
+    def __init__(self, sampling: RequestConfig, tokens_of_all_turns: int | None) -> None:
+        self.recorded: list[Turn] = []
+        self._tokens_of_all_turns = tokens_of_all_turns
+        self.continues = False  # the last turn continued the assistant message of the turn before
+        self._seed, self._logprobs = sampling.seed, sampling.logprobs
+        self._requested = 0
+        self._ended = False
+
+    async def generate(
+        self,
+        request: RolloutInferRequest,
+        config: RequestConfig,
+        infer: Callable[[RequestConfig], Awaitable[ChatCompletionResponse]],
+        placeholders: frozenset[int],
+    ) -> ChatCompletionResponse:
+        """Generate the next turn. A conversation without room for it gets an empty response, which ends it.
+
+        So does one in which the policy has sampled a placeholder: the engine would put an image in its place.
+        """
+        if self._ended:
+            raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
+        self._requested += 1
+        config = replace(
+            config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
+        )
+        left = tokens_left(self._tokens_of_all_turns, self.recorded)
+        if left == 0 or sampled_any(placeholders, self.recorded):
+            self._ended = True
+            return empty_response(request)
+        if left is not None:
+            config = replace(config, max_tokens=left)
+        try:
+            response = await infer(config)
+        except (_NoRoom, MaxLengthError) as error:
+            if not self.recorded:
+                flag = "--max_length" if isinstance(error, MaxLengthError) else "--vllm_max_model_len"
+                raise InvalidRequest(
+                    f"the first prompt leaves no room for an answer; start the server with a larger {flag}"
+                ) from None
+            self._ended = True
+            return empty_response(request)
+        self.recorded.append(to_turn(response))
+        return response
+
+
+_conversation: ContextVar[_TurnRecorder | None] = ContextVar("conversation", default=None)
+
+
+class Conversations:
+    """Runs conversations with ms-swift's scheduler."""
+
+    def __init__(self, scheduler: MultiTurnScheduler) -> None:
+        self._scheduler = scheduler
+        end_without_room(scheduler)
+        if type(scheduler).run is MultiTurnScheduler.run:
+            _add_answer_prefix_to_steps(scheduler)
+        self._running: dict[str, asyncio.Task[Any]] = {}  # by uuid
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def complete(
+        self, request: dict[str, Any], sampling: dict[str, Any], tokens_of_all_turns: int | None
+    ) -> Completion:
+        """Run a conversation from ms-swift's request and sampling; all after the first prompt is the completion."""
+        finished = await self.run(RolloutInferRequest(**request), RequestConfig(**sampling), tokens_of_all_turns)
+        if finished.finish_reason != "length":  # a scheduler may report others, which mean the same to the trainer
+            finished = replace(finished, finish_reason="stop")
+        return finished.to_completion(NO_WEIGHTS)  # the web server sets the version
+
+    async def run(
+        self, request: RolloutInferRequest, sampling: RequestConfig, tokens_of_all_turns: int | None = None
+    ) -> FinishedConversation:
+        """Run a conversation to its end. A repeated request cancels the first, whose client no longer waits."""
+        uuid = request.uuid
+        while uuid in self._running:
+            self._running[uuid].cancel()
+            await asyncio.wait([self._running[uuid]])
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[uuid] = task
+        turns = _TurnRecorder(sampling, tokens_of_all_turns)
+        _conversation.set(turns)  # for this task, and for tasks that the scheduler creates in it
+        try:
+            output = _single_output(await self._scheduler.run(request, sampling), turns.recorded)
+        finally:
+            del self._running[uuid]
+            self._close(uuid)
+        return finish(output, turns.recorded, self._scheduler.tokenizer.decode)
+
+    def _close(self, uuid: str) -> None:
+        """Close the environment in the background, because closing may be slow."""
+        closing = asyncio.create_task(close_environment(self._scheduler, uuid))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
+    """Prepend the template's answer prefix to the tokens that the scheduler's step() returns.
+
+    A template may put a prefix in front of every answer (`<think></think>`), which the policy saw when it sampled.
+    ms-swift's other loop prepends the prefix's tokens to those returned by step(), but run() does not: the next turn
+    would see a different prefix.
+    """
+    append, step = scheduler.append_assistant_completion, scheduler.step
+
+    def append_assistant_completion(request: RolloutInferRequest, completion: str) -> bool:
+        continues: bool = append(request, completion)
+        turns = _conversation.get()
+        if turns is not None:
+            turns.continues = continues
+        return continues
+
+    def step_with_prefix(
+        request: RolloutInferRequest, choice: ChatCompletionResponseChoice, turn: int
+    ) -> dict[str, Any]:
+        result: dict[str, Any] = step(request, choice, turn)
+        turns = _conversation.get()
+        if turns is None or result.get("response_token_ids") is None:
+            return result
+        ids, mask = scheduler.get_response_token_data(
+            request, choice, turns.continues, result["response_token_ids"], result.get("response_loss_mask")
+        )
+        return {**result, "response_token_ids": ids, "response_loss_mask": mask}
+
+    scheduler.append_assistant_completion, scheduler.step = append_assistant_completion, step_with_prefix
+
+
+def _single_output(returned: RolloutOutput | list[RolloutOutput], turns: list[Turn]) -> RolloutOutput:
+    """Validate the result of a scheduler's run(), which a scheduler may override."""
+    outputs = returned if isinstance(returned, list) else [returned]
+    if len(outputs) != 1:
+        raise ValueError(
+            f"the scheduler's run() returned {len(outputs)} outputs for one request; a conversation is one sample "
+            "here, with all its messages"
+        )
+    if outputs[0].messages is None or not turns:
+        missing = "messages" if turns else "turns, because it never called infer_engine.infer_async"
+        raise ValueError(f"the scheduler's run() returned an output without {missing}")
+    return outputs[0]

@@ -1,0 +1,260 @@
+"""vLLM's engine in a thread of the engine process, with the methods of AsyncLLM that a rollout server calls.
+
+AsyncLLM runs the core in a process of its own, which packs the tokens and log-probs of every request into a message
+after every step, and unpacks them here. On an H200 that took 0.9 of 5.2 ms of a step of 128 sequences. In a thread the
+core hands objects over, and the event loop is woken only by what a request waits for: mostly its last output.
+
+This needs one device: several are driven by processes, whose failure AsyncLLM detects. A model that takes images keeps
+AsyncLLM as well, because the preparation of an image would delay the next step of all other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
+
+from setproctitle import setproctitle
+from swift.utils import get_logger
+from vllm import AsyncEngineArgs
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.executor import Executor
+
+from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
+from swift_megatron_grpo.generation.vllm.towers import has_towers
+
+T = TypeVar("T")
+Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
+logger = get_logger()
+
+_SHUTDOWN_SECONDS = 5
+# Seconds after which a thread that runs Python lets another one run. Python's default of 5 ms is a step of the engine.
+_SWITCH_SECONDS = 5e-4
+# Requests of a rollout arrive one by one, within some 60 ms, and whoever misses the first step ends after the others.
+# An idle engine waits for the next request for the first of these times, and for all of them no longer than the second.
+_GATHERING_SECONDS = 8e-3
+_MOST_GATHERING_SECONDS = 0.1
+
+
+class EngineFailed(RuntimeError):
+    """The engine has raised an error in a step, or was shut down; it generates nothing any more."""
+
+
+class ServerEngine:
+    """Builds the engine of a server, in the place of AsyncLLM."""
+
+    @staticmethod
+    def from_engine_args(arguments: AsyncEngineArgs) -> EngineThread | AsyncLLM:
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if fits_thread(config):
+            return EngineThread(config, log_stats=not arguments.disable_log_stats)
+        return AsyncLLM.from_vllm_config(
+            config,
+            usage_context=UsageContext.ENGINE_CONTEXT,
+            disable_log_stats=arguments.disable_log_stats,
+        )
+
+
+def fits_thread(config: Any) -> bool:
+    """Return True if this engine runs on one device and takes texts only."""
+    parallel = config.parallel_config
+    return parallel.world_size * parallel.data_parallel_size == 1 and not has_towers(config.model_config)
+
+
+class EngineThread:
+    """An engine that steps in its own thread while it has requests. All methods are called in one event loop."""
+
+    def __init__(self, config: Any, log_stats: bool, build: Callable[[Any, bool], LLMEngine] | None = None) -> None:
+        """Build the engine in its thread. `build`: from the same two arguments."""
+        self.vllm_config, self.model_config = config, config.model_config
+        self._loop = asyncio.get_running_loop()
+        self._commands: SimpleQueue[Command | None] = SimpleQueue()
+        self._waiting: dict[str, asyncio.Queue[Any]] = {}  # outputs of a request, by its id
+        self._failure: EngineFailed | None = None
+        sys.setswitchinterval(_SWITCH_SECONDS)
+        setproctitle("VLLM::EngineCore")  # as vLLM names the process of a core
+        built: Future[LLMEngine] = Future()
+        make = partial(build or build_engine, config, log_stats)
+        self._thread = Thread(target=self._run, args=(make, built), name="vLLM engine", daemon=True)
+        self._thread.start()
+        self.output_processor = built.result().output_processor
+
+    @property
+    def errored(self) -> bool:
+        return self._failure is not None
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the outputs of a request. Ending this early aborts the request."""
+        assert data_parallel_rank in (None, 0)
+        outputs = self._waiting[request_id] = asyncio.Queue()
+        finished = False
+        try:
+            await self._call(
+                lambda engine: engine.add_request(request_id, prompt, sampling_params, lora_request=lora_request)
+            )
+            while not finished:
+                output = await outputs.get()
+                if isinstance(output, EngineFailed):
+                    raise output
+                finished = output.finished
+                yield output
+        finally:
+            del self._waiting[request_id]
+            if not finished:
+                self._commands.put((Future(), lambda engine: engine.abort_request([request_id])))
+
+    async def collective_rpc(
+        self,
+        method: Any,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        result: list[Any] = await self._call(lambda engine: engine.collective_rpc(method, timeout, args, kwargs))
+        return result
+
+    async def reset_prefix_cache(self) -> Any:
+        return await self._call(lambda engine: engine.reset_prefix_cache())
+
+    async def reset_encoder_cache(self) -> None:
+        await self._call(lambda engine: engine.reset_encoder_cache())
+
+    async def reset_mm_cache(self) -> None:
+        await self._call(lambda engine: engine.reset_mm_cache())
+
+    async def list_loras(self) -> set[int]:
+        return await self._call(lambda engine: engine.list_loras())
+
+    def shutdown(self) -> None:
+        """End the thread, unless it is stuck. Requests and commands that are not finished raise EngineFailed."""
+        self._commands.put(None)
+        self._thread.join(_SHUTDOWN_SECONDS)
+
+    async def _call(self, command: Callable[[LLMEngine], T]) -> T:
+        """Run a command in the engine's thread, between two steps."""
+        if self._failure is not None:
+            raise self._failure
+        result: Future[T] = Future()
+        self._commands.put((result, command))
+        return await asyncio.wrap_future(result)
+
+    # ---- in the engine's thread
+
+    def _run(self, make: Callable[[], LLMEngine], built: Future[LLMEngine]) -> None:
+        """Build the engine, whose device and streams belong to this thread, and run it to its end."""
+        try:
+            engine = make()
+        except BaseException as error:
+            built.set_exception(error)
+            return
+        built.set_result(engine)
+        try:
+            while self._run_commands(engine):
+                if _has_work(engine) and (outputs := engine.step()):
+                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+        except BaseException as error:  # also SystemExit, which would end this thread alone and print nothing
+            logger.exception("a step of the engine failed")
+            self._fail(_failure_of(error))
+            while (command := self._commands.get()) is not None:
+                self._refuse(command)
+        else:
+            self._fail(EngineFailed("the engine was shut down"))
+            while not self._commands.empty():
+                if (command := self._commands.get()) is not None:
+                    self._refuse(command)
+            engine.engine_core.shutdown()
+
+    def _run_commands(self, engine: LLMEngine) -> bool:
+        """Run the commands that wait, and wait for one if there is nothing to generate. Return False at the end."""
+        first_step = 0.0 if _has_work(engine) else math.inf  # time.monotonic() at which gathering ends
+        while True:
+            patience = None  # no limit
+            if _has_work(engine):
+                now = time.monotonic()
+                first_step = min(first_step, now + _MOST_GATHERING_SECONDS)
+                patience = max(0.0, min(_GATHERING_SECONDS, first_step - now))
+            try:
+                command = self._commands.get(timeout=patience)
+            except Empty:
+                return True
+            if command is None:
+                return False
+            _run_command(engine, *command)
+
+    def _fail(self, failure: EngineFailed) -> None:
+        """Make all requests raise the failure, and all commands that are sent from now on."""
+        self._failure = failure
+        with suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(self._deliver_failure, failure)
+
+    def _refuse(self, command: Command) -> None:
+        assert self._failure is not None
+        if command[0].set_running_or_notify_cancel():
+            command[0].set_exception(self._failure)
+
+    # ---- in the event loop
+
+    def _deliver(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            if output.request_id in self._waiting:  # otherwise it was aborted in the meantime
+                self._waiting[output.request_id].put_nowait(output)
+
+    def _deliver_failure(self, failure: EngineFailed) -> None:
+        for outputs in self._waiting.values():
+            outputs.put_nowait(failure)
+
+
+def _failure_of(error: BaseException) -> EngineFailed:
+    return EngineFailed(f"{type(error).__name__}: {error}")
+
+
+def build_engine(config: Any, log_stats: bool) -> LLMEngine:
+    engine = LLMEngine(
+        vllm_config=config,
+        executor_class=Executor.get_class(config),
+        log_stats=log_stats,
+        usage_context=UsageContext.ENGINE_CONTEXT,
+    )
+    speed_up_decoding(engine)
+    return engine
+
+
+def _has_work(engine: LLMEngine) -> bool:
+    """Return True as long as vLLM's own loop would step: also for a batch that is on the device when requests end.
+
+    Otherwise the blocks of these requests might not be free when new weights arrive, and the prefix cache would stay.
+    """
+    core = engine.engine_core.engine_core
+    return engine.has_unfinished_requests() or core.scheduler.has_requests() or bool(core.batch_queue)
+
+
+def _run_command(engine: LLMEngine, result: Future[Any], command: Callable[[LLMEngine], Any]) -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        value = command(engine)
+    except Exception as error:
+        result.set_exception(error)
+    except BaseException as error:
+        result.set_exception(_failure_of(error))
+        raise
+    else:
+        result.set_result(value)

@@ -1,0 +1,170 @@
+"""The gate in front of all routes: the key first, then the size and the content of the body.
+
+A request without the key is answered before its body is read. What reaches a route is complete, small enough and
+checked by schema.py. An exception in a route is logged with an id, and the client receives the id alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import uuid
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from swift.utils import get_logger
+
+from swift_megatron_grpo.generation.protocol.messages import INVALID
+from swift_megatron_grpo.generation.server.limits import ContentLimits, TrafficLimits
+from swift_megatron_grpo.generation.server.schema import SCHEMAS, STOCK_SCHEMAS, GenerateBatch, InvalidBody, parse
+
+logger = get_logger()
+OPEN_ROUTES = ("/health", "/health/")  # need no key
+_BODY = "swift_megatron_grpo.body"  # key of the scope
+_SCHEME = b"bearer "
+
+
+class Refused(Exception):
+    """The request is answered with this status, and reaches no route."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class Gate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(
+        self, app: ASGIApp, key: str | None, traffic: TrafficLimits, content: Callable[[], ContentLimits]
+    ) -> None:
+        self._app, self._traffic, self._content = app, traffic, content
+        self._key = None if not key else key.encode()
+        self._in_progress = 0  # requests with a body, and each of a batch
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        response = _Response(send)
+        try:
+            self._check_key(scope)
+            if scope["method"] in ("GET", "HEAD"):
+                await self._app(scope, receive, response.send)
+            else:
+                await self._serve_with_body(scope, receive, response)
+        except Refused as refusal:
+            await response.fail(refusal.status, str(refusal))
+        except Exception:
+            number = uuid.uuid4().hex[:8]
+            logger.exception(f"error {number} in {scope['method']} {scope['path']!r}")
+            await response.fail(500, f"the server failed; its log has the reason, as error {number}")
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._key is None or scope["path"] in OPEN_ROUTES:
+            return
+        sent = _header(scope, b"authorization") or b""
+        if not sent.lower().startswith(_SCHEME):
+            raise Refused(401, "Missing bearer token")
+        if not hmac.compare_digest(sent[len(_SCHEME) :], self._key):
+            raise Refused(401, "Invalid API key")
+
+    async def _serve_with_body(self, scope: Scope, receive: Receive, response: _Response) -> None:
+        if self._in_progress >= self._traffic.requests:
+            raise Refused(429, f"{self._in_progress} requests are in progress (--max_requests); retry later")
+        self._in_progress += 1
+        counted = 1
+        try:
+            body = await self._read(scope, receive)
+            if scope["method"] == "POST":
+                body = self._checked(scope, body)
+                more = _requests_in(scope) - 1
+                if self._in_progress + more > self._traffic.requests:
+                    raise Refused(429, f"a batch of {1 + more} exceeds the limit (--max_requests); retry later")
+                self._in_progress += more
+                counted += more
+            await self._app(scope, _replay(body, receive), response.send)
+        finally:
+            self._in_progress -= counted
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Read the body, up to the limits of size and time."""
+        limit = self._traffic.body_bytes
+        declared = _header(scope, b"content-length") or b"0"
+        if not declared.isdigit() or len(declared) > 18 or int(declared) > limit:
+            raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(self._traffic.body_seconds):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(400, "the client has disconnected")
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > limit:
+                        raise Refused(413, f"the body is larger than {limit} bytes (--max_body_bytes)")
+        except TimeoutError:
+            raise Refused(
+                408, f"the body was not complete within {self._traffic.body_seconds:g} s (--body_timeout)"
+            ) from None
+        return bytes(body)
+
+    def _checked(self, scope: Scope, body: bytes) -> bytes:
+        """Check the body. Return what ms-swift's routes read; this package's read the checked object."""
+        path = scope["path"]
+        try:
+            if path in STOCK_SCHEMAS:
+                return parse(body, STOCK_SCHEMAS[path], self._content()).model_dump_json(exclude_unset=True).encode()
+            if path in SCHEMAS:
+                scope[_BODY] = parse(body, SCHEMAS[path], self._content())
+        except InvalidBody as error:
+            raise Refused(INVALID, str(error)) from None
+        return b""  # no other route reads a body
+
+
+def checked_body(scope: MutableMapping[str, Any]) -> Any:
+    """Return the object that the gate has parsed from the body of this request."""
+    return scope[_BODY]
+
+
+def _requests_in(scope: Scope) -> int:
+    body = scope.get(_BODY)
+    return len(body.requests) if isinstance(body, GenerateBatch) else 1
+
+
+class _Response:
+    """The response to one request, which a failure may replace as long as it has not begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._began = False
+
+    async def send(self, message: Message) -> None:
+        self._began = True
+        await self._send(message)
+
+    async def fail(self, status: int, reason: str) -> None:
+        if self._began:
+            return
+        body = json.dumps({"detail": reason}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    values = [value for key, value in scope["headers"] if key == name]
+    return values[0] if values else None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a channel that yields the body first, and then what else the client does, such as disconnecting."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay

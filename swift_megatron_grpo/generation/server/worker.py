@@ -1,0 +1,252 @@
+"""The engine process: ms-swift's loop serves ms-swift's routes, and a second loop serves this package's commands."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from swift.infer_engine import GRPOVllmEngine, vllm_engine
+from swift.pipelines.infer import rollout
+
+from swift_megatron_grpo.data.images import portable_images
+from swift_megatron_grpo.generation.protocol.messages import packed_logprobs
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
+from swift_megatron_grpo.generation.server import pipe
+from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.generation.server.completions import Completer
+from swift_megatron_grpo.generation.server.conversations import ConversationEngine, Conversations
+from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
+from swift_megatron_grpo.generation.server.ignore_interrupts import ignore_interrupts
+from swift_megatron_grpo.generation.server.media import MediaStore
+from swift_megatron_grpo.generation.server.prober import Prober
+from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
+from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
+from swift_megatron_grpo.generation.vllm.towers import has_towers, images_per_prompt
+from swift_megatron_grpo.types import ScoredText
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.5  # between two checks of vLLM's core
+_DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 10.0, 0.01  # for batches on the device, of which there are two at most
+WORKER_EXTENSION = "swift_megatron_grpo.generation.server.weight_receiver.WeightReceiver"
+
+
+def run_worker(
+    args: GRPORolloutArguments,
+    data_parallel_rank: int,
+    master_port: int,
+    stock_pipe: Connection,
+    command_pipe: Connection,
+) -> None:
+    """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` that of pipe.py."""
+    ignore_interrupts()
+    find_runtime_beside_tilelang()
+    asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
+
+
+async def _run_worker(
+    args: GRPORolloutArguments,
+    data_parallel_rank: int,
+    master_port: int,
+    stock_pipe: Connection,
+    command_pipe: Connection,
+) -> None:
+    """Run both loops until one ends: the web server has exited or sent a shutdown, or the engine has failed."""
+    built: asyncio.Future[tuple[GRPOVllmEngine, Conversations | None]] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        commands = EngineCommands(*await built, args.max_media_bytes)
+        await asyncio.wait(
+            [
+                asyncio.create_task(pipe.serve(command_pipe, commands.commands)),
+                asyncio.create_task(commands.wait_for_engine_failure()),
+            ],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+
+    _patch_engine_construction(built.set_result)
+    stock_loop = rollout.async_llm_worker(args, data_parallel_rank, master_port, stock_pipe)
+    loops = [asyncio.create_task(serve()), asyncio.create_task(stock_loop)]
+    await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+    if built.done():
+        built.result()[0].engine.shutdown()
+    os._exit(0)  # a thread still reads commands, and a normal exit would wait for it
+
+
+class ServedEngine(ConversationEngine):
+    """ms-swift's engine, whose workers receive this package's weights, and whose core may run in a thread."""
+
+    def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
+        engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION
+        super().__init__(*args, engine_kwargs=engine_kwargs, **kwargs)
+
+    def _prepare_engine(self) -> None:
+        """Build the engine of this package where ms-swift builds vLLM's asynchronous engine."""
+        speed_up_logprobs()  # of requests, which are in this process wherever the workers are
+        stock, vllm_engine.AsyncLLMEngine = vllm_engine.AsyncLLMEngine, ServerEngine
+        try:
+            super()._prepare_engine()
+        finally:
+            vllm_engine.AsyncLLMEngine = stock
+
+
+def _patch_engine_construction(on_built: Callable[[tuple[GRPOVllmEngine, Conversations | None]], object]) -> None:
+    """Replace the engine class that ms-swift's loop instantiates, and pass engine and conversations to `on_built`.
+
+    ms-swift's loop also builds the scheduler, if any.
+    """
+
+    get_stock_engine_type = rollout.get_rollout_engine_type
+
+    def get_rollout_engine_type(args: GRPORolloutArguments, engine: GRPOVllmEngine) -> Any:
+        """Return what ms-swift returns: its scheduler, or the engine itself."""
+        scheduler_or_engine = get_stock_engine_type(args, engine)
+        on_built((engine, Conversations(scheduler_or_engine) if args.multi_turn_scheduler else None))
+        return scheduler_or_engine
+
+    rollout.GRPOVllmEngine, rollout.get_rollout_engine_type = ServedEngine, get_rollout_engine_type
+
+
+async def reset_prefix_cache(engine: Any) -> None:
+    """Reset it, also if a batch is still on the device: its blocks are in use until vLLM has stepped again."""
+    end = time.monotonic() + _DRAIN_SECONDS
+    while await engine.reset_prefix_cache() is False:
+        if time.monotonic() > end:
+            raise RuntimeError(
+                "vLLM still holds blocks of requests, so values of older weights would stay in its cache"
+            )
+        await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+
+class EngineCommands:
+    """The commands that the web server can send to the engine."""
+
+    def __init__(self, engine: GRPOVllmEngine, conversations: Conversations | None, max_media_bytes: int) -> None:
+        self._engine = engine
+        single = Completer(engine)
+        self._single, self._conversations = single, conversations
+        self._prober = Prober(single, engine.engine)
+        self._media = MediaStore(max_media_bytes)
+        self._generating: set[asyncio.Task[Any]] = set()
+        commands = (
+            self.describe, self.probe, self.generate, self.put_media, self.join, self.receive, self.score_text,
+            self.held_weights,
+        )  # fmt: skip
+        self.commands: dict[str, pipe.Command] = {
+            command.__name__: partial(self._unless_engine_failed, command) for command in commands
+        }
+
+    async def wait_for_engine_failure(self) -> None:
+        """Return once vLLM's core has failed or was killed; it does not recover."""
+        while not self._engine.engine.errored:
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _unless_engine_failed(self, command: pipe.Command, **arguments: Any) -> Any:
+        try:
+            return await command(**arguments)
+        except Exception:
+            if self._engine.engine.errored:  # report the exit of this process instead of a failed command
+                await asyncio.Event().wait()
+            raise
+
+    async def describe(self) -> dict[str, Any]:
+        config = self._engine.engine.vllm_config
+        hf_config = config.model_config.hf_config.to_dict()
+        return {
+            "max_model_len": config.model_config.max_model_len,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "max_logprobs": config.model_config.max_logprobs,
+            "vocab_size": config.model_config.get_vocab_size(),
+            "accepts_media": config.model_config.is_multimodal_model,
+            "has_towers": has_towers(config.model_config),
+            "images_per_prompt": images_per_prompt(config.model_config),
+            "model": model_identity(hf_config)
+            | position_identity(hf_config)
+            | precision_identity(config.model_config.dtype),
+        }
+
+    async def probe(self) -> dict[str, Any]:
+        """Return once the engine has generated a token."""
+        await self._cancelled_by_new_weights(self._prober.wait_for_token())
+        return {}
+
+    async def generate(
+        self,
+        request: dict[str, Any],
+        sampling: dict[str, Any],
+        tokens_of_all_turns: int | None = None,
+        media: Sequence[str] = (),
+        experts: bool = False,
+    ) -> dict[str, Any]:
+        """Generate a completion, or a conversation if this server has a scheduler.
+
+        `media`: digests of its images. `experts`: return those that routers chose, if this engine reports them.
+        """
+        if media:
+            request = {**request, "images": self._media.get(media)}
+        if self._conversations is None:
+            work = self._single.complete(request, sampling)
+        else:
+            work = self._conversations.complete(request, sampling, tokens_of_all_turns)
+        completion = await self._cancelled_by_new_weights(work)
+        if "images" in completion.infos and images_per_prompt(self._engine.engine.vllm_config.model_config):
+            shown = await asyncio.to_thread(portable_images, completion.infos["images"])
+            completion = replace(completion, infos={**completion.infos, "images": shown})
+        return (completion if experts else replace(completion, routed_experts=None)).to_json()
+
+    async def put_media(self, digest: str, image: str) -> dict[str, Any]:
+        self._media.put(digest, image)
+        return {}
+
+    async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._generating.add(task)
+        try:
+            return await task
+        finally:
+            self._generating.discard(task)
+
+    async def join(self, rendezvous: dict[str, Any]) -> None:
+        await self._engine.engine.collective_rpc("grpo_join", args=(rendezvous,))
+
+    async def receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
+        """Receive and load new weights, after cancelling generation that the trainer no longer waits for."""
+        stale = list(self._generating)
+        for task in stale:
+            task.cancel()
+        await asyncio.gather(*stale, return_exceptions=True)
+        engine = self._engine.engine
+        reports = await engine.collective_rpc("grpo_receive", args=(lora, collect_checksums))
+        # Results cached with older weights must not be used with newer ones.
+        await reset_prefix_cache(engine)
+        await engine.reset_encoder_cache()
+        return {"workers": reports}
+
+    async def score_text(self, tokens: list[int], image: str | None) -> dict[str, Any]:
+        """Compute the text's log-probs on each data-parallel replica, because each has its own copy of the weights."""
+        text = ScoredText(tokens, None if image is None else base64.b64decode(image))
+        replicas = self._engine.engine.vllm_config.parallel_config.data_parallel_size
+        logprobs = await asyncio.gather(*(self._score(text, replica) for replica in range(replicas)))
+        return {"replicas": [packed_logprobs(values) for values in logprobs]}
+
+    async def _score(self, text: ScoredText, replica: int) -> list[float]:
+        results = self._engine.engine.generate(
+            scoring_input(text),
+            scoring_params(),
+            f"score-{uuid.uuid4().hex}",
+            lora_request=await self._engine._get_grpo_lora_request_async(),
+            data_parallel_rank=replica,
+        )
+        [*_, last] = [result async for result in results]
+        return text_logprobs(last)
+
+    async def held_weights(self) -> dict[str, Any]:
+        return {"workers": await self._engine.engine.collective_rpc("grpo_held_weights")}

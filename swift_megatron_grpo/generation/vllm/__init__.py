@@ -1,0 +1,19 @@
+"""Code for vLLM that runs in the trainer's processes (colocate) and in a rollout server's workers.
+
+    sampling.py       requests for completions and for log-probs of a text
+    adapter.py        loads a LoRA adapter from tensors
+    towers.py         whether an engine holds the image, video and audio parts of its model
+    fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
+    logprob_kernel.py  their Triton kernel
+    fast_decoding.py  installs the next two, where they fit
+    fast_schedule.py  vLLM's schedule of a step in which every running request gets one token
+    fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches
+    running_requests.py  what both remember of a request
+    known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM
+    engine_kwargs.py  the support of every setting of vLLM in --vllm_engine_kwargs
+    json_flags.py     reads flags whose value is a JSON object
+    cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime beside tilelang
+
+Tests: tests/unit/generation/vllm, tests/unit/loop/test_weight_sync.py (loaded_weights), tests/e2e/test_generation.py,
+tests/e2e/test_server.py.
+"""

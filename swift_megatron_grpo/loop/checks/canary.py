@@ -1,0 +1,66 @@
+"""The fixed text, with an image if the run has images, whose log-probs trainer and engines compute after a sync."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from io import BytesIO
+
+from PIL import Image
+
+from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.training.passes import Passes
+from swift_megatron_grpo.types import Placed, Sample, ScoredText
+
+# Prose, numbers and code, as most models have seen them. The cost of an engine's response grows with the length.
+CANARY_TEXT = (
+    "The quick brown fox jumps over the lazy dog. In 1969 two people walked on the Moon; 12 have been there since. "
+    "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
+    "Water boils at 100 degrees Celsius at sea level, and freezes at 0. Paris is the capital of France. "
+)
+
+
+def canary_image(width: int, height: int) -> bytes:
+    """Return a PNG of noise, in which no two patches are alike."""
+    rng, file = random.Random(0), BytesIO()
+    Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(file, format="PNG")
+    return file.getvalue()
+
+
+class Canary:
+    """The trainer's log-probs of the fixed text. Every rank calls `logprobs`.
+
+    `tokens`: the text as the engine expands it, with `pictures`, none or one. Log-probs of the tokens of an image are
+    not compared.
+    """
+
+    def __init__(
+        self,
+        text: ScoredText,
+        tokens: Sequence[int],
+        pictures: tuple[Placed, ...],
+        passes: Passes,
+        coordinator: Coordinator,
+    ) -> None:
+        self.text = text
+        self.passes = passes  # at temperature 1
+        self._coordinator = coordinator
+        self.tokens, self._pictures = list(tokens), pictures
+        of_image = {p.start + i for p in self._pictures for i in range(p.picture.num_tokens)}
+        self._compared = [i > 0 and i not in of_image for i in range(len(self.tokens))]
+
+    def logprobs(self) -> list[list[float]]:
+        """Return the log-probs of every data-parallel rank, whose copies of the weights must not diverge either."""
+        sample = Sample(tokens=self.tokens, completion_mask=self._compared, advantage=0.0, pictures=self._pictures)
+        values = self.passes.infer([sample] * self.passes.fewest_samples)
+        gathered = self._coordinator.gather_samples(values, self.passes.parallel)
+        return [copy.logprobs for copy in gathered.values()]
+
+    def compared(self, logprobs: Sequence[float]) -> list[float]:
+        """Return those of an engine's log-probs, of all tokens but the first, that `logprobs` returns."""
+        if len(logprobs) != len(self.tokens) - 1:
+            raise RuntimeError(
+                f"the engine returned {len(logprobs)} log-probs for a fixed text of {len(self.tokens)} tokens: it "
+                "expands the text's image to another number of tokens than the trainer"
+            )
+        return [value for value, compared in zip(logprobs, self._compared[1:], strict=True) if compared]

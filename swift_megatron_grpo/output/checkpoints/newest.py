@@ -1,0 +1,128 @@
+"""Find the checkpoint that a run continues from (--resume): the newest whole one of an output folder, or a given one.
+
+Every rank looks on its own, before a process group exists. On a shared file system all ranks find the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, BadManifest, has_manifest, read_manifest
+from swift_megatron_grpo.output.checkpoints.sources import ARGUMENTS, TRACKER, BadCheckpoint, Source, quick_faults
+
+FLAG = "resume"  # in errors about the checkpoint
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_VERSION = re.compile(r"v\d+-.+")  # the folder of one run below --output_dir (--add_version)
+_SHOWN = 3  # checkpoints that an error names
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint to continue from."""
+
+    folder: Path
+    step: int
+    has_adapter: bool  # True: it holds an adapter, not the model
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder.parent
+
+    def settings(self) -> dict[str, str | bool]:
+        """Return the values of the flags that load it, by their names."""
+        return {"finetune": False, "mcore_adapter" if self.has_adapter else "mcore_model": str(self.folder)}
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The result of a search."""
+
+    newest: Checkpoint | None  # None: there is no checkpoint
+    skipped: tuple[str, ...]  # newer ones, with the reasons
+
+
+def find_newest(output_dir: Path, loads_optimizer: bool = True) -> Search:
+    """Return the newest whole checkpoint in an output folder and in the folders of its runs.
+
+    Files up to 1 MiB are verified, and the sizes of all others. Raises BadCheckpoint if there are only damaged ones:
+    a run that starts again would overwrite them.
+    """
+    skipped, damaged = list[str](), list[str]()
+    for folder in sorted(checkpoints_of(output_dir), key=_age, reverse=True):
+        if not has_manifest(folder):
+            skipped.append(f"{folder}: it has no {MANIFEST}, which is written last, so its save was interrupted")
+            continue
+        reason = why_unusable(folder, loads_optimizer)
+        if reason is None:
+            return Search(open_checkpoint(folder), tuple(skipped))
+        damaged.append(f"{folder}: {reason}")
+        skipped.append(damaged[-1])
+    if damaged:
+        more = f"; and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else ""
+        raise BadCheckpoint(
+            f"--resume auto: no checkpoint in {output_dir} can be continued from: {'; '.join(damaged[:_SHOWN])}{more}; "
+            "restore one of them, use another --output_dir, or use --resume never to start from step 1"
+        )
+    return Search(None, tuple(skipped))
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder; raise BadCheckpoint if it holds none in Megatron's format."""
+    try:
+        step = int((folder / TRACKER).read_text(encoding="utf-8"))
+        adapter = _arguments(folder).get("tuner_type", "full") != "full"
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(
+            f"--resume {folder}: {error}; use --resume auto, or a folder checkpoint-N that a run has saved, with the "
+            "optimizer's state (--no_save_optim false)"
+        ) from None
+    return Checkpoint(folder.resolve() if folder.is_symlink() else folder.absolute(), step, adapter)
+
+
+def why_unusable(folder: Path, loads_optimizer: bool) -> str | None:
+    """Return why a run cannot continue from a checkpoint with a manifest, as far as it shows in no time."""
+    faults = quick_faults(Source(FLAG, folder, megatron=True))
+    if faults:
+        return "; ".join(faults[:_SHOWN])
+    if not (folder / TRACKER).is_file():
+        return "it has no files in Megatron's format"
+    try:
+        without_optimizer = _arguments(folder).get("no_save_optim")
+    except (OSError, ValueError) as error:
+        return f"{ARGUMENTS} cannot be read: {error}"
+    if loads_optimizer and without_optimizer:
+        return "it was saved with --no_save_optim true, so it has no optimizer state to continue with"
+    return None
+
+
+def checkpoints_of(output_dir: Path) -> list[Path]:
+    """Return the checkpoints of an output folder and of its runs; copies with merged adapters are left out."""
+    if not output_dir.is_dir():
+        return []
+    runs = [output_dir, *(path for path in output_dir.iterdir() if _VERSION.fullmatch(path.name) and path.is_dir())]
+    found = [path for run in runs for path in run.glob("checkpoint-*") if _CHECKPOINT.fullmatch(path.name)]
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _age(folder: Path) -> tuple[float, int, str]:
+    """Return when a checkpoint was saved, to sort by; a copy keeps this time, unlike that of its files."""
+    match = _CHECKPOINT.fullmatch(folder.name)
+    step = int(match[1]) if match else -1
+    try:
+        saved = read_manifest(folder).saved_at
+    except BadManifest:  # incomplete or damaged
+        saved = None
+    if saved is None:  # of an earlier version
+        path = folder / MANIFEST
+        saved = (path if path.is_file() else folder).stat().st_mtime
+    return saved, step, str(folder)
+
+
+def _arguments(folder: Path) -> dict[str, object]:
+    content = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"{ARGUMENTS} is no JSON object")
+    return content

@@ -1,0 +1,230 @@
+"""Surround a save of ms-swift's trainer: check the free space before it, write the manifest after it.
+
+A save that a full disk ends is removed, so that no incomplete checkpoint stays, and the error names the disk.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from swift_megatron_grpo.output.checkpoints.identity import DatasetIdentity, TokenizerIdentity
+from swift_megatron_grpo.output.checkpoints.manifest import (
+    FileEntry,
+    Manifest,
+    has_manifest,
+    list_files,
+    remove_manifest,
+    write_manifest,
+)
+from swift_megatron_grpo.output.checkpoints.verifying import Ranks, deal
+from swift_megatron_grpo.output.disk.checksums import file_checksums, threads_of_a_rank
+from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, free_bytes, reason_of, why_full
+
+_WRITTEN_BY_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
+
+_FAILURES = (Exception, CheckpointException)  # the latter is no Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The model, tokenizer and dataset of a run, and the order of its optimizer's state."""
+
+    model: Mapping[str, Any]
+    tokenizer: TokenizerIdentity
+    dataset: DatasetIdentity
+    experts_in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A checkpoint without a manifest so far: with --async_save its files are still being written."""
+
+    folder: Path
+    step: int
+    prompts: int
+
+    @property
+    def folders(self) -> list[Path]:
+        """The checkpoint, and its copy with merged adapters (--merge_lora) if there is one."""
+        merged = self.folder.with_name(f"{self.folder.name}-merged")
+        return [self.folder, *([merged] if merged.is_dir() else [])]
+
+
+class CheckpointWriter:
+    """The saves of one run. Every rank calls every method."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        ranks: Ranks,
+        ranks_of_this_machine: int,
+        identity: Identity,
+        log: Callable[[str], object],
+    ) -> None:
+        self._output_dir = output_dir.absolute()
+        self._ranks = ranks
+        self._ranks_of_rank_0 = ranks.all_gather(ranks_of_this_machine)[0]
+        self._threads = threads_of_a_rank(ranks_of_this_machine)
+        self._identity = identity
+        self._log = log
+        self._pending: deque[_Pending] = deque()
+        self._last_size: int | None = None  # of the last checkpoint of this run; the next one has the same
+
+    def announce_size(self, step: int, estimate: float) -> None:
+        """Log the size of a checkpoint at the start of a run, or raise NoSpace if it does not fit on the disk."""
+        needed, free = self.check_space(step, estimate)
+        if self._ranks.rank == 0:
+            self._log(
+                f"a checkpoint takes {format_bytes(needed)} or a little more, and {self._output_dir} has "
+                f"{format_bytes(free)} free"
+            )
+
+    def check_space(self, step: int, estimate: float) -> tuple[int, int]:
+        """Raise NoSpace, on every rank, if a checkpoint does not fit on the disk; return the bytes needed and free.
+
+        `estimate`: the bytes that this rank will write; later checkpoints take as much as the first one. What an
+        earlier run has saved at this step is overwritten, so its space counts as free.
+        """
+        needed = self._last_size or int(sum(self._ranks.all_gather(estimate)))
+        free = self._ranks.all_gather(self._free(step) if self._ranks.rank == 0 else 0)[0]
+        if needed > free:
+            raise NoSpace(
+                f"no space: {self._folder(step).name} needs {format_bytes(needed)}, and {self._output_dir} has "
+                f"{format_bytes(free)} free; {self._advice()}"
+            )
+        return needed, free
+
+    def _free(self, step: int) -> int:
+        overwritten = sum(sum(list_files(folder).values()) for folder in _Pending(self._folder(step), step, 0).folders)
+        return free_bytes(self._output_dir) + overwritten
+
+    @contextmanager
+    def writing(self, step: int, prompts: int, estimate: float) -> Iterator[None]:
+        """Surround the code that writes a checkpoint. `prompts`: those taken before the next rollout."""
+        self.check_space(step, estimate)
+        pending = _Pending(self._folder(step), step, prompts)
+        if self._ranks.rank == 0:
+            for folder in pending.folders:
+                remove_manifest(folder)  # of an earlier run, whose checkpoint is overwritten
+        with self._naming_full_disk(pending):
+            yield
+        self._pending.append(pending)
+
+    @contextmanager
+    def finishing_earlier_saves(self) -> Iterator[None]:
+        """Surround code in which an asynchronous save may fail (--async_save)."""
+        if self._pending:
+            with self._naming_full_disk(self._pending[0], only=(CheckpointException,)):
+                yield
+        else:
+            yield
+
+    def finish(self) -> bool:
+        """Write the manifests of checkpoints whose files are complete; return True if there were any."""
+        finished = bool(self._pending)
+        while self._pending:
+            pending = self._pending[0]
+            with self._naming_full_disk(pending):
+                self._last_size = sum(self._write_manifest(folder, pending) for folder in pending.folders)
+            self._pending.popleft()
+        return finished
+
+    def _write_manifest(self, folder: Path, pending: _Pending) -> int:
+        """Compute checksums, each rank those of its own files, and write the manifest. Return the checkpoint's size."""
+        began = time.monotonic()
+        listed = self._ranks.all_gather_or_raise(
+            lambda: list_files(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
+        )
+        sizes = listed[0]
+        names = owned_files(sizes, self._ranks.world_size, self._ranks_of_rank_0)[self._ranks.rank]
+        gathered = self._ranks.all_gather_or_raise(
+            lambda: dict(
+                zip(names, file_checksums([folder / name for name in names], self._threads, sync=True), strict=True)
+            ),
+            f"computing checksums of {folder}",
+        )
+        checksums = {name: value for part in gathered for name, value in part.items()}
+        identity = self._identity
+        manifest = Manifest(
+            step=pending.step,
+            prompts=pending.prompts,
+            model=identity.model,
+            tokenizer=identity.tokenizer,
+            dataset=identity.dataset,
+            files={name: FileEntry(size, checksums[name]) for name, size in sizes.items()},
+            saved_at=time.time(),
+            experts_in_order=identity.experts_in_order,
+        )
+        self._ranks.all_gather_or_raise(
+            lambda: write_manifest(folder, manifest) if self._ranks.rank == 0 else None, f"writing {folder}"
+        )
+        if self._ranks.rank == 0:
+            self._log(
+                f"{folder.name} is complete: {len(sizes)} files, {format_bytes(manifest.size)}, checksums and manifest "
+                f"in {time.monotonic() - began:.1f} s"
+            )
+        return manifest.size
+
+    @contextmanager
+    def _naming_full_disk(self, pending: _Pending, only: tuple[type[BaseException], ...] = _FAILURES) -> Iterator[None]:
+        try:
+            yield
+        except only as error:
+            reason = reason_of(error) or why_full(self._output_dir)
+            if isinstance(error, CheckpointException):  # raised by all ranks, but only rank 0 has its cause
+                reason = next((other for other in self._ranks.all_gather(reason) if other is not None), None)
+            if reason is None:
+                raise
+            free = free_bytes(self._output_dir)
+            self._remove(pending)
+            raise NoSpace(
+                f"no space: {pending.folder} could not be written: {reason}, with {format_bytes(free)} free; the "
+                f"incomplete checkpoint is removed; {self._advice()}"
+            ) from error
+
+    def _remove(self, pending: _Pending) -> None:
+        for folder in pending.folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        link = self._output_dir / "last-checkpoint"  # ms-swift's
+        if link.is_symlink() and not link.exists():
+            link.unlink(missing_ok=True)
+
+    def _advice(self) -> str:
+        saved = [folder for folder in self._output_dir.glob("checkpoint-*[0-9]") if has_manifest(folder)]
+        newest = max(saved, key=lambda folder: folder.stat().st_mtime, default=None)
+        kept = "" if newest is None else f"; earlier checkpoints are kept, the newest whole one is {newest}"
+        return (
+            "free space there, use another --output_dir, keep fewer checkpoints with --save_total_limit, or save less "
+            f"with --no_save_optim true, after which a run cannot resume{kept}"
+        )
+
+    def _folder(self, step: int) -> Path:
+        return self._output_dir / f"checkpoint-{step}"
+
+
+def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> list[list[str]]:
+    """Return the files whose checksums each rank computes: those that it has written, which are still in its memory.
+
+    Rank 0 has written all others; the ranks of its machine share them.
+    """
+    shares: list[list[str]] = [[] for _ in range(ranks)]
+    others: dict[str, int] = {}
+    for name, size in sizes.items():
+        match = _WRITTEN_BY_RANK.fullmatch(name)
+        if match is not None and int(match[1]) < ranks:
+            shares[int(match[1])].append(name)
+        else:
+            others[name] = size
+    for rank, names in enumerate(deal(others, min(ranks, ranks_of_rank_0))):
+        shares[rank].extend(names)
+    return shares

@@ -1,0 +1,81 @@
+"""Writer of --rollout_dump: every rollout of a run on disk, so that another run can train on the same completions.
+
+Groups are appended to a partial file as they are graded, for a run that is stopped within a rollout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
+from swift_megatron_grpo.output.recording.folder import (
+    Settings,
+    draw_paths,
+    partial_path,
+    recorded_rollouts,
+    rollout_path,
+    write_settings,
+)
+from swift_megatron_grpo.output.recording.rows import Digests, no_images, once_per_prompt, to_line
+from swift_megatron_grpo.types import Graded
+
+_ADVICE = "free space there, or leave the flag out"
+_NO_FLAGS: Mapping[str, str] = MappingProxyType({})
+logger = logging.getLogger(__name__)
+
+
+class RolloutDump:
+    """Writer of rollouts. Every rank has one, but only the one with `writes_here` writes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        first: int,
+        writes_here: bool,
+        digests: Digests = no_images,
+        flags: Mapping[str, str] = _NO_FLAGS,
+        keeps_later: bool = False,
+    ) -> None:
+        """`first`: the rollout with which this run begins; later ones are removed, unless it `keeps_later` ones."""
+        self._folder, self._digests = folder, digests
+        self._writes_here = writes_here
+        if writes_here:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not keeps_later:  # the run generates the rollouts from `first` on again
+                for path in [path for number in recorded_rollouts(folder) for path in draw_paths(folder, number)]:
+                    if _number(path) >= first:
+                        path.unlink()
+                for path in folder.glob("rollout-*.partial"):
+                    path.unlink()
+            with naming_full_disk(folder, "--rollout_dump", _ADVICE):
+                write_settings(folder, settings, flags)
+
+    def write(self, rollout: int, draw: int, graded: Sequence[Graded]) -> None:
+        """Write one file. It gets its final name only once it is complete."""
+        if not self._writes_here:
+            return
+        path, images = rollout_path(self._folder, rollout, draw), once_per_prompt(self._digests)
+        with naming_full_disk(path, "--rollout_dump", _ADVICE):
+            write_durably(path, (to_line(completion, images(completion.rollout.prompt)) for completion in graded))
+            partial_path(path).unlink(missing_ok=True)
+
+    def append(self, rollout: int, draw: int, graded: Iterable[Graded]) -> None:
+        """Append whole groups to the partial file. Its loss costs only their generation, so no error ends the run."""
+        if not self._writes_here:
+            return
+        path, images = partial_path(rollout_path(self._folder, rollout, draw)), once_per_prompt(self._digests)
+        try:
+            with path.open("a", encoding="utf-8", newline="\n") as file:
+                file.writelines(to_line(completion, images(completion.rollout.prompt)) for completion in graded)
+        except OSError as error:
+            logger.warning(f"--rollout_dump cannot append to {path}: {error}")
+
+
+def _number(path: Path) -> int:
+    """Return the rollout of a file."""
+    return int(path.stem.split("-")[1])

@@ -1,0 +1,209 @@
+"""The folder of recorded rollouts: settings.json, and one file per rollout (with --dynamic_sample, one per draw).
+
+In format 2 every line and settings.json have a checksum. Folders of format 1 may hold lines without one; they are read,
+with a note in the log, and a resumed run continues them in their format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.output.disk.checksums import checksum
+from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.recording.rows import check_line
+from swift_megatron_grpo.output.recording.values import BadRow
+
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1
+SETTINGS = "settings.json"
+_SHOWN = 3  # flags that differ
+_FIRST_DRAW = re.compile(r"rollout-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that a replay must share with the dumped run, named like the flags."""
+
+    num_generations: int
+    generation_batch_size: int
+    temperature: float
+    reward_funcs: tuple[str, ...]  # names of the reward functions; a line has one reward for each
+
+
+def rollout_path(folder: Path, rollout: int, draw: int) -> Path:
+    """Return the file of one draw; draw 0 is the first."""
+    return folder / (f"rollout-{rollout:06}" + (f"-draw-{draw}" if draw else "") + ".jsonl")
+
+
+def draw_paths(folder: Path, rollout: int) -> list[Path]:
+    """Return the files of all draws of a rollout."""
+    return [rollout_path(folder, rollout, 0), *sorted(folder.glob(f"rollout-{rollout:06}-draw-*.jsonl"))]
+
+
+def partial_path(path: Path) -> Path:
+    """Return the file to which the completions of an unfinished draw are appended, in place of its file `path`."""
+    return path.with_suffix(".partial")
+
+
+def recorded_rollouts(folder: Path) -> list[int]:
+    """Return the numbers of the rollouts in the folder, in order."""
+    matches = (_FIRST_DRAW.fullmatch(path.name) for path in folder.glob("rollout-*.jsonl"))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def write_settings(folder: Path, settings: Settings, flags: Mapping[str, str]) -> None:
+    """Write settings.json. A folder that still holds rollouts of format 1 keeps this format.
+
+    `flags`: those of the run that decide what it generates and trains.
+    """
+    keeps_format = bool(recorded_rollouts(folder)) and not has_checksums(folder)
+    content = {"format": WITHOUT_CHECKSUMS if keeps_format else FORMAT, **asdict(settings), "flags": dict(flags)}
+    content["crc32"] = _settings_checksum(content)
+    write_durably(folder / SETTINGS, [json.dumps(content, indent=1) + "\n"])
+
+
+def differing_flags(folder: Path, flags: Mapping[str, str]) -> str | None:
+    """Return how the flags of the run that wrote a folder differ from these; None: they are the same."""
+    try:
+        recorded = _read_settings(folder).get("flags")
+    except ValueError as problem:
+        return str(problem)
+    if not recorded or not flags:
+        return f"{SETTINGS} does not have the flags of the run that generated them"
+    names = [name for name in sorted({*recorded, *flags}) if recorded.get(name) != flags.get(name)]
+    shown = [f"--{name} was {recorded.get(name)} and is {flags.get(name)}" for name in names[:_SHOWN]]
+    return "; ".join(shown) or None
+
+
+def has_checksums(folder: Path) -> bool:
+    """Return True if every line of the folder has a checksum, False for a folder of format 1."""
+    return bool(_read_settings(folder)["format"] != WITHOUT_CHECKSUMS)
+
+
+def start_up_notes(replay: Path | None) -> list[str]:
+    """Return notes for the start-up log."""
+    if replay is None or has_checksums(replay):
+        return []
+    return [
+        f"--rollout_replay {replay} was dumped in format 1, without checksums, so damaged numbers in it are not "
+        "detected"
+    ]
+
+
+def read_lines(path: Path, must_have_checksums: bool) -> list[bytes]:
+    """Read a file of rollouts; raise BadRow with file and line if a line is damaged."""
+    lines = split_lines(path.read_bytes())
+    for number, line in enumerate(lines, start=1):
+        try:
+            check_line(line, must_have_checksums)
+        except BadRow as problem:
+            raise BadRow(f"{path}, line {number}: {problem}") from None
+    return lines
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """Split after each newline only; bytes.splitlines() would also split at carriage returns."""
+    *lines, rest = content.split(b"\n")
+    return [line + b"\n" for line in lines] + ([rest] if rest else [])
+
+
+def check_dump(folder: Path, settings: Settings, resumes: bool, flags: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError if the folder would mix rollouts of this run with those of another run.
+
+    `flags`: given if the run may continue the rollouts of one that was stopped before its first checkpoint.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--rollout_dump {folder} is a file; give a folder")
+    if not recorded_rollouts(folder):
+        return
+    if not resumes and (flags is None or differing_flags(folder, flags) is not None):
+        raise ValueError(
+            f"--rollout_dump {folder} holds rollouts of another run; give a folder that is empty or does not exist"
+        )
+    _check_settings(folder, settings, f"--rollout_dump {folder}", "or dump to another folder")
+
+
+def check_replay(folder: Path, settings: Settings) -> None:
+    """Raise ValueError if the folder is not a dump, or was dumped with other settings."""
+    if not (folder / SETTINGS).is_file():
+        fault = f"has no {SETTINGS}" if folder.is_dir() else "does not exist"
+        raise ValueError(f"--rollout_replay {folder}: the folder {fault}; give one that --rollout_dump has written")
+    _check_settings(folder, settings, f"--rollout_replay {folder}", "")
+
+
+def check_rollouts(
+    folder: Path, first: int, rollouts: int, steps_per_rollout: int, share: tuple[int, int] = (0, 1)
+) -> None:
+    """Raise ValueError unless the folder has rollouts `first` to `first + rollouts - 1`, and their lines are intact.
+
+    `share`: this rank's number and the number of ranks, each of which reads a part of the files.
+    """
+    recorded = recorded_rollouts(folder)
+    missing = next((number for number in range(first, first + rollouts) if number not in recorded), None)
+    if missing is not None:
+        ending = f"; use --train_iters {missing * steps_per_rollout} or less" if missing > first else ""
+        raise ValueError(
+            f"--rollout_replay {folder} has no rollout {missing} ({rollout_path(folder, missing, 0).name}), but this "
+            f"run needs {first} to {first + rollouts - 1}; it has {_format_ranges(recorded)}{ending}"
+        )
+    checksums = has_checksums(folder)
+    paths = [path for number in range(first, first + rollouts) for path in draw_paths(folder, number)]
+    for path in paths[share[0] :: share[1]]:
+        read_lines(path, checksums)
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Read settings.json; raise ValueError if it is damaged or of a format that this version does not read."""
+    try:
+        recorded = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not there, not UTF-8, or not JSON
+        raise ValueError(f"{SETTINGS} cannot be read: {error}") from None
+    if not isinstance(recorded, dict):
+        raise ValueError(f"{SETTINGS} is damaged: it is not a JSON object")
+    number = recorded.get("format")
+    if number not in (WITHOUT_CHECKSUMS, FORMAT):
+        raise ValueError(
+            f"it is in format {number}, but this version reads the formats {WITHOUT_CHECKSUMS} and {FORMAT}"
+        )
+    stored = recorded.pop("crc32", None)
+    if (number == FORMAT or stored is not None) and stored != _settings_checksum(recorded):
+        raise ValueError(f"{SETTINGS} is damaged: its checksum does not match; copy it again from the original dump")
+    return recorded
+
+
+def _settings_checksum(content: dict[str, Any]) -> str:
+    return checksum(json.dumps(content).encode())
+
+
+def _check_settings(folder: Path, settings: Settings, flag: str, alternative: str) -> None:
+    try:
+        recorded = _read_settings(folder)
+    except ValueError as problem:
+        raise ValueError(f"{flag}: {problem}") from None
+    for name in (field.name for field in fields(Settings)):
+        value = getattr(settings, name)
+        here, there = (list(value) if isinstance(value, tuple) else value), recorded.get(name)
+        if here != there:
+            setting = "the reward functions" if name == "reward_funcs" else name
+            advice = " ".join(filter(None, [_advice(name, there), alternative]))
+            raise ValueError(f"{flag} was dumped with {setting} {there}, but this run has {here}; {advice}")
+
+
+def _advice(name: str, value: object) -> str:
+    return "use the same --reward_funcs" if name == "reward_funcs" else f"use --{name} {value}"
+
+
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Format [3, 4, 5, 9] as "3 to 5, 9"."""
+    if not numbers:
+        return "none"
+    begins = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    return ", ".join(
+        str(begin) if begin == end else f"{begin} to {end}" for begin, end in zip(begins, ends, strict=True)
+    )

@@ -1,0 +1,110 @@
+"""Read completions.jsonl (--log_completions): its first and its newest rollouts, within a limit of bytes.
+
+The file of a long run has gigabytes, and a report is written every half minute, so the middle is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.output.report.run_files import finite, is_number, parse_lines
+
+FILE = "completions.jsonl"
+FIXED = {"rollout", "gen_step", "prompt", "completion", "advantages", "tokens", "truncated", "total_reward"}
+_FIRST_SHARE = 0.25  # of the limit, for the beginning of the file
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion with its rewards, in the order of `Completions.functions`."""
+
+    rollout: int
+    weights_version: int
+    prompt: str
+    text: str
+    rewards: list[float | None]
+    total: float | None
+    advantage: float | None
+    tokens: int | None
+    truncated: bool | None
+
+
+@dataclass(frozen=True)
+class Completions:
+    functions: list[str]
+    rows: list[Completion]
+    left_out: str | None  # what is not here
+
+
+def read_completions(folder: Path, limit: int, weights: Sequence[float] = ()) -> Completions | None:
+    """Read the completions of a run; None if it did not log them. `weights`: of functions, if totals are missing."""
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= limit:
+            rows, left_out = _parse(file.read(size)), None
+        else:
+            first = int(limit * _FIRST_SHARE)
+            head = whole_rollouts(_parse(file.read(first).rpartition(b"\n")[0]), cut_at_end=True)
+            file.seek(size - (limit - first))
+            tail = whole_rollouts(_parse(file.read(limit - first).partition(b"\n")[2]), cut_at_end=False)
+            rows, left_out = head + tail, _describe(head, tail, limit, size)
+    rows = last_run(rows)
+    functions = list(dict.fromkeys(name for row in rows for name in row if name not in FIXED))
+    return Completions(functions, [_completion(row, functions, weights) for row in rows], left_out)
+
+
+def _parse(content: bytes) -> list[dict[str, Any]]:
+    """Return the rows. Split at newlines only: completions may contain other characters that end lines."""
+    rows = parse_lines(content.decode("utf-8", errors="replace").split("\n"))[0]
+    return [row for row in rows if "completion" in row]
+
+
+def whole_rollouts(rows: list[dict[str, Any]], cut_at_end: bool) -> list[dict[str, Any]]:
+    """Drop the rollout that the limit cut, unless there is no other."""
+    if not rows:
+        return []
+    cut = rows[-1 if cut_at_end else 0].get("rollout")
+    return [row for row in rows if row.get("rollout") != cut] or rows
+
+
+def last_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of the last run of the folder, which begins where rollouts are counted from an earlier one."""
+    kept: list[dict[str, Any]] = []
+    for row in rows:
+        if kept and row.get("rollout", 0) < kept[-1].get("rollout", 0):
+            kept = [earlier for earlier in kept if earlier.get("rollout", 0) < row.get("rollout", 0)]
+        kept.append(row)
+    return kept
+
+
+def _describe(head: Sequence[Mapping[str, Any]], tail: Sequence[Mapping[str, Any]], limit: int, size: int) -> str:
+    where = f"the page holds {limit / 2**20:.3g} of {size / 2**20:.3g} MB of {FILE}"
+    if not head or not tail:
+        return where
+    first, last = head[-1].get("rollout", 0) + 1, tail[0].get("rollout", 0) - 1
+    return f"rollouts {first} to {last} are left out: {where}" if first <= last else where
+
+
+def _completion(row: Mapping[str, Any], functions: Sequence[str], weights: Sequence[float]) -> Completion:
+    rewards = [finite(row.get(name)) for name in functions]
+    total = finite(row.get("total_reward"))
+    if total is None and any(reward is not None for reward in rewards):
+        factors = weights if len(weights) == len(functions) else [1.0] * len(functions)
+        total = sum(factor * reward for factor, reward in zip(factors, rewards, strict=True) if reward is not None)
+    return Completion(
+        rollout=int(row.get("rollout") or 0),
+        weights_version=int(row.get("gen_step") or 0),
+        prompt=str(row.get("prompt", "")),
+        text=str(row["completion"]),
+        rewards=rewards,
+        total=total,
+        advantage=finite(row.get("advantages")),
+        tokens=int(row["tokens"]) if is_number(row.get("tokens")) else None,
+        truncated=row["truncated"] if isinstance(row.get("truncated"), bool) else None,
+    )

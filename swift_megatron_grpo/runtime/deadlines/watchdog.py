@@ -1,0 +1,163 @@
+"""The rank's side of the monitor: starts it, and sends it the deadlines of phases and reward functions."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from swift_megatron_grpo.runtime.deadlines import monitor
+from swift_megatron_grpo.runtime.deadlines.collectives import describe_collectives
+from swift_megatron_grpo.runtime.deadlines.interrupt import interrupted_after
+
+logger = logging.getLogger(__name__)
+_BETWEEN_PHASES = "logging, checkpoints and callbacks, between phases"
+_GRACE_SECONDS = 10.0  # for interrupted code to clean up
+
+
+class Watchdog:
+    """Deadlines of one rank. Limits nest: a phase, and a reward function within it."""
+
+    def __init__(
+        self, report: Path, rank: int, world_size: int, phase_timeout: float, exit_timeout: float = 30.0
+    ) -> None:
+        """Start the monitor. `report`: one file for all ranks of this run.
+
+        Limits in seconds: `phase_timeout` for a phase, 0 for no limit; `exit_timeout` for the exit after an error.
+        """
+        self._phase_timeout, self._exit_timeout = phase_timeout, exit_timeout
+        self._lock = threading.Lock()  # of the limits: a thread adds that of a stop
+        self._limits: list[monitor.Limit] = []
+        self._overall: list[monitor.Limit] = []  # limits on everything from now on: a stop, the exit
+        # Both are in memory, because a disk may be full. The monitor inherits them.
+        self._limits_file, self._stacks = os.memfd_create("limits"), os.memfd_create("stacks")
+        faulthandler.register(monitor.STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        requests, send_request = os.pipe()
+        receive_response, responses = os.pipe()
+        threading.Thread(target=_report_collectives, args=(requests, responses), name="watchdog", daemon=True).start()
+        names = (os.getpid(), rank, world_size, report)
+        descriptors = (self._limits_file, self._stacks, send_request, receive_response)
+        self._monitor: subprocess.Popen[bytes] | None = None  # None: it has exited
+        self._send_limits()
+        self._monitor = subprocess.Popen(
+            [sys.executable, "-I", "-S", monitor.__file__, *map(str, (*names, *descriptors))],
+            stdin=subprocess.PIPE,
+            pass_fds=descriptors,
+        )
+        os.close(send_request)
+        os.close(receive_response)
+        _leave_to_parent(self)
+        self._hook, sys.excepthook = sys.excepthook, self._on_uncaught
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        flag, advice = self._phase_flag, "use a larger --phase_timeout"
+        with self._limited(_limit(f"phase {name}", self._phase_timeout or None, flag, advice)):
+            yield
+
+    @contextmanager
+    def limit(
+        self, what: str, seconds: float | None, flag: str, give_up: Callable[[], bool] | None = None
+    ) -> Iterator[None]:
+        """Limit a block of code that users wrote, and name it if the process ends within it.
+
+        Raises DeadlineExceeded in the block after `seconds` (None: no limit), or as soon as `give_up` returns True. A
+        block that does not end then ends the run.
+        """
+        allowed = None if seconds is None else seconds + _GRACE_SECONDS
+        blame = f"{what}: the function called os._exit, or it crashed in C code"
+        with (
+            self._limited(_limit(what, allowed, f"{flag} {seconds or 0:g}", f"use a larger {flag}", blame)),
+            interrupted_after(seconds, give_up),
+        ):
+            yield
+
+    def limit_everything(self, what: str, seconds: float, flag: str, advice: str) -> None:
+        """End the process after `seconds`, whatever it does then. Any thread may call this."""
+        with self._lock:
+            self._overall.append(_limit(what, seconds, flag, advice))
+        self._send_limits()
+
+    def expect_exit(self) -> None:
+        """Do not blame the code that is running now for the end of this process. Any thread may call this."""
+        with self._lock:
+            self._limits = []
+        self._send_limits()
+
+    def _on_uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Limit how long this process may take to exit: a thread left by a reward function could block it forever."""
+        self._hook(kind, error, trace)
+        self.expect_exit()
+        what, advice = "the exit of the process after the error above", "the stacks show what keeps the process alive"
+        self.limit_everything(what, self._exit_timeout, "after an error", advice)
+
+    def close(self) -> None:
+        sys.excepthook = self._hook
+        if self._monitor is not None:
+            assert self._monitor.stdin is not None
+            self._monitor.stdin.close()
+            self._monitor.wait()
+            self._monitor = None
+
+    @property
+    def _phase_flag(self) -> str:
+        return f"--phase_timeout {self._phase_timeout:g}"
+
+    @contextmanager
+    def _limited(self, limit: monitor.Limit) -> Iterator[None]:
+        with self._lock:
+            self._limits.append(limit)
+        self._send_limits()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._limits = [other for other in self._limits if other is not limit]
+            self._send_limits()
+
+    def _send_limits(self) -> None:
+        """Write all limits to the memory that the monitor reads. This never waits for the monitor."""
+        with self._lock:
+            limits = [*self._limits, *self._overall]
+            if not limits and self._phase_timeout:
+                advice = "use a larger --phase_timeout"
+                limits = [_limit(_BETWEEN_PHASES, self._phase_timeout, self._phase_flag, advice)]
+            os.pwrite(self._limits_file, monitor.encode_limits(limits), 0)
+            if self._monitor is not None and self._monitor.poll() is not None:
+                self._monitor = None
+                logger.warning("the watchdog process has exited; a stuck run will no longer be detected")
+
+
+def _limit(what: str, seconds: float | None, flag: str, advice: str, blame: str = "") -> monitor.Limit:
+    now = time.monotonic()
+    until = None if seconds is None else now + seconds
+    return {"what": what[:200], "since": now, "until": until, "flag": flag, "advice": advice, "blame": blame[:400]}
+
+
+def _leave_to_parent(watchdog: Watchdog) -> None:
+    """Make forked children close their copy of the pipe, which otherwise would hide the end of this rank."""
+    reference = weakref.ref(watchdog)
+
+    def in_child() -> None:
+        watchdog = reference()
+        if watchdog is not None and watchdog._monitor is not None and watchdog._monitor.stdin is not None:
+            watchdog._monitor.stdin.close()
+            watchdog._monitor = None
+
+    os.register_at_fork(after_in_child=in_child)
+
+
+def _report_collectives(requests: int, responses: int) -> None:
+    while os.read(requests, 1):
+        # Writes of up to PIPE_BUF bytes are atomic.
+        os.write(responses, describe_collectives().encode()[: select.PIPE_BUF])

@@ -1,0 +1,120 @@
+"""A small typed view of Megatron's process groups, and the exchange of Python objects between ranks."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import mpu
+
+from swift_megatron_grpo.runtime.failures import RankFailure, SharedFailure
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankPosition:
+    """The sizes of the layout and this rank's position in it."""
+
+    rank: int
+    world_size: int
+    tp_size: int
+    tp_rank: int
+    tp_group: dist.ProcessGroup
+    pp_size: int
+    pp_rank: int
+    cp_size: int
+    cp_rank: int
+    cp_group: dist.ProcessGroup
+    dp_size: int
+    dp_rank: int
+    dp_cp_group: dist.ProcessGroup
+
+    @classmethod
+    def from_megatron(cls) -> RankPosition:
+        """Read the position from Megatron's process groups."""
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            tp_size=mpu.get_tensor_model_parallel_world_size(),
+            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            tp_group=mpu.get_tensor_model_parallel_group(),
+            pp_size=mpu.get_pipeline_model_parallel_world_size(),
+            pp_rank=mpu.get_pipeline_model_parallel_rank(),
+            cp_size=mpu.get_context_parallel_world_size(),
+            cp_rank=mpu.get_context_parallel_rank(),
+            cp_group=mpu.get_context_parallel_group(),
+            dp_size=mpu.get_data_parallel_world_size(),
+            dp_rank=mpu.get_data_parallel_rank(),
+            dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
+        )
+
+
+class Coordinator:
+    """Exchange Python objects between ranks over gloo, so that a slow rollout cannot trip NCCL's watchdog.
+
+    The GPU is not involved.
+    """
+
+    def __init__(self, timeout: timedelta) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in rank order."""
+        gathered: list[T] = [value] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+    def max(self, value: int) -> int:
+        """Return the largest value of all ranks. Cheaper than `all_gather`: one reduction of one number."""
+        largest = torch.tensor([value])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
+        return int(largest.item())
+
+    def gather_samples(self, values: dict[int, T], position: RankPosition) -> dict[int, T]:
+        """Gather values by sample on all ranks. Among ranks that hold copies, only the first one sends."""
+        local = values if position.tp_rank == 0 and position.cp_rank == 0 else {}
+        return {index: value for part in self.all_gather(local) for index, value in part.items()}
+
+    def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]:
+        """Run `work` on every rank and exchange the results; if it failed on any rank, raise on all of them.
+
+        `task` names the work in the error. A rank whose own work failed raises its own exception.
+        """
+        outcome: tuple[bytes, Exception | None]
+        try:
+            outcome = (pickle.dumps(work()), None)  # here, because no rank may fail in the exchange
+        except Exception as error:
+            outcome = (b"", error)
+        local_error = outcome[1]
+        shared = str(local_error) if isinstance(local_error, SharedFailure) else None
+        message = None if local_error is None else f"{type(local_error).__name__}: {local_error}"
+        gathered = self.all_gather((outcome[0], message, shared))
+        if local_error is not None:
+            raise local_error
+        for _, _, failure in gathered:
+            if failure is not None:
+                raise SharedFailure(failure)
+        failures = [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(gathered) if error is not None]
+        if failures:
+            raise RankFailure(f"{task} failed on " + "; ".join(failures))
+        return [pickle.loads(content) for content, _, _ in gathered]
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum over all ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Take the maximum over all ranks, in place."""
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

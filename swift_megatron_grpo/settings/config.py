@@ -1,0 +1,397 @@
+"""Frozen settings of every stage. arguments/to_config.py fills them; `args` is not passed beyond that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.types import Quantization
+
+LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
+BadRewardPolicy = Literal["stop", "drop"]
+ScaleRewards = Literal["group", "batch", "none", "gdpo"]
+Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+KlEstimator = Literal["k1", "abs", "k2", "k3"]
+SyncCheckMode = Literal["off", "canary", "full"]
+UnreadTensors = Literal["stop", "warn"]
+SharePrompts = Literal["auto", "true", "false"]
+# Share of a step's FLOPs that sharing prompts must save to be done; None: never.
+SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
+RouterReplay = Literal["disabled", "R2", "R3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """Batch sizes that fit together, created by `resolve`."""
+
+    layout: Layout
+    micro_batch_size: int
+    global_batch_size: int
+    generation_batch_size: int
+    steps_per_generation: int
+    num_generations: int
+
+    @property
+    def data_parallel(self) -> int:
+        return self.layout.data_parallel
+
+    @property
+    def gradient_accumulation(self) -> int:
+        """Number of micro batches of one optimizer step on each data-parallel rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
+
+    @property
+    def rollout_prompts(self) -> int:
+        return self.generation_batch_size // self.num_generations
+
+    @property
+    def train_prompts(self) -> int:
+        """Number of whole prompts of one optimizer step, at least 1: a step may end within a prompt's completions."""
+        return max(1, self.global_batch_size // self.num_generations)
+
+    @property
+    def prompts_per_dp_group(self) -> float:
+        """global_batch_size / num_generations / data parallel size; ms-swift's documentation requires an integer."""
+        return self.global_batch_size / self.num_generations / self.data_parallel
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line if ms-swift's own trainer would refuse these sizes, so that switching back is no surprise."""
+        objection = self._objection_of_ms_swift()
+        if objection is None:
+            return ()
+        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
+        return (f"{objection}. {here}.",)
+
+    def _objection_of_ms_swift(self) -> str | None:
+        dp, prompts = self.data_parallel, self.rollout_prompts
+        count = f"generation_batch_size ({self.generation_batch_size}) // num_generations ({self.num_generations})"
+        if prompts % dp:
+            return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
+        per_device = prompts // dp
+        if per_device % self.micro_batch_size:
+            return (
+                f"Per-device rollout prompt count ({per_device}) = ({count}) // dp_size ({dp}) is not divisible by "
+                f"micro_batch_size ({self.micro_batch_size})"
+            )
+        if self.generation_batch_size % self.layout.world_size:
+            return (
+                f"generation_batch_size ({self.generation_batch_size}) is not divisible by the world size "
+                f"({self.layout.world_size})"
+            )
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingConfig:
+    """Sampling of completions. The loss divides logits by the same temperature."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    max_completion_length: int
+    stop_words: tuple[str, ...]
+    seed: int | None = None  # every completion has its own seed, derived from this one; None: no seeds
+    regex: str | None = None  # that completions match; None: sampled freely
+    limits_conversations: bool = False  # max_completion_length is for all turns of a conversation together
+    logprobs: bool = True  # completions come with the log-probs of their tokens
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """Settings of a vLLM engine inside the training processes."""
+
+    model_dir: str
+    model_type: str
+    dtype: torch.dtype
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    max_model_len: int | None
+    max_num_seqs: int
+    enforce_eager: bool
+    enable_prefix_caching: bool
+    disable_cascade_attn: bool
+    limit_mm_per_prompt: dict[str, int] | None
+    mm_processor_cache_gb: float | None
+    engine_kwargs: dict[str, Any]
+    sleep_level: int
+    seed: int
+    lora_rank: int | None = None  # rank of the adapter slot; None: adapters are merged into the weights
+    hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
+    returns_experts: bool = False  # the engine reports which experts its routers choose
+    quantization: Quantization = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteTurnsConfig:
+    """Requirements of this run on conversations that servers conduct. None: the server's setting applies."""
+
+    requested_by: str | None  # flags that request several turns, as typed; None: there is no reward function
+    scheduler: str | None = None
+    max_turns: int | None = None
+    gym_env: str | None = None
+
+
+CANARY_TOKENS = 128  # at most, of the text that verifies weight syncs
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """vLLM behind one or more `swift rollout` processes."""
+
+    urls: tuple[str, ...]
+    group_ports: tuple[int, ...]  # one per server, for the group that transfers weights; 0: any free port
+    timeout: float  # seconds until a server that does not respond counts as lost
+    request_timeout: float  # seconds for one completion, and for one transfer of weights
+    api_key: str | None = field(repr=False)
+    bucket_bytes: int
+    needed_length: int  # tokens of the longest prompt and the longest completion
+    model: dict[str, Any]  # values of config.json that must be equal on the server
+    lora_rank: int | None = None  # None: adapters are merged into the weights that are sent
+    turns: RemoteTurnsConfig | None = None  # None: completions of one turn
+    images: int = 0  # the most in a row of the datasets
+    returns_experts: bool = False  # this run requests which experts the servers' routers choose
+    quantization: Quantization = "none"  # that the servers must have as well
+
+    @property
+    def least_length(self) -> int:
+        """The tokens for which every server must have room: the canary's, and one that is sampled."""
+        return min(self.needed_length, CANARY_TOKENS + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncCheckConfig:
+    """Verification, after every weight sync, that the engine runs the trainer's weights."""
+
+    mode: SyncCheckMode
+    dtype: torch.dtype  # of the engine's weights, or of those that it quantizes
+    has_adapter: bool
+    quantization: Quantization = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class MultiTurnConfig:
+    """Conversations of several turns, conducted by one of ms-swift's schedulers in the training processes."""
+
+    scheduler: str  # key of swift.rollout.multi_turns
+    max_turns: int | None
+    gym_env: str | None  # key of swift.rollout.envs, for rows that name no environment
+
+
+@dataclass(frozen=True, slots=True)
+class GradingConfig:
+    """Rewards and advantages."""
+
+    num_generations: int
+    reward_names: tuple[str, ...]  # as ms-swift names the functions
+    reward_weights: tuple[float, ...]  # one per reward function
+    scale_rewards: ScaleRewards
+    bad_reward: BadRewardPolicy
+    estimator: Estimator = "grpo"
+    overlong_filter: bool = False  # truncated completions count in baselines but are not trained
+    max_resample_times: int = 0  # rounds that replace groups of equal rewards; 0: --dynamic_sample is off
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationConfig:
+    """Evaluation on the validation datasets."""
+
+    sampling: SamplingConfig  # with a seed
+    num_generations: int
+    prompts_at_once: int
+    most_prompts: int | None  # of each dataset; None: all
+    before_training: bool
+    correct_reward: int  # place of the reward function that decides if a completion is correct
+    correct_from: float  # its value from which a completion is correct
+    names: dict[str, str]  # of the datasets, by the path or hub id in their rows; empty: they count as one
+
+
+@dataclass(frozen=True, slots=True)
+class SapoConfig:
+    """Temperatures of the SAPO loss."""
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class FipoConfig:
+    """Token weights of the FIPO loss."""
+
+    decay_rate: float = 32.0  # half-life, in tokens
+    clip_range: float | None = 0.2  # None or 0: the weight is not clipped
+    clip_high_only: bool = True
+    safety_threshold: float | None = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """Correction for the difference between the engine's log-probs and the trainer's under the same policy."""
+
+    mode: CorrectionMode | None = None
+    threshold: float = 2.0
+    log_metrics: bool = False
+    mask_delta: float | None = None  # --off_policy_sequence_mask_delta
+
+
+@dataclass(frozen=True, slots=True)
+class LossConfig:
+    """The policy loss and its KL and entropy terms."""
+
+    name: str  # key of training.loss.LOSSES
+    epsilon_low: float
+    epsilon_high: float
+    beta: float  # weight of the KL to the reference; 0: there is no reference
+    temperature: float
+    level: RatioLevel = "token"
+    delta: float | None = None
+    dual_clip: float | None = None
+    kl_estimator: KlEstimator = "k3"
+    entropy_coef: float = 0.0
+    log_entropy: bool = False
+    max_completion_length: int | None = None  # the denominator of dr_grpo
+    real_tau: float = 0.5
+    sapo: SapoConfig = SapoConfig()
+    fipo: FipoConfig = FipoConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class PackingConfig:
+    """Token budgets of packed micro batches."""
+
+    max_tokens: int | None  # None: micro_batch_size completions each
+    infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
+    infer_micro_batch_size: int | None  # in forward-only passes, in completions
+    tower_share: float = 0.0  # share of a trained tower's work that a training pass has
+    share_prompts_from: float | None = None  # share of the work that sharing must save; None: prompts are repeated
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyConfig:
+    """State that may be offloaded while vLLM generates."""
+
+    offload_model: bool  # the policy, and the frozen reference outside its own pass
+    offload_optimizer: bool
+    offload_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
+
+    beta: float
+    model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
+    in_megatron_format: bool  # model_dir is that of --mcore_ref_model
+    layout: Layout | None  # of the frozen copy; None: as in training
+    adapter: str | None = None  # folder of the adapter of --ref_adapters
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """Experts of a mixture: whose choice is replayed, and how many completions are compared with the engine's."""
+
+    replay: RouterReplay = "disabled"  # R2: the trainer's own, before the first update of a rollout. R3: the engine's
+    compared: int = 0  # completions of each rollout
+
+    def requested(self, completions: int) -> int:
+        """Return for how many of these completions the engine returns experts: the first ones."""
+        return completions if self.replay == "R3" else min(self.compared, completions)
+
+
+@dataclass(frozen=True, slots=True)
+class KlConfig:
+    """Uses of the KL to the reference outside the loss."""
+
+    in_reward: bool = False  # subtracted from rewards instead of added to the loss
+    reward_estimator: KlEstimator = "k1"
+    target: float | None = None  # KL per token towards which beta is adapted; None: beta is fixed
+    horizon: int = 10000  # number of completions over which beta adapts
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    """Order of the training prompts."""
+
+    seed: int
+    shuffle: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionLogConfig:
+    """The log of completions (--log_completions)."""
+
+    enabled: bool
+    output_dir: str
+    report_to: tuple[str, ...]
+    unique_prompts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingConfig:
+    """Folders of recorded rollouts."""
+
+    dump: Path | None = None  # folder that this run writes to
+    replay: Path | None = None  # folder of another run, read instead of generating and grading
+    only: bool = False  # generate without training
+    vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
+    continues: bool = False  # True: what an earlier run has left in the folders of this run is continued (--resume)
+    flags: Mapping[str, str] = field(default_factory=dict)  # those that decide what a run generates, as typed
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineConfig:
+    """Time limits in seconds."""
+
+    phase: float = 3600.0  # one phase of the loop, or the time between two; 0: no limit
+    reward: float | None = None  # one reward function; None: only the limit of the phase
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts:
+    """The parts of a checkpoint, which determine its size."""
+
+    adapter_only: bool
+    copies: int  # of the trained weights: in Megatron's format, in that of transformers
+    merged_copies: int  # of all weights, with the adapter merged in
+    whole_models: int  # of these copies, those with the checkpoint's untrained tensors
+    optimizer_bytes: int  # for each trained weight
+
+
+@dataclass(frozen=True, slots=True)
+class GRPOConfig:
+    """All settings of one run."""
+
+    batch: BatchPlan
+    num_iterations: int  # number of times each completion is trained
+    data: DataConfig
+    sampling: SamplingConfig
+    vllm: VllmConfig
+    sync_check: SyncCheckConfig
+    server: ServerConfig | None  # None: vLLM runs in the training processes
+    grading: GradingConfig
+    evaluation: EvaluationConfig
+    packing: PackingConfig
+    loss: LossConfig
+    reference: ReferenceConfig
+    residency: ResidencyConfig
+    log: CompletionLogConfig
+    saved: SavedParts
+    seed: int
+    kl: KlConfig = KlConfig()
+    recording: RecordingConfig = RecordingConfig()
+    deadlines: DeadlineConfig = DeadlineConfig()
+    turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
+    max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
+    routing: RoutingConfig = RoutingConfig()
+    logprobs_interval: int = 1  # loop/logprob_requests.py
+    trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
+    top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

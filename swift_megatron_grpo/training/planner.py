@@ -1,0 +1,189 @@
+"""Plans of one model's passes: which data-parallel rank runs which sample in which micro batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from mcore_bridge import ModelConfig
+
+from swift_megatron_grpo.packing.bundles import Group, SampleWork, Shared, gain_of, plan_with_shared_prompts
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, TowerFlops
+from swift_megatron_grpo.packing.plan import (
+    Alignment,
+    StepPlan,
+    check_samples,
+    plan_by_count,
+    plan_by_tokens,
+    refill,
+    regroup,
+    room_of,
+)
+from swift_megatron_grpo.packing.segments import groups_of
+from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Temperature and micro batch sizes."""
+
+    temperature: float  # logits are divided by it
+    micro_batch_size: int = 1  # sequences in a packed micro batch, if there is no token budget
+    max_tokens: int | None = None  # token budget of a packed micro batch
+    infer_micro_batch_size: int | None = None  # for forward-only passes; None for both: same as in training
+    infer_max_tokens: int | None = None
+    # Share of the work that one copy of each prompt must save; below, prompts are repeated. None: always repeated.
+    share_prompts_from: float | None = None
+    tower_share: float = 0.0  # share of a trained tower's work that a training pass has; 0: its rows are kept
+
+
+class Planner:
+    """Plans micro batches. All ranks compute the same plan."""
+
+    def __init__(self, config: ModelConfig, parallel: RankPosition, align: Alignment, group_size: int) -> None:
+        self._config, self._parallel, self._align = config, parallel, align
+        self._flops = _flops_model(config)
+        self._group_size = group_size  # micro batches that Megatron's interleaved schedule processes together
+
+    def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
+        """Plan the micro batches of training."""
+        groups = _groups(samples, settings)
+        if settings.max_tokens is not None:
+            work, ranks, multiple = self._work(samples, settings), self._parallel.dp_size, self._group_size
+            return self._plan_within(settings.max_tokens, work, groups, ranks, multiple, settings)
+        plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
+        self._check_micro_batches(plan.num_micro_batches)
+        if groups and _is_worth_it(gain_of(plan, self._work(samples, settings), groups), settings):
+            return replace(plan, share_prompts=True)
+        return plan
+
+    def plan_inference(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
+        """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
+        plan = self.plan(samples, settings)
+        if settings.infer_max_tokens is not None:
+            budget = settings.infer_max_tokens
+
+            def fill(indices: Sequence[int], multiple: int) -> StepPlan:
+                chosen = [samples[i] for i in indices]
+                groups = groups_of(chosen) if plan.share_prompts else []
+                work = replace(self._work(chosen, settings), completions=[len(sample.tokens) for sample in chosen],
+                               images=None)  # fmt: skip
+                return self._plan_within(budget, work, groups, 1, multiple, settings)
+
+            return refill(plan, fill, self._group_size)
+        if settings.infer_micro_batch_size is not None:
+            return regroup(plan, settings.infer_micro_batch_size, self._group_size)
+        return plan
+
+    def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
+        """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""
+        alone = [Group(range(i, i + 1), 0) for i in range(len(samples))]
+        work = self._work(samples, settings)
+        groups = groups_of(samples) if plan.share_prompts else alone
+        return sum(work.flops(group.samples, group.shared) for group in groups)
+
+    def _plan_within(
+        self,
+        budget: int,
+        work: SampleWork,
+        groups: Sequence[Group],
+        ranks: int,
+        multiple: int,
+        settings: EngineSettings,
+    ) -> StepPlan:
+        """Plan micro batches of at most `budget` tokens. `groups`: empty if prompts are repeated."""
+        if groups:
+            check_samples(work.lengths, ranks, multiple)
+            shared = plan_with_shared_prompts(work, groups, ranks, room_of(budget, self._align), multiple)
+            if shared.plan is not None and _is_worth_it(shared, settings):
+                return shared.plan
+        return plan_by_tokens(
+            work.lengths, ranks, budget, self._flops, self._align, multiple, work.completions, work.images
+        )
+
+    def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
+        lengths, completions = [len(sample.tokens) for sample in samples], [sum(s.completion_mask) for s in samples]
+        return SampleWork(lengths, completions, self._image_work(samples, settings.tower_share), self._flops)
+
+    def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:
+        """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""
+        if share == 0 or not any(sample.pictures for sample in samples):
+            return None
+        tower = _tower_flops(self._config.hf_config.vision_config)
+        shown = [[placed.picture.grid for placed in sample.pictures] for sample in samples]
+        # A tile attends to itself alone, and an image without tiles is one.
+        return [share * sum(tiles * tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown]
+
+    def _check_micro_batches(self, number: int) -> None:
+        rest = number % self._group_size
+        if number < self._group_size or 0 < rest < self._parallel.pp_size:
+            raise ValueError(
+                f"{number} micro batches per data-parallel rank do not fit the interleaved pipeline "
+                f"schedule, which processes them in groups of {self._group_size}: use a multiple of that number, or a "
+                "token budget (--max_tokens_per_micro_batch)"
+            )
+
+
+def _groups(samples: Sequence[Sample], settings: EngineSettings) -> list[Group]:
+    """Return the groups whose prompts may be shared; none if prompts are repeated."""
+    return [] if settings.share_prompts_from is None else groups_of(samples)
+
+
+def _is_worth_it(shared: Shared, settings: EngineSettings) -> bool:
+    assert settings.share_prompts_from is not None
+    return shared.gain > 0 and shared.gain >= settings.share_prompts_from
+
+
+def _flops_model(config: ModelConfig) -> FlopsModel:
+    if config.num_moe_experts is None:
+        width = config.ffn_hidden_size
+    else:
+        width = config.moe_router_topk * config.moe_ffn_hidden_size + (config.moe_shared_expert_intermediate_size or 0)
+    return FlopsModel.of_transformer(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=width,
+        num_attention_heads=config.num_attention_heads,
+        vocab_size=config.padded_vocab_size,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        gated_linear_unit=config.gated_linear_unit,
+        delta_nets=_delta_nets(config),
+    )
+
+
+def _tower_flops(vision: Any) -> TowerFlops:
+    """Return the FLOPs of a tower, by its config of transformers."""
+    windows = hasattr(vision, "fullatt_block_indexes")  # Qwen2.5-VL: in all other layers
+    hidden = vision.embed_dim if hasattr(vision, "embed_dim") else vision.hidden_size  # Qwen2-VL
+    layers = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers  # InternVL
+    return TowerFlops(
+        layers=layers,
+        full_layers=len(vision.fullatt_block_indexes) if windows else layers,
+        hidden_size=hidden,
+        ffn_hidden_size=_width_of_feed_forward(vision, hidden),
+        window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
+    )
+
+
+def _width_of_feed_forward(vision: Any, hidden: int) -> int:
+    if hasattr(vision, "mlp_ratio"):  # Qwen2-VL
+        return int(hidden * vision.mlp_ratio)
+    width: int = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
+    return width
+
+
+def _delta_nets(config: ModelConfig) -> DeltaNets | None:
+    """Return the sizes of the layers with linear attention; None: every layer has softmax attention."""
+    if config.experimental_attention_variant != "gated_delta_net":
+        return None
+    return DeltaNets(
+        sum(map(bool, config.linear_attention_freq)),
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+    )

@@ -1,0 +1,167 @@
+"""Exports the trained weights under checkpoint names, one after the other, through mcore-bridge.
+
+LoRA is merged into the exported tensors only: while the bridge reads a layer, each adapted weight points to a separate
+buffer with base + delta; afterwards it points to the base again, which is never written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mcore_bridge import GPTBridge
+from mcore_bridge.model import GPTModel
+from peft.tuners.lora import LoraLayer
+
+from swift_megatron_grpo.weights.export.adapter_merge import merged_weights
+from swift_megatron_grpo.weights.export.host_flags import flags_on_host
+
+ADAPTER = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedModules:
+    """This rank's modules with an adapter. To find them takes a walk through all modules, so it is done once."""
+
+    of_layer: dict[torch.nn.Module | None, list[LoraLayer]]
+    elsewhere: list[LoraLayer]
+
+    @classmethod
+    def find(cls, bridge: GPTBridge, models: Sequence[GPTModel]) -> AdaptedModules:
+        decoders = [model.language_model.decoder if bridge.is_multimodal else model.decoder for model in models]
+        of_layer = {layer: _adapted(layer) for decoder in decoders for layer in decoder.layers}
+        in_layers = {module for modules in of_layer.values() for module in modules}
+        return cls(of_layer, [one for model in models for one in _adapted(model) if one not in in_layers])
+
+    @property
+    def count(self) -> int:
+        return len(self.elsewhere) + sum(map(len, self.of_layer.values()))
+
+
+class WeightExport:
+    """Exports the same weights in every weight sync.
+
+    `adapter_only`: the adapter's weights, without the base. `left_out`: how the names of tensors begin that the engine
+    has no place for, the frozen towers of a composite model.
+    """
+
+    def __init__(
+        self,
+        bridge: GPTBridge,
+        models: Sequence[GPTModel],
+        adapter_only: bool = False,
+        left_out: tuple[str, ...] = (),
+    ) -> None:
+        self._bridge = bridge
+        self._models = list(models)
+        self._left_out = left_out
+        self._adapted = AdaptedModules.find(bridge, models)
+        self._merged: set[LoraLayer] = set()
+        self.adapter = adapter_config(models[0]) if adapter_only else None  # an engine needs it to run the adapter
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self.adapter is not None:
+            return export_adapter(self._bridge, self._models)
+        weights = export_weights(self._bridge, self._models, self._adapted, self._merged)
+        return ((name, tensor) for name, tensor in weights if not name.startswith(self._left_out))
+
+    def pop_merged_count(self) -> int:
+        """Return the number of this rank's modules exported with a merged adapter since the last call."""
+        count = len(self._merged)
+        self._merged.clear()
+        return count
+
+    @property
+    def adapted_count(self) -> int:
+        """Number of modules of this rank that have an adapter."""
+        return self._adapted.count
+
+
+def export_weights(
+    bridge: GPTBridge,
+    models: Sequence[GPTModel],
+    adapted: AdaptedModules | None = None,
+    merged: set[LoraLayer] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Export all weights, with adapters merged, on all ranks together.
+
+    Shards are gathered as the iterator advances, and every rank gets every tensor. `adapted`: None to find them. Those
+    whose adapter was merged are added to `merged`.
+    """
+    if adapted is None:
+        adapted = AdaptedModules.find(bridge, models)
+    with merged_on_read(bridge, adapted, merged):
+        yield from bridge.export_weights(list(models), skip_unsupported_export=True)
+
+
+def export_adapter(bridge: GPTBridge, models: Sequence[GPTModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Export the adapter's weights under peft's names, on all ranks together."""
+    exported = False
+    for name, tensor in bridge.export_weights(list(models), peft_format=True, adapter_name=ADAPTER):
+        exported = True
+        yield name, tensor
+    if not exported:
+        raise RuntimeError("the adapter has no weights to export; check --target_modules")
+
+
+def adapter_config(model: GPTModel) -> dict[str, Any]:
+    """Return the part of peft's configuration that an engine needs to run the adapter, in JSON types."""
+    config = model.peft_config[ADAPTER]
+    targets = config.target_modules
+    return {
+        "r": config.r,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": targets if isinstance(targets, str) else sorted(targets or []),
+        "use_rslora": config.use_rslora,
+        "bias": config.bias,
+        "modules_to_save": config.modules_to_save and list(config.modules_to_save),
+    }
+
+
+@contextmanager
+def merged_on_read(bridge: GPTBridge, adapted: AdaptedModules, merged: set[LoraLayer] | None = None) -> Iterator[None]:
+    """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
+    merged = set() if merged is None else merged
+    convert_layer, on_host = bridge._set_layer_state, flags_on_host(bridge)
+
+    def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
+        # The layer is None if another pipeline stage holds it.
+        with _merged(adapted.of_layer.get(layer, ()), merged), on_host():
+            return convert_layer(layer, *args, **kwargs)
+
+    with _merged(adapted.elsewhere, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):
+        yield
+
+
+def _adapted(module: torch.nn.Module) -> list[LoraLayer]:
+    return [part for part in module.modules() if isinstance(part, LoraLayer)]
+
+
+@contextmanager
+def _merged(modules: Iterable[LoraLayer], merged: set[LoraLayer]) -> Iterator[None]:
+    """Point the weights of `modules` to base + delta inside the context, and add the modules to `merged`."""
+    bases: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    with torch.no_grad():
+        for module in modules:
+            for weight, value in merged_weights(module, ADAPTER):
+                bases.append((weight, weight.data))
+                weight.data = value
+            merged.add(module)
+    try:
+        yield
+    finally:
+        for weight, base in bases:
+            weight.data = base
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replace a method by an instance attribute inside the context."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

@@ -1,0 +1,171 @@
+"""Layers that vLLM quantizes: tensors in the precision of the training, for as long as pieces of a layer arrive.
+
+Such a layer holds its weights quantized only. A sync therefore collects the pieces of a layer in staging tensors, which
+have the shapes and the layout that the layer had before it was quantized. Once all pieces are there, their checksums
+are taken, the layer is quantized in place, and the staging tensors are freed. If tensors arrive layer by layer, as the
+trainer sends them, they take the memory of one layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from swift_megatron_grpo.weights.load.places import Place, TracedCopy
+from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice, checksum, to_integers
+
+
+class OnlineLayer(Protocol):
+    """A layer that quantizes weights after they are loaded."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        """Names, in the model, of the parameters that are quantized."""
+
+    def allocate(self) -> dict[str, torch.Tensor]:
+        """Return those parameters as they are before quantizing, with zeros."""
+
+    def quantize(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Quantize loaded parameters into the memory of the layer that vLLM's kernels read."""
+
+    def loading(
+        self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]
+    ) -> AbstractContextManager[None]:
+        """Let the model's loaders write to staging tensors inside the context.
+
+        `tensor` returns the staging tensor of a parameter, or None once its layer is quantized; `loaded` is called
+        after each loader that may have written to it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDestination:
+    """A part of a staging tensor, which exists from the first piece of its layer on."""
+
+    piece: TensorSlice
+    place: Place
+    staging: Staging
+
+    @property
+    def view(self) -> torch.Tensor:
+        return self.place.view(self.staging.tensor(self.place.parameter))
+
+
+class Staging:
+    """The staging tensors of a model's layers during one load after another."""
+
+    def __init__(self, layers: Iterable[OnlineLayer], dtype: torch.dtype) -> None:
+        self.layers = tuple(layers)
+        self._dtype = dtype  # of the run: checksums of wider tensors are taken in it
+        self._layer_of = {name: layer for layer in self.layers for name in layer.parameters}
+        self.parameters = frozenset(self._layer_of)  # names of those that are quantized
+        self._by_name = {layer.name: layer for layer in self.layers}
+        self._open: dict[str, dict[str, torch.Tensor]] = {}  # by layer
+        self._copies: dict[str, list[TracedCopy]] = {}  # by layer, as a load has shown
+        self._layers_of: dict[str, list[str]] = {}  # by the name of a sent tensor
+        self._missing: dict[str, set[str]] = {}  # sent tensors that a layer waits for, in this load
+        self._quantized: set[str] = set()  # layers, in this load
+        self._collects = False
+        self._checksums: list[tuple[str, TensorSlice, torch.Tensor]] = []
+
+    @property
+    def incomplete(self) -> list[str]:
+        """Parameters that this load has not quantized, because some of their pieces have not arrived."""
+        return [name for name, layer in self._layer_of.items() if layer.name not in self._quantized]
+
+    def begin(self, collect_checksums: bool) -> None:
+        """Begin a load."""
+        self._open, self._quantized, self._checksums = {}, set(), []
+        self._collects = collect_checksums
+        self._missing = {name: {copy.sent for copy in copies} for name, copies in self._copies.items()}
+
+    def end(self) -> None:
+        """Free what a load has left behind."""
+        self._open = {}
+
+    def tensor(self, parameter: str) -> torch.Tensor:
+        """Return the staging tensor of a parameter."""
+        return self.tensors_beside(parameter)[parameter]
+
+    def is_open(self, parameter: str) -> bool:
+        return self._layer_of[parameter].name in self._open
+
+    def is_quantized(self, parameter: str) -> bool:
+        return self._layer_of[parameter].name in self._quantized
+
+    def tensors_beside(self, parameter: str) -> dict[str, torch.Tensor]:
+        """Return the staging tensors of the parameter's layer, which this creates if it is the first."""
+        layer = self._layer_of[parameter]
+        if layer.name in self._quantized:
+            raise RuntimeError(f"weights of vLLM's layer {layer.name} have arrived after all its weights had")
+        if layer.name not in self._open:
+            self._open[layer.name] = layer.allocate()
+        return self._open[layer.name]
+
+    def parameters_beside(self, parameter: str) -> Sequence[str]:
+        return self._layer_of[parameter].parameters
+
+    def learn(self, copies: Mapping[str, Sequence[TracedCopy]]) -> None:
+        """Remember, by parameter, where a load has written to."""
+        self._copies, layers_of = {}, defaultdict[str, dict[str, None]](dict)
+        for parameter, layer in self._layer_of.items():
+            self._copies.setdefault(layer.name, []).extend(copies.get(parameter, ()))
+        for name, of_layer in self._copies.items():
+            for copy in of_layer:
+                layers_of[copy.sent][name] = None
+        self._layers_of = {sent: list(names) for sent, names in layers_of.items()}
+
+    def destinations(self) -> dict[str, list[StagedDestination]]:
+        """Return where each sent tensor goes, of those that go to a layer here."""
+        found = defaultdict[str, list[StagedDestination]](list)
+        for copies in self._copies.values():
+            for copy in copies:
+                found[copy.sent].append(StagedDestination(copy.piece, copy.place, self))
+        return dict(found)
+
+    def complete_with(self, sent: str) -> list[str]:
+        """Note that a tensor has arrived. Return the layers whose last piece it was."""
+        complete = []
+        for name in self._layers_of.get(sent, ()):
+            self._missing[name].discard(sent)
+            if not self._missing[name]:
+                complete.append(name)
+        return complete
+
+    def quantize_layer_of(self, parameter: str, copies: Sequence[TracedCopy]) -> None:
+        """Quantize a layer, as `quantize` does, in a load that has made these copies."""
+        self.quantize(self._layer_of[parameter].name, copies)
+
+    def quantize(self, name: str, copies: Sequence[TracedCopy] | None = None) -> None:
+        """Take checksums of a layer's pieces, quantize it and free its staging tensors.
+
+        `copies`: where this load has written to; None: where the traced load had.
+        """
+        tensors = self._open.pop(name)
+        if self._collects:
+            self._checksums += [
+                (
+                    copy.sent,
+                    copy.piece,
+                    checksum(copy.place.view(tensors[copy.place.parameter]), self._dtype, copy.piece),
+                )
+                for copy in (self._copies[name] if copies is None else copies)
+            ]
+        self._by_name[name].quantize(tensors)
+        self._quantized.add(name)
+
+    def held(self) -> dict[str, tuple[HeldSlice, ...]]:
+        """Return the checksums that this load has collected, by the name of the sent tensor."""
+        found = defaultdict[str, list[HeldSlice]](list)
+        numbers = to_integers(value for _, _, value in self._checksums)
+        for (sent, piece, _), number in zip(self._checksums, numbers, strict=True):
+            found[sent].append(HeldSlice(piece, number))
+        return {sent: tuple(slices) for sent, slices in found.items()}

@@ -1,0 +1,42 @@
+"""Listing and copying templates; tests/contract/test_wheel.py does both from an installed wheel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.cli import templates
+from tests.paths import REPOSITORY
+
+
+def test_in_a_clone_the_templates_are_those_of_the_repository() -> None:
+    assert templates.templates_folder() == REPOSITORY / "templates"
+
+
+def test_every_template_states_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    templates.main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(list((REPOSITORY / "templates").glob("*.sh")))
+    for line in lines:
+        name, purpose = line.split(maxsplit=1)
+        assert name.endswith(".sh") and len(purpose) > 20
+
+
+def test_copying_prints_the_new_files_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "new" / "folder"
+    templates.main([str(target)])
+    printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert target / "cpu_quickstart.sh" in printed and target / "plugins" / "letters.py" in printed
+    assert all(file.is_file() for file in printed)
+    edited = target / "multi_turn.sh"
+    edited.write_text("mine")
+    with pytest.raises(SystemExit, match="exists; name another folder"):
+        templates.main([str(target)])
+    assert edited.read_text() == "mine"
+
+
+def test_the_purpose_is_the_first_sentence_of_the_comment(tmp_path: Path) -> None:
+    script = tmp_path / "some.sh"
+    script.write_text("#!/usr/bin/env bash\n# Trains a model\n# on some data. And more.\nset -e\n# not this\n")
+    assert templates.purpose(script) == "Trains a model on some data"

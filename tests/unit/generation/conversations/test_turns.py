@@ -1,0 +1,100 @@
+"""A token is trained only where the policy sampled it, with the log-prob it had there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swift_megatron_grpo.generation.conversations.turns import Message, Turn, join, turn_seed
+
+QUESTION, TOOL = [1, 2, 3], [90, 91]
+
+
+def turn(prompt: list[int], completion: list[int]) -> Turn:
+    return Turn(prompt, completion, [-float(token) for token in completion])
+
+
+def test_every_turn_of_every_conversation_has_its_own_seed() -> None:
+    seeds = [turn_seed(conversation, number) for conversation in (1, 2, 3) for number in (1, 2, 3)]
+    assert len(set(seeds)) == 9 and seeds == [turn_seed(c, n) for c in (1, 2, 3) for n in (1, 2, 3)]
+    assert turn_seed(None, 1) is None and all(0 <= seed < 2**63 for seed in seeds if seed is not None)
+
+
+def test_a_single_turn_is_its_prompt_and_completion() -> None:
+    joined = join([turn(QUESTION, [10, 11])])
+    assert (joined.prompt_ids, joined.completion_ids, joined.sampled) == (QUESTION, [10, 11], [True, True])
+    assert joined.logprobs == [-10, -11] and joined.lost_turns == 0
+
+
+def test_tokens_of_a_tool_are_not_sampled() -> None:
+    joined = join([turn(QUESTION, [10, 11]), turn([*QUESTION, 10, 11, *TOOL], [12])])
+    assert joined.prompt_ids == QUESTION and joined.completion_ids == [10, 11, *TOOL, 12]
+    assert joined.sampled == [True, True, False, False, True]
+    assert joined.logprobs == [-10, -11, -12]
+
+
+def test_tokens_cut_off_by_a_scheduler_are_left_out() -> None:
+    """ms-swift's math_tip_trick cuts an answer and continues with a hint in its place."""
+    joined = join([turn(QUESTION, [10, 11, 12]), turn([*QUESTION, 10, *TOOL], [13])])
+    assert joined.completion_ids == [10, *TOOL, 13] and joined.sampled == [True, False, False, True]
+    assert joined.logprobs == [-10, -13] and joined.lost_turns == 0
+
+
+def test_a_rewritten_history_is_not_trained() -> None:
+    """The policy saw another prefix when it sampled the first turn."""
+    joined = join([turn(QUESTION, [10, 11]), turn([7, 8, 10, 11, *TOOL], [12])])
+    assert joined.prompt_ids == [7, 8, 10, 11, *TOOL] and joined.completion_ids == [12]
+    assert joined.logprobs == [-12] and joined.lost_turns == 1
+
+
+def test_a_loss_mask_of_the_scheduler_excludes_tokens() -> None:
+    turns = [turn(QUESTION, [10, 11]), turn([*QUESTION, 10, 11, *TOOL], [12, 10, 11])]
+    joined = join(turns, [Message([10, 11], [False, True]), Message([12, 10, 11], [True, True, False])])
+    assert joined.prompt_ids == [*QUESTION, 10] and joined.completion_ids == [11, *TOOL, 12, 10, 11]
+    assert joined.sampled == [True, False, False, True, True, False]
+    assert joined.logprobs == [-11, -12, -10]
+
+
+def test_a_response_prefix_of_the_template_is_part_of_the_message() -> None:
+    """`<think></think>` with thinking off: in the prompt while the turn is sampled, in the message afterwards."""
+    turns = [turn([*QUESTION, 50], [10]), turn([*QUESTION, 50, 10, *TOOL, 50], [11, 12])]
+    joined = join(turns, [Message([50, 10], [False, True]), Message([50, 11, 12], [False, True, False])])
+    assert joined.completion_ids == [10, *TOOL, 50, 11, 12]
+    assert joined.sampled == [True, False, False, False, True, False] and joined.logprobs == [-10, -11]
+
+
+def test_one_message_may_span_two_turns() -> None:
+    turns = [turn(QUESTION, [10, 11]), turn([*QUESTION, 10, 11, *TOOL], [12])]
+    joined = join(turns, [Message([10, 11, *TOOL, 12], [True, False, False, False, True])])
+    assert joined.completion_ids == [10, 11, *TOOL, 12] and joined.sampled == [True, False, False, False, True]
+
+
+def test_turns_without_log_probs_join_to_none() -> None:
+    joined = join([Turn(QUESTION, [10], None), Turn([*QUESTION, 10, *TOOL], [11], None)])
+    assert joined.logprobs is None and joined.sampled == [True, False, False, True]
+
+
+@pytest.mark.parametrize("logprobs", [None, [], [-1.0]])
+def test_a_turn_without_all_log_probs_joins_to_none_also_if_no_token_of_it_is_left(
+    logprobs: list[float] | None,
+) -> None:
+    turns = [Turn(QUESTION, [10, 11], logprobs)]
+    masked = join(turns, [Message([10, 11], [False, False])])
+    assert masked.logprobs is None and not any(masked.sampled)
+    rewritten = join([*turns, turn([7, 8, *TOOL], [12])])
+    assert rewritten.logprobs is None and rewritten.sampled == [True] and rewritten.lost_turns == 1
+
+
+def test_a_conversation_of_masked_tokens_has_as_many_log_probs_as_trained_tokens() -> None:
+    joined = join(
+        [turn(QUESTION, [10, 11]), Turn([*QUESTION, 10, 11, *TOOL], [], None)], [Message([10, 11], [False] * 2)]
+    )
+    assert joined.logprobs == [] and not any(joined.sampled)
+
+
+def test_the_experts_of_a_conversation_are_those_of_its_last_turn() -> None:
+    """Its prompt holds all earlier tokens, of tools and environments, too."""
+    first, last = np.zeros((3, 2, 2), np.uint8), np.ones((9, 2, 2), np.uint8)
+    turns = [Turn(QUESTION, [10], [-1.0], first), Turn([*QUESTION, 10, *TOOL], [11], [-1.0], last)]
+    assert join(turns).routed_experts is last
+    assert join(turns[:1]).routed_experts is first and join([Turn(QUESTION, [10], None)]).routed_experts is None

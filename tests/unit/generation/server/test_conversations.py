@@ -1,0 +1,121 @@
+"""Conversations on a server: checks and clean-up around ms-swift's real schedulers, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from datetime import date
+from typing import Any
+
+import numpy as np
+import pytest
+from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
+from swift.rollout.gym_env import Env, envs
+from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
+
+from swift_megatron_grpo.generation.conversations.scheduling import empty_response, end_without_room, finish, has_room
+from swift_megatron_grpo.generation.conversations.turns import Turn
+from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.generation.requests import conversation_payload
+from swift_megatron_grpo.generation.server.conversations import Conversations
+from swift_megatron_grpo.types import Prompt
+
+REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
+
+
+def request() -> RolloutInferRequest:
+    return RolloutInferRequest(**REQUEST)
+
+
+def unanswered() -> RolloutOutput:
+    messages = [*REQUEST["messages"], {"role": "assistant", "content": [5]}, {"role": "user", "content": "And?"},
+                {"role": "assistant", "content": ""}]  # fmt: skip
+    return RolloutOutput(response=empty_response(request()), messages=messages, response_token_ids=[[5]])
+
+
+def test_a_request_contains_all_columns_and_a_unique_name() -> None:
+    row = {"messages": [*REQUEST["messages"], {"role": "assistant", "content": "Hi."}], "solution": np.float32(2)}
+    payloads = [conversation_payload(Request(index, Prompt("0-7", row), seed=None)) for index in (4, 5)]
+    assert [payload["uuid"] for payload in payloads] == ["0-7-4", "0-7-5"]
+    assert payloads[0]["messages"] == REQUEST["messages"] and payloads[0]["data_dict"] == {"solution": "2.0"}
+    with pytest.raises(ValueError, match=r"the column when of the dataset's row 7 must be .* is of type date"):
+        conversation_payload(Request(0, Prompt("0-7", {**row, "when": date(2026, 1, 2)}), seed=None))
+
+
+class FixedOutput(MultiTurnScheduler):
+    """A scheduler that overrides `run`."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    async def run(self, infer_request: Any, request_config: Any, **_: Any) -> Any:
+        return self._output
+
+
+@pytest.mark.parametrize(
+    ("output", "complaint"),
+    [
+        ([unanswered(), unanswered()], "returned 2 outputs for one request"),
+        ([], "returned 0 outputs"),
+        (unanswered(), r"without turns, because it never called infer_engine\.infer_async"),
+    ],
+)
+def test_an_output_that_cannot_be_trained_on_is_refused(output: Any, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        asyncio.run(Conversations(FixedOutput(output)).run(request(), RequestConfig()))
+
+
+class Door(Env):
+    """An environment that counts how often it is closed."""
+
+    closed = 0
+
+    async def reset(self, config: Any) -> tuple[str, dict[str, Any], str]:
+        return "Knock.", {}, ""
+
+    async def step(self, action: Any) -> tuple[str, float, bool, dict[str, Any]]:
+        raise AssertionError("there is no engine, so no turn")
+
+    async def close(self) -> None:
+        Door.closed += 1
+
+
+@pytest.fixture
+def doors() -> Iterator[None]:
+    envs["door"] = Door
+    Door.closed = 0
+    yield
+    del envs["door"]
+
+
+def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
+    scheduler = GYMScheduler(infer_engine=None, gym_env="door")
+
+    async def run_conversation() -> None:
+        with pytest.raises(AttributeError, match="infer_async"):
+            await Conversations(scheduler).run(request(), RequestConfig())
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run_conversation())
+    assert Door.closed == 1 and not scheduler._envs
+
+
+def test_a_conversation_without_room_ends_even_if_the_scheduler_continues_it() -> None:
+    scheduler = FixedOutput(None)
+
+    async def continue_always(*_: Any) -> dict[str, Any]:
+        return {"done": False}
+
+    scheduler.on_turn_end = continue_always
+    end_without_room(scheduler)
+    [choice] = empty_response(request()).choices
+    assert asyncio.run(scheduler.on_turn_end(request(), choice, 2))["done"]
+    assert has_room(255, 0, 256) and not has_room(256, 0, 256)
+
+
+def test_an_unanswered_last_message_is_dropped() -> None:
+    finished = finish(unanswered(), [Turn([1, 2], [5], [-0.5])], decode=str)
+    assert [message["content"] for message in finished.messages] == ["Hello.", "[5]"]
+    assert finished.finish_reason == "length" and finished.infos == {"num_turns": 1}
+    assert finished.conversation.completion_ids == [5]

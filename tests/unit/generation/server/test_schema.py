@@ -1,0 +1,182 @@
+"""Every body is either a request that vLLM can be given, or refused with one kind of error that names a field."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swift.infer_engine import RequestConfig
+from vllm import SamplingParams
+
+from swift_megatron_grpo.generation.interface import Request
+from swift_megatron_grpo.generation.protocol.messages import Routes
+from swift_megatron_grpo.generation.requests import conversation_payload, infer_request, request_config
+from swift_megatron_grpo.generation.server.limits import ContentLimits, prompt_characters
+from swift_megatron_grpo.generation.server.schema import (
+    SCHEMAS,
+    STOCK_SCHEMAS,
+    GenerateRequest,
+    InvalidBody,
+    StockInfer,
+    parse,
+)
+from swift_megatron_grpo.settings.config import SamplingConfig
+from swift_megatron_grpo.types import Prompt
+from tests.e2e.fuzzing import STOCK_BODIES, damaged_body
+
+TEXT = ContentLimits(
+    nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=False
+)
+MEDIA = replace(TEXT, accepts_media=True)
+ROW = {"messages": [{"role": "user", "content": "hello", "loss": None}], "letters": "abc", "score": float("nan")}
+PROMPT = Prompt("0-7", ROW)
+SAMPLING = request_config(SamplingConfig(1.0, 1.0, -1, 1.0, max_completion_length=4, stop_words=("x",)), seed=2**48)
+
+
+def body_of(request: dict[str, Any], sampling: RequestConfig = SAMPLING) -> dict[str, Any]:
+    return {"request": request, "sampling": asdict(sampling), "weights_version": 7}
+
+
+VALID: dict[str, Any] = {
+    Routes.GENERATE: body_of(conversation_payload(Request(1, PROMPT, seed=3))),
+    Routes.GENERATE_BATCH: {"requests": [body_of(conversation_payload(Request(i, PROMPT, seed=i))) for i in range(3)]},
+    Routes.SCORE: {"tokens": [1, 2, 299], "weights_version": 0},
+    Routes.JOIN: {"host": "fe80::1%eth0", "port": 0, "timeout": 240.0},
+    Routes.RECEIVE: {"version": 0, "lora": False, "collect_checksums": True},
+    "/init_communicator/": {"host": "0.0.0.0", "port": 51216, "world_size": 2},
+    **STOCK_BODIES,
+}
+ALL_SCHEMAS = SCHEMAS | STOCK_SCHEMAS
+
+
+def encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def test_what_the_trainer_sends_is_accepted_as_it_is() -> None:
+    """All columns reach the environment, NaN included, and all sampling parameters the engine."""
+    for payload, columns in [
+        (asdict(infer_request(PROMPT)), {}),
+        (
+            conversation_payload(Request(1, PROMPT, seed=3)),
+            {"letters": "abc", "score": pytest.approx(float("nan"), nan_ok=True)},
+        ),
+    ]:
+        accepted = parse(encode(body_of(payload)), GenerateRequest, TEXT).model_dump(exclude_unset=True)
+        assert accepted["request"] == payload | {"data_dict": columns}
+        assert accepted["sampling"] == asdict(SAMPLING) and accepted["weights_version"] == 7
+
+
+def test_every_route_with_a_body_has_a_valid_example() -> None:
+    for route in ALL_SCHEMAS.keys() & VALID.keys():
+        parse(encode(VALID[route]), ALL_SCHEMAS[route], TEXT)
+    assert SCHEMAS.keys() <= VALID.keys()
+
+
+@settings(max_examples=2000)
+@given(st.sampled_from(sorted(ALL_SCHEMAS.keys() & VALID.keys())), st.integers(0, 2**64))
+def test_a_damaged_request_is_valid_or_refused(route: str, seed: int) -> None:
+    body = damaged_body(VALID[route], random.Random(seed))
+    try:
+        accepted = parse(body, ALL_SCHEMAS[route], TEXT)
+    except InvalidBody as refusal:
+        assert len(str(refusal)) < 1000
+        return
+    sent = json.loads(body)
+    if isinstance(accepted, StockInfer):  # ms-swift's client sends more, which is dropped
+        sent = {name: value for name, value in sent.items() if name in StockInfer.model_fields}
+    assert comparable(accepted.model_dump(exclude_unset=True)) == comparable(sent)
+    if isinstance(accepted, GenerateRequest):
+        config = RequestConfig(**accepted.sampling.model_dump())
+        if (config.temperature or 0) <= 2:  # vLLM's own limit, with an error of its own
+            assert SamplingParams(max_tokens=config.max_tokens, seed=config.seed, temperature=config.temperature or 0.0)
+
+
+def comparable(value: Any) -> Any:
+    """Return the values with their types, but an integer equals a float, and columns are left out: they are decoded."""
+    if isinstance(value, dict):
+        return {name: comparable(inner) for name, inner in value.items() if name != "data_dict"}
+    if isinstance(value, list):
+        return [comparable(inner) for inner in value]
+    return (type(value), value) if not isinstance(value, int | float) or isinstance(value, bool) else float(value)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"temperature": True}, "'sampling.temperature'"),
+        ({"temperature": "1"}, "'sampling.temperature'"),
+        ({"temperature": -0.1}, "'sampling.temperature'"),
+        ({"n": True}, "'sampling.n'"),
+        ({"n": 1.0}, "'sampling.n'"),
+        ({"stream": 0}, "'sampling.stream'"),
+        ({"stream": True}, "'sampling.stream': must be false"),
+        ({"seed": 2**63}, "integers must fit into 64 bits"),
+        ({"top_logprobs": 5}, "'sampling.top_logprobs'"),
+        ({"stop": "x"}, "'sampling.stop'"),
+        ({"secret value": "another secret"}, "'sampling.secret value': Extra inputs are not permitted"),
+    ],
+)
+def test_an_error_names_the_field_and_not_its_value(change: dict[str, Any], problem: str) -> None:
+    body = body_of(asdict(infer_request(PROMPT)))
+    body["sampling"] |= change
+    with pytest.raises(InvalidBody, match=problem) as refusal:
+        parse(encode(body), GenerateRequest, TEXT)
+    assert "another secret" not in str(refusal.value)
+
+
+PICTURE = "data:image/png;base64,iVBORw0KGgo="
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"images": [PICTURE]},
+        {"images": ["iVBORw0KGgo="]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "?"}]}
+            ]
+        },
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [PICTURE]},
+    ],
+)
+def test_bytes_that_the_client_sends_are_media_for_models_that_take_them(prompt: dict[str, Any]) -> None:
+    body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
+    [accepted] = parse(body, StockInfer, MEDIA).infer_requests
+    assert set(accepted.images) <= {PICTURE, "data:media/base64;base64,iVBORw0KGgo="}
+    with pytest.raises(InvalidBody, match="takes text only"):
+        parse(body, StockInfer, TEXT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["/etc/passwd", "a.png", "http://10.0.0.1/a.png", "file:///etc/passwd", "data:,a", "abcde", "", "ftp://a", "~"],
+)
+def test_paths_and_urls_are_no_media(source: str) -> None:
+    part = {"type": "image", "image": source}
+    for prompt in (
+        {"images": [source]},
+        {"videos": [source]},
+        {"messages": [{"role": "user", "content": [part]}]},
+        {"messages": [{"role": "user", "content": [{"type": "video", "video": [source]}]}]},
+        {"messages": [{"role": "user", "content": f"<img>{source}</img>"}]},
+    ):
+        body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
+        for limits in (TEXT, MEDIA) if "<img>" not in str(prompt) else (MEDIA,):
+            with pytest.raises(InvalidBody):
+                parse(body, StockInfer, limits)
+
+
+def test_a_prompt_may_fill_the_engines_context() -> None:
+    assert prompt_characters(None, 256) == 2**20 and prompt_characters(None, 131072) == 2**22
+    assert prompt_characters(10, 256) == 10
+    many_keys = body_of({"messages": [{"role": "tool", "content": {"k" * 3000: 1}}]})
+    with pytest.raises(InvalidBody, match="--max_prompt_characters"):
+        parse(encode(many_keys), GenerateRequest, TEXT)

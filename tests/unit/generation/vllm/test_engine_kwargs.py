@@ -1,0 +1,113 @@
+"""Settings of --vllm_engine_kwargs are served, refused with a reason, or unknown; malformed JSON is never repaired."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+from swift_megatron_grpo.generation.vllm.engine_kwargs import (
+    EXPERTS,
+    REFUSED,
+    REFUSED_BY_SERVERS,
+    SERVED,
+    SERVED_BY_SERVERS,
+    check_engine_kwargs,
+)
+from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
+
+
+def refuse(settings: dict[str, object], adapter_only: bool = False, refused: Mapping[str, str] = REFUSED) -> str:
+    with pytest.raises(ValueError) as caught:
+        check_engine_kwargs(settings, adapter_only, refused)
+    return str(caught.value)
+
+
+# Settings of vLLM 0.23 that later versions do not have.
+OLDER = {"calculate_kv_scales", "max_num_partial_prefills", "max_long_partial_prefills", "override_attention_dtype"}
+
+
+def test_every_setting_of_the_installed_vllm_is_in_exactly_one_list() -> None:
+    from dataclasses import fields
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = {field.name for field in fields(EngineArgs)}
+    assert names - SERVED - set(REFUSED) == set(), "settings in neither list of engine_kwargs.py"
+    assert SERVED & set(REFUSED) == set()
+    if not torch.cuda.is_available():  # the newest vLLM that is tested
+        assert (SERVED | set(REFUSED)) - names == OLDER, "listed, but not settings of this vLLM"
+
+
+def test_served_settings_pass() -> None:
+    check_engine_kwargs(dict.fromkeys(SERVED - {"load_format"}, "value"), adapter_only=True)
+    check_engine_kwargs({"load_format": "dummy", "max_logprobs": 5}, adapter_only=False)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_settings_are_named_with_the_reason_and_a_way_out(name: str) -> None:
+    message = refuse({name: 1})
+    assert message.startswith(f"--vllm_engine_kwargs: {name}: {REFUSED[name]}")
+    assert "leave it out" in message or "use --" in message
+
+
+def test_settings_that_a_flag_sets_name_the_flag() -> None:
+    assert refuse({"tensor_parallel_size": 2}) == "--vllm_engine_kwargs: tensor_parallel_size: use " + (
+        "--vllm_tensor_parallel_size"
+    )
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
+    flags = {why.removeprefix("use --") for why in REFUSED.values() if why.startswith("use --")}
+    assert flags <= set(GRPOArguments.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED_BY_SERVERS))
+def test_servers_refuse_the_same_settings_and_name_their_own_flags(name: str) -> None:
+    from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
+
+    message = refuse({name: 1}, refused=REFUSED_BY_SERVERS)
+    why = REFUSED_BY_SERVERS[name]
+    assert set(REFUSED_BY_SERVERS) == set(REFUSED) - {EXPERTS}
+    assert message.startswith(f"--vllm_engine_kwargs: {name}: {why}")
+    assert "training ranks" not in why and "sleep_level" not in why
+    flags = re.findall(r"use --(\w+)", why)
+    assert set(flags) <= set(GRPORolloutArguments.__dataclass_fields__)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_names() -> None:
+    assert "did you mean max_num_batched_tokens" in refuse({"max_num_batch_tokens": 8192})
+    assert "a: vLLM has no such setting, or this package does not support it; leave it out" in refuse({"a": 1})
+
+
+def test_values_that_break_weights_or_log_probs_are_refused() -> None:
+    assert "load_format 'bitsandbytes' does not load the weights of --model as they are" in refuse(
+        {"load_format": "bitsandbytes"}
+    )
+    assert "or use --vllm_enable_lora false" in refuse({"load_format": "dummy"}, adapter_only=True)
+    assert "max_logprobs 0 refuses the log-probs" in refuse({"max_logprobs": 0})
+
+
+def test_malformed_json_is_refused_with_its_position(tmp_path: Path) -> None:
+    flag = "vllm_engine_kwargs"
+    with pytest.raises(ValueError, match=r"at line 1, column 2, near '\{bad json'; use the form --vllm_engine_kwargs"):
+        parse_json_object(flag, "{bad json")
+    with pytest.raises(ValueError, match=r'is not a JSON object but \["a"\]'):
+        parse_json_object(flag, '["a"]')
+    path = tmp_path / "settings.json"
+    path.write_text('{"a": 1,\n "b": }')
+    with pytest.raises(ValueError, match=r"the file .*settings.json is not JSON: .* at line 2, column 7"):
+        parse_json_object(flag, str(path))
+    path.write_text('{"a": 1}')
+    assert parse_json_object(flag, str(path)) == parse_json_object(flag, '{"a": 1}') == {"a": 1}
+    assert parse_json_object(flag, None) == {}
+
+
+def test_servers_report_experts_and_colocate_names_the_flag() -> None:
+    setting = {"enable_return_routed_experts": True}
+    assert "use --router_replay_mode" in refuse(setting)
+    check_engine_kwargs(setting, False, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
+    with pytest.raises(ValueError, match="enable_return_routed_experts must be true or false, got 'yes'"):
+        check_engine_kwargs({"enable_return_routed_experts": "yes"}, False, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)

@@ -1,0 +1,122 @@
+"""--resume auto continues from the newest whole checkpoint, and names what it skips."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
+from swift_megatron_grpo.output.checkpoints.newest import Checkpoint, find_newest, open_checkpoint
+from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint
+from swift_megatron_grpo.output.disk.checksums import file_checksum
+from tests.unit.output.checkpoints.saved import save
+
+
+def saved(output_dir: Path, step: int, at: float, **arguments: object) -> Path:
+    """Save a checkpoint with readable args.json and tracker; `at`: seconds since 1970."""
+    folder = save(output_dir, step)
+    (folder / "args.json").write_text(json.dumps({"tuner_type": "full", "no_save_optim": False, **arguments}))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    manifest = read_manifest(folder)
+    files = {name: FileEntry((folder / name).stat().st_size, file_checksum(folder / name)) for name in manifest.files}
+    write_manifest(folder, replace(manifest, files=files, saved_at=at))
+    return folder
+
+
+def test_the_checkpoint_that_was_saved_last_is_found_in_the_folders_of_all_runs(tmp_path: Path) -> None:
+    saved(tmp_path / "v0-20260101-000000", 100, at=50.0)
+    newest = saved(tmp_path / "v10-20260102-000000", 20, at=70.0)  # a later run, which began again
+    saved(tmp_path / "v9-20260102-000000", 30, at=60.0)
+    saved(tmp_path / "vault", 40, at=80.0)  # no run of this output folder
+    shutil.copytree(newest, newest.with_name("checkpoint-20-merged"))
+    (newest.parent / "last-checkpoint").symlink_to(newest)
+    for path in tmp_path.rglob("manifest.json"):
+        os.utime(path, (1, 1))  # copied
+    search = find_newest(tmp_path)
+    assert search.newest == Checkpoint(newest, 20, has_adapter=False) and search.skipped == ()
+
+
+def test_the_order_does_not_depend_on_names_or_steps_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 9, at=1.0)
+    saved(tmp_path, 10, at=1.0)
+    assert find_newest(tmp_path).newest == Checkpoint(tmp_path / "checkpoint-10", 10, False)
+    saved(tmp_path, 5, at=2.0)  # the run was continued from checkpoint-4 once more
+    assert find_newest(tmp_path).newest == Checkpoint(tmp_path / "checkpoint-5", 5, False)
+
+
+def test_manifests_of_earlier_versions_are_ordered_by_the_time_of_their_file(tmp_path: Path) -> None:
+    for step, at in ((1, 30), (2, 20)):
+        folder = saved(tmp_path, step, at=0.0)
+        write_manifest(folder, replace(read_manifest(folder), saved_at=None))
+        os.utime(folder / MANIFEST, (at, at))
+    newest = find_newest(tmp_path).newest
+    assert newest is not None and newest.step == 1
+
+
+def cut(folder: Path) -> None:
+    path = folder / "iter_0000001/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path) -> None:
+    path = folder / MANIFEST
+    path.write_text(path.read_text().replace("0", "1", 1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json, which is written last"),
+        (cut, "__0_0.distcp has 1999 bytes instead of 2000"),
+        (flip, "manifest.json is damaged"),
+        (lambda folder: (folder / "args.json").unlink(), "args.json is missing"),
+    ],
+)
+def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_its_reason(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    whole = saved(tmp_path, 1, at=1.0)
+    newest = saved(tmp_path, 2, at=2**33)
+    damage(newest)
+    os.utime(newest, (2**32, 2**32))
+    search = find_newest(tmp_path)
+    assert search.newest == Checkpoint(whole, 1, False)
+    assert len(search.skipped) == 1 and search.skipped[0].startswith(f"{newest}: ") and reason in search.skipped[0]
+
+
+def test_a_checkpoint_without_the_state_of_the_optimizer_is_skipped_unless_nothing_loads_it(tmp_path: Path) -> None:
+    saved(tmp_path, 1, at=1.0)
+    saved(tmp_path, 2, at=2.0, no_save_optim=True)
+    search = find_newest(tmp_path)
+    assert search.newest is not None and search.newest.step == 1 and "--no_save_optim true" in search.skipped[0]
+    unread = find_newest(tmp_path, loads_optimizer=False).newest
+    assert unread is not None and unread.step == 2
+
+
+def test_a_run_starts_again_if_its_first_save_was_interrupted_but_not_if_all_checkpoints_are_damaged(
+    tmp_path: Path,
+) -> None:
+    assert find_newest(tmp_path / "none") == find_newest(tmp_path)
+    (tmp_path / "checkpoint-1").mkdir()
+    search = find_newest(tmp_path)
+    assert search.newest is None and len(search.skipped) == 1
+    cut(saved(tmp_path, 2, at=2.0))
+    with pytest.raises(BadCheckpoint, match=r"no checkpoint in .*: .*checkpoint-2: .*distcp.*use --resume never"):
+        find_newest(tmp_path)
+
+
+def test_the_flags_that_load_a_checkpoint_depend_on_what_it_holds(tmp_path: Path) -> None:
+    full, adapter = saved(tmp_path, 1, at=1.0), saved(tmp_path, 2, at=2.0, tuner_type="lora")
+    assert open_checkpoint(full).settings() == {"finetune": False, "mcore_model": str(full)}
+    assert open_checkpoint(adapter).settings() == {"finetune": False, "mcore_adapter": str(adapter)}
+    assert open_checkpoint(adapter).run_folder == tmp_path
+    (tmp_path / "last-checkpoint").symlink_to(adapter)
+    assert open_checkpoint(tmp_path / "last-checkpoint").folder == adapter
+    with pytest.raises(BadCheckpoint, match="use --resume auto, or a folder checkpoint-N"):
+        open_checkpoint(tmp_path)

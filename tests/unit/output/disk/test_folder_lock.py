@@ -1,0 +1,52 @@
+"""A folder belongs to one process at a time, until that process ends, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swift_megatron_grpo.output.disk.folder_lock import FolderInUse, FolderLock
+from tests.paths import REPOSITORY
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from swift_megatron_grpo.output.disk.folder_lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "--output_dir")
+child = os.fork()  # as the helpers of a rank, which may outlive it
+if child == 0:
+    time.sleep(60)
+print(child, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_in_use_is_refused_with_its_owner_until_that_process_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+    )
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    try:
+        owner = rf"process {process.pid} on {socket.gethostname()}"
+        with pytest.raises(FolderInUse, match=rf"--output_dir {folder} is in use by another run \({owner}\); wait"):
+            FolderLock(folder, "--output_dir")
+        process.kill()
+        process.wait()
+        FolderLock(folder, "--output_dir").release()
+    finally:
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_released_folder_can_be_locked_again(tmp_path: Path) -> None:
+    FolderLock(tmp_path, "--rollout_dump").release()
+    FolderLock(tmp_path, "--rollout_dump").release()
+    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]

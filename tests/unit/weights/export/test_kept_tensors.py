@@ -1,0 +1,91 @@
+"""Tensors that are not trained are saved as they were, unless the user refuses; stale copies are never saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mcore_bridge.bridge.gpt_bridge import SafetensorLazyLoader
+from safetensors.torch import save_file
+
+from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
+
+TRAINED, TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
+OTHERS = {"model.rotary_emb.inv_freq"}  # copied only if the user asks for every missing tensor
+NAMES = [TRAINED, TOWER, "lm_head.weight", "mtp.fc.weight", "model.rotary_emb.inv_freq"]
+
+
+class Bridge:
+    """Saves what `built` names; the rest of mcore-bridge's logic for missing tensors is in `_save_missing_weights`."""
+
+    def __init__(self, built: list[str]) -> None:
+        self.built = built
+        self.saved: list[str] = []
+
+    def save_weights(self, models: object, folder: str, save_missing_weights: str | bool = False) -> None:
+        self.saved = list(self.built)
+        if save_missing_weights:
+            self._save_missing_weights(None, {*self.built}, str(save_missing_weights))
+
+    def _save_missing_weights(self, saver: object, saved: set[str], source: str) -> None:
+        with SafetensorLazyLoader(source) as loader:
+            self.saved += sorted({*loader.get_state_dict()} - saved)
+
+
+def config(tied: bool = False, language_model_only: bool = False) -> Any:
+    towers = SimpleNamespace(module_mapping={"model.visual": "visual"})
+    return SimpleNamespace(
+        num_layers=4,
+        untie_embeddings_and_output_weights=not tied,
+        language_model_only=language_model_only,
+        model_meta=SimpleNamespace(visual_cls=towers, bridge_cls=SimpleNamespace(hf_state_dict_mapping={})),
+    )
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    save_file({name: torch.ones(2) for name in NAMES}, tmp_path / "model.safetensors", {"format": "pt"})
+    return str(tmp_path)
+
+
+def saved(source: str, built: list[str], keep: bool | None, typed: str | bool = False, **settings: bool) -> Any:
+    bridge = Bridge(built)
+    kept = keep_untrained_tensors(bridge, config(**settings), source, keep)
+    bridge.save_weights(None, "out", save_missing_weights=typed)
+    added = {*bridge.saved} - {*built} - OTHERS
+    assert kept.bytes == len(added) * 2 * 4  # the full-disk check counts them
+    return kept.note, bridge.saved
+
+
+def test_prediction_layers_are_saved_and_noted(source: str) -> None:
+    note, names = saved(source, [TRAINED, TOWER, "lm_head.weight"], keep=None)
+    assert names == [TRAINED, TOWER, "lm_head.weight", "mtp.fc.weight"]
+    assert note == (
+        "1 tensors of the checkpoint are not trained (mtp.fc.weight); they are saved with the model as they were "
+        "(--save_missing_weights false leaves them out)"
+    )
+
+
+def test_the_user_can_leave_them_out(source: str) -> None:
+    note, names = saved(source, [TRAINED, TOWER, "lm_head.weight"], keep=False)
+    assert names == [TRAINED, TOWER, "lm_head.weight"]
+    assert note.endswith("and --save_missing_weights false leaves them out of saved models")
+
+
+def test_the_user_can_copy_every_missing_tensor_but_not_a_stale_copy_of_the_embedding(source: str) -> None:
+    _, names = saved(source, [TRAINED, TOWER], keep=True, typed=source, tied=True)
+    assert names == [TRAINED, TOWER, "model.rotary_emb.inv_freq", "mtp.fc.weight"]
+
+
+def test_towers_that_are_not_built_are_saved(source: str) -> None:
+    note, names = saved(source, [TRAINED, "lm_head.weight"], keep=None, language_model_only=True)
+    assert names == [TRAINED, "lm_head.weight", TOWER, "mtp.fc.weight"]
+    assert note.startswith("2 tensors of the checkpoint are not trained")
+
+
+def test_a_model_without_such_tensors_is_saved_as_ever(tmp_path: Path) -> None:
+    save_file({TRAINED: torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert saved(str(tmp_path), [TRAINED], keep=None) == (None, [TRAINED])
