@@ -14,7 +14,7 @@ from pathlib import Path
 from scripts.write_settings_page import Shapes, engine_of, read_shapes
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Training, Vllm, plan_memory, with_budget
-from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.layout import Layout
 
@@ -90,14 +90,14 @@ def table() -> str:
 def runs_with_images() -> Iterator[tuple[str, Training]]:
     """Yield the parts that are trained, as flags."""
     tokens = Tokens(SAMPLES * SAMPLE, SAMPLES * SAMPLE, SAMPLES * TRAINED)
-    pictures = Pictures(shown=SAMPLES * IMAGE, distinct=SHOWN * IMAGE, of_rollout=PROMPTS * IMAGE)
-    frozen = Training(Layout(1), tokens, micro_batches=9, pictures=pictures)
+    images = ImageTokens(shown=SAMPLES * IMAGE, distinct=SHOWN * IMAGE, of_rollout=PROMPTS * IMAGE)
+    frozen = Training(Layout(1), tokens, micro_batches=9, images=images)
     yield "none of the below: the image part is frozen", frozen
     yield "`--freeze_aligner false`", replace(frozen, trains_aligner=True)
-    whole = replace(frozen, trains_aligner=True, trains_tower=True)
+    whole = replace(frozen, trains_aligner=True, trains_vision_tower=True)
     flags = "--freeze_vit false --freeze_aligner false"
     yield f"`{flags}`", whole
-    yield f"`{flags} --vit_gradient_checkpointing false`", replace(whole, tower_checkpointing=False)
+    yield f"`{flags} --vit_gradient_checkpointing false`", replace(whole, vision_tower_checkpointing=False)
     yield f"`{flags} --freeze_llm true`", replace(whole, trains_language=False)
     lora = "--tuner_type lora --lora_rank 16 --target_modules all-linear"
     yield f"`{lora}`", replace(frozen, lora_rank=16)
@@ -106,7 +106,9 @@ def runs_with_images() -> Iterator[tuple[str, Training]]:
 
 def row_of_images(shapes: Shapes, flags: str, training: Training) -> str:
     """Return a row in GB, with a decimal: the differences are small."""
-    [rank] = plan_memory(shapes.tensors, shapes.decoder, training, None, find_gpu(GPU).memory_bytes, shapes.tower)
+    [rank] = plan_memory(
+        shapes.tensors, shapes.decoder, training, None, find_gpu(GPU).memory_bytes, shapes.vision_tower
+    )
     values = (rank.states, rank.activations, rank.in_backward, rank.phases["train"])
     return f"| {flags} | {' | '.join(f'{value / 1e9:.1f}' for value in values)} |"
 

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, tower_of
+from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, vision_tower_of
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import MARGIN
 from swift_megatron_grpo.cli.estimate.engine import Engine
 from swift_megatron_grpo.cli.estimate.memory import Training, Vllm, plan_memory
 from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
 from swift_megatron_grpo.cli.estimate.throughput import seconds_of_training
-from swift_megatron_grpo.cli.estimate.towers import Pictures, Tower
+from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens, VisionTower
 from swift_megatron_grpo.cli.estimate.work import PassCounts, StepWork, work_of
 from swift_megatron_grpo.runtime.gpus import Gpu, find_gpu
 from swift_megatron_grpo.settings.layout import Layout
@@ -70,7 +70,7 @@ class Shapes:
     work: StepWork
     cached: int
     key_heads: int
-    tower: Tower | None
+    vision_tower: VisionTower | None
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_shapes(name: str) -> Shapes:
         model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     values = (config.text_config if sees_images else config).to_dict()
-    tower = tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
+    tower = vision_tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
     decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
     work = work_of([(PROMPT + COMPLETION, COMPLETION)] * COMPLETIONS, flops_of(values, decoder))
     cached = cached_channels(values, decoder)
@@ -138,7 +138,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
         steps,
         Recompute("full", "uniform", 1) if recompute else Recompute(),
         lora_rank=16 if lora else None,
-        pictures=_pictures(layout, budget) if shapes.tower else Pictures(),
+        images=_image_tokens(layout, budget) if shapes.vision_tower else ImageTokens(),
         optimizer_on_cpu=1.0 if on_cpu else 0.0,
         offload_model=offload,
         offload_optimizer=offload,
@@ -164,10 +164,10 @@ def engine_of(shapes: Shapes, ranks: int, utilization: float) -> Engine:
     return Engine(weights, 2 * shapes.cached, shapes.key_heads, PROMPT + COMPLETION, ranks, utilization)
 
 
-def _pictures(layout: Layout, budget: int) -> Pictures:
+def _image_tokens(layout: Layout, budget: int) -> ImageTokens:
     """Return images of prompts that are images alone."""
     shown = budget * PROMPT // (PROMPT + COMPLETION)
-    return Pictures(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
+    return ImageTokens(shown, shown, max(1, COMPLETIONS // GROUP // layout.data_parallel) * PROMPT)
 
 
 def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str, int]:
@@ -191,7 +191,9 @@ def _largest_share(shapes: Shapes, choice: Choice, gpu: Gpu) -> tuple[str, float
         if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
             continue
         vllm = replace(choice.vllm, engine=engine)
-        ranks = plan_memory(shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.tower)
+        ranks = plan_memory(
+            shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.vision_tower
+        )
         peak = max(rank.peak for rank in ranks)
         if peak <= gpu.memory_bytes * (1 - MARGIN):
             return f"--vllm_gpu_memory_utilization {share}", peak

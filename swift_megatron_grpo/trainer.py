@@ -25,7 +25,7 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.resume import check_or_fall_back
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
-from swift_megatron_grpo.data.media import PictureReader
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
@@ -201,7 +201,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         inputs = RunInputs(
             template=self.template,
             train_rows=train_rows,
-            pictures=PictureReader(self.template) if args.most_images else None,
+            image_reader=ImageReader(self.template) if args.most_images else None,
             rewards=self.rewards,
             servers=self.remote,
             coordinator=self.coordinator,

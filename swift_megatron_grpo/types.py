@@ -97,7 +97,7 @@ class TokenValues:
 
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
-class Picture:
+class ModelImage:
     """One image as a model takes it. Samples that show the same image share one object."""
 
     digest: str  # of its file
@@ -121,10 +121,10 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A picture in a sequence: its tokens are those from `start` on."""
+class PlacedImage:
+    """A image in a sequence: its tokens are those from `start` on."""
 
-    picture: Picture
+    image: ModelImage
     start: int
 
 
@@ -150,6 +150,6 @@ class Sample:
     rollout_logprobs: list[float] | None = None  # [c]
     selected: list[bool] | None = None  # [c] False: --top_entropy_quantile excludes the token from the policy loss
     left_out: int = 0  # tokens that --overlong_filter excludes; the loss's denominators count them, as in ms-swift
-    pictures: tuple[Placed, ...] = ()  # in the order of their tokens
+    images: tuple[PlacedImage, ...] = ()  # in the order of their tokens
     # of the first tokens; below 0, and in all further rows: the router chooses. None: it chooses for all tokens
     routed_experts: ExpertRows | None = field(default=None, compare=False)

@@ -148,7 +148,7 @@ def qwen3_5_config(shape: Shape, nets: DeltaNets, values: dict[str, Any], tokens
         "partial_rotary_factor": 0.25,
     }  # fmt: skip
     width = 64 * max(1, shape.hidden // 128)
-    vision = {"depth": shape.tower_layers, "hidden_size": width, "intermediate_size": 4 * width,
+    vision = {"depth": shape.vision_layers, "hidden_size": width, "intermediate_size": 4 * width,
               "num_heads": width // 64, "in_channels": 3, "patch_size": 16, "spatial_merge_size": 2,
               "temporal_patch_size": 2, "num_position_embeddings": 2304, "out_hidden_size": shape.hidden,
               "deepstack_visual_indexes": []}  # fmt: skip

@@ -8,12 +8,12 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from swift_megatron_grpo.cli.check.micro_batches import Sample, micro_batches, pictures_of
+from swift_megatron_grpo.cli.check.micro_batches import Sample, image_tokens_of, micro_batches
 from swift_megatron_grpo.cli.check.model import Model, read_model
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.engine import Engine
 from swift_megatron_grpo.cli.estimate.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
-from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
@@ -49,7 +49,7 @@ class Planned:
     def _memory(self, device: str, vllm: Vllm | None) -> list[RankMemory]:
         model = self.model
         return plan_memory(
-            model.tensors, model.decoder, self.training, vllm, find_gpu(device).memory_bytes, model.tower
+            model.tensors, model.decoder, self.training, vllm, find_gpu(device).memory_bytes, model.vision_tower
         )
 
 
@@ -68,7 +68,7 @@ def planned(run: Run, process: Process) -> Planned:
         _recompute(process.setting),
         lora_rank=_number(flags, "lora_rank", 8) if flag(flags, "tuner_type") == "lora" else None,
         optimizer_bytes=_optimizer_bytes(flags),
-        pictures=_pictures(run, plan, batch),
+        images=_image_tokens(run, plan, batch),
     )
     return Planned(model, batch, samples, plan, largest, training)
 
@@ -133,7 +133,7 @@ def _samples(run: Run) -> list[Sample]:
     return [(prompt + tokens, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
 
 
-def _pictures(run: Run, plan: StepPlan, batch: BatchPlan) -> Pictures:
+def _image_tokens(run: Run, plan: StepPlan, batch: BatchPlan) -> ImageTokens:
     shape = SHAPES[run.workload["shape"]]
     tokens = shape.image_tokens - 2 if shape.vision is not None else 0  # without those around the image
-    return pictures_of(plan, batch, [tokens] * batch.global_batch_size)
+    return image_tokens_of(plan, batch, [tokens] * batch.global_batch_size)

@@ -26,7 +26,7 @@ class Shape:
     experts_per_token: int = 1
     shared_ffn: int = 0  # channels of the expert that every token passes through
     delta_nets: DeltaNets | None = None  # a Qwen3.5: every fourth layer has softmax attention
-    tower_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
+    vision_layers: int = 0  # of a Qwen3.5's image part, which text rows do not use
     vision: tuple[str, dict[str, Any]] | None = None  # model_type and vision_config of a Qwen-VL; rows have an image
     image_side: int = 0  # pixels of the square image in each row
 
@@ -79,7 +79,7 @@ _TOY_QWEN3_5 = Shape(
     kv_heads=2,
     head_dim=32,
     vocabulary=512,
-    tower_layers=2,
+    vision_layers=2,
     delta_nets=DeltaNets(
         layers=3, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
     ),
@@ -184,7 +184,7 @@ SHAPES = {
         kv_heads=2,
         head_dim=256,
         vocabulary=248320,
-        tower_layers=24,
+        vision_layers=24,
         delta_nets=DeltaNets(
             layers=18,
             linear_num_key_heads=16,
@@ -219,7 +219,7 @@ SHAPES = {
         experts=256,
         experts_per_token=8,
         shared_ffn=512,
-        tower_layers=27,
+        vision_layers=27,
         delta_nets=DeltaNets(
             layers=30,
             linear_num_key_heads=16,

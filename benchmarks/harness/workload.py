@@ -169,8 +169,8 @@ def write_dataset(path: Path, prompts: list[int], template_tokens: int, image_si
             content = number + FILLER * (tokens - template_tokens - len(number))
             row_values: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}
             if image_side:
-                picture = path.with_name(f"{path.stem}-{row}.jpg")
+                image = path.with_name(f"{path.stem}-{row}.jpg")
                 pixels = random.Random(row).randbytes(3 * image_side**2)
-                Image.frombytes("RGB", (image_side, image_side), pixels).save(picture, quality=90)
-                row_values = {"messages": [{"role": "user", "content": content + "<image>"}], "images": [str(picture)]}
+                Image.frombytes("RGB", (image_side, image_side), pixels).save(image, quality=90)
+                row_values = {"messages": [{"role": "user", "content": content + "<image>"}], "images": [str(image)]}
             file.write(json.dumps(row_values) + "\n")

@@ -26,7 +26,7 @@ from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
 from swift_megatron_grpo.data.image_checks import check_images
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
-from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
+from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.flag import check
@@ -59,7 +59,7 @@ class GRPOArguments(DerivedArguments):
         for flag, value in defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
-        if vars(self)["vit_attn_impl"] is None and not towers_have_flash_attention():
+        if vars(self)["vit_attn_impl"] is None and not vision_tower_has_flash_attention():
             self.vit_attn_impl = "sdpa"
         existing = _existing_folders(Path(self.output_dir or "megatron_output").expanduser())
         try:

@@ -46,17 +46,17 @@ def check_parts(
         )
 
 
-def tower_share(freeze_vit: bool, freeze_aligner: bool) -> float:
-    """Return the share of a trained tower's work that a training pass has.
+def vision_tower_share(freeze_vit: bool, freeze_aligner: bool) -> float:
+    """Return the share of a trained vision tower's work that a training pass has.
 
-    With a trained aligner alone, the tower runs forward, which is a third. Rows of a frozen tower are kept.
+    With a trained aligner alone, the vision tower runs forward, which is a third. Rows of a frozen one are kept.
     """
     if not freeze_vit:
         return 1.0
     return 0.0 if freeze_aligner else 1 / 3
 
 
-def check_tower_heads(
+def check_vision_tower_heads(
     vision: Mapping[str, Any], tensor_parallel_size: int, engine_kwargs: Mapping[str, Any] | None
 ) -> None:
     """Raise ValueError if vLLM cannot divide the image part. `vision`: the vision_config of config.json."""

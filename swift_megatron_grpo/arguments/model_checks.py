@@ -1,4 +1,4 @@
-"""Checks of composite models: a language model with image, video or audio towers.
+"""Checks of composite models: a language model with a tower for images, video or audio.
 
 Pure functions on plain values. A type is supported if a test trains a tiny model of it on text and images, and compares
 it with plain transformers. docs/models.md has the list with what is trained, frozen and sent.
@@ -15,19 +15,19 @@ from packaging.version import Version
 
 from swift_megatron_grpo.generation.protocol.model_identity import language_config
 
-_PICTURES = ("image", "video")
+_IMAGES_AND_VIDEOS = ("image", "video")
 
 # model_type of config.json: the kinds of media that vLLM would otherwise prepare for
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
-    "qwen2_vl": _PICTURES,
-    "qwen2_5_vl": _PICTURES,
-    "qwen3_vl": _PICTURES,
-    "qwen3_vl_moe": _PICTURES,
-    "qwen3_5": _PICTURES,
-    "qwen3_5_moe": _PICTURES,
-    "glm4v": _PICTURES,
-    "glm4v_moe": _PICTURES,
-    "internvl": _PICTURES,
+    "qwen2_vl": _IMAGES_AND_VIDEOS,
+    "qwen2_5_vl": _IMAGES_AND_VIDEOS,
+    "qwen3_vl": _IMAGES_AND_VIDEOS,
+    "qwen3_vl_moe": _IMAGES_AND_VIDEOS,
+    "qwen3_5": _IMAGES_AND_VIDEOS,
+    "qwen3_5_moe": _IMAGES_AND_VIDEOS,
+    "glm4v": _IMAGES_AND_VIDEOS,
+    "glm4v_moe": _IMAGES_AND_VIDEOS,
+    "internvl": _IMAGES_AND_VIDEOS,
 }
 
 INTERNVL_LANGUAGES = ("qwen2", "qwen3", "qwen3_moe")
@@ -88,7 +88,7 @@ def check_language_model(model: str, config: Mapping[str, Any], stock_trainer: s
 
 
 def text_only_limits(model_type: str) -> dict[str, int]:
-    """Return vLLM's limit_mm_per_prompt with which it builds no towers."""
+    """Return vLLM's limit_mm_per_prompt with which it builds no vision towers."""
     return dict.fromkeys(COMPOSITE[model_type], 0)
 
 

@@ -118,7 +118,7 @@ def _check_image_part(args: DerivedArguments) -> None:
     """Check that Megatron and vLLM can divide the image part of the model."""
     vision = args.model_config.get("vision_config") or {}
     if not args.uses_servers:
-        images.check_tower_heads(vision, args.vllm_tensor_parallel_size, args.vllm_engine_kwargs)
+        images.check_vision_tower_heads(vision, args.vllm_tensor_parallel_size, args.vllm_engine_kwargs)
     images.check_deepstack(vision, args.layout, args.model_shape.layers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.image_checks import tower_share
+from swift_megatron_grpo.arguments.image_checks import vision_tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
@@ -70,7 +70,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         evaluation=_evaluation(args),
         packing=args.of(MicroBatches).settings(
-            tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0
+            vision_tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0
         ),
         loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
@@ -163,7 +163,7 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
 
 
 def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
-    """Return what a prompt may have: vLLM builds no tower without images; None for a text model."""
+    """Return what a prompt may have: vLLM builds no vision tower without images; None for a text model."""
     if not args.is_multimodal:
         return None
     return text_only_limits(args.model_config["model_type"]) | {"image": args.most_images}

@@ -6,7 +6,7 @@ image_checks.py  refuse rows whose images cannot be trained on
 image_formats.py  the ways in which processors cut images, and the tokens that stand for them
 evaluation_sets.py  the rows of each validation dataset, by its name
 images.py        image bytes, their digests, limits on what a client may send
-media.py         the images of prompts as models take them, and their places among the tokens
+image_reader.py  the images of prompts as a model reads them, and their places among the tokens
 prompts.py       take prompts in an order that depends only on the seed
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.

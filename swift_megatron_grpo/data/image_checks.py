@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swift_megatron_grpo.data.dropped_rows import refuse_rows
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.images import UnreadableImage, images_of
-from swift_megatron_grpo.data.media import PictureReader
 
 _TAG = "<image>"
 
@@ -22,7 +22,7 @@ class ImagesOfRow:
     problem: str | None = None
 
 
-def check_row(row: dict[str, Any], reader: PictureReader, placeholder_texts: Sequence[str]) -> ImagesOfRow:
+def check_row(row: dict[str, Any], reader: ImageReader, placeholder_texts: Sequence[str]) -> ImagesOfRow:
     """Read the images of a row. `placeholder_texts`: how the model's placeholders are written."""
     texts = list(_texts(row["messages"]))
     written = next((text for text in placeholder_texts if any(text in content for content in texts)), None)
@@ -35,12 +35,12 @@ def check_row(row: dict[str, Any], reader: PictureReader, placeholder_texts: Seq
     if tags > images:
         return ImagesOfRow(images, problem=f"has {tags} tags {_TAG} for {images} images")
     try:
-        pictures = reader.pictures(row)
+        read = reader.images(row)
     except UnreadableImage as error:
         return ImagesOfRow(images, problem=f"has an image that {error}")
     except ValueError as error:  # of the processor: sides too different
         return ImagesOfRow(images, problem=f"has an image that cannot be resized: {error}")
-    return ImagesOfRow(images, sum(map(reader.format.length_of, pictures)))
+    return ImagesOfRow(images, sum(map(reader.format.length_of, read)))
 
 
 def check_images(checked: Sequence[ImagesOfRow], max_model_len: int | None, max_completion_length: int) -> int:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from swift.template import Template
 
-from swift_megatron_grpo.types import Picture
+from swift_megatron_grpo.types import ModelImage
 
 MERGE = 2  # a token stands for so many patches in height and in width
 Grid = tuple[int, int, int]  # of patches, in time (or by tile), height and width
@@ -62,13 +62,13 @@ class ImageFormat:
         """Return the bytes [patches, values of a patch] of an image as the template leaves it, and its grid."""
         raise NotImplementedError
 
-    def tokens_of(self, picture: Picture) -> list[int]:
+    def tokens_of(self, image: ModelImage) -> list[int]:
         """Return the tokens with which engines replace the placeholder of an image."""
-        return [*self.before, *[self.placeholder] * picture.num_tokens, *self.after]
+        return [*self.before, *[self.placeholder] * image.num_tokens, *self.after]
 
-    def length_of(self, picture: Picture) -> int:
+    def length_of(self, image: ModelImage) -> int:
         """Return the number of these tokens."""
-        return len(self.before) + picture.num_tokens + len(self.after)
+        return len(self.before) + image.num_tokens + len(self.after)
 
     def limited(self, width: int, height: int, options: Mapping[str, Any]) -> tuple[int, int]:
         """Return the size to which ms-swift shrinks an image for --max_pixels, or for the row's own limit."""

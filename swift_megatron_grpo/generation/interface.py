@@ -104,7 +104,7 @@ class GenerationEngine(Protocol):
         ...
 
     @property
-    def has_towers(self) -> bool:
+    def has_vision_tower(self) -> bool:
         """True if the engine, or any of its replicas, holds image, video or audio parts of the model."""
         ...
 

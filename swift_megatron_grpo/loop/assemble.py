@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.images import image_digests
-from swift_megatron_grpo.data.media import PictureReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
@@ -51,7 +51,7 @@ from swift_megatron_grpo.training.reference import (
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Prompt, ScoredText
 from swift_megatron_grpo.weights.export.export import WeightExport
-from swift_megatron_grpo.weights.export.tensor_names import tower_prefixes
+from swift_megatron_grpo.weights.export.tensor_names import vision_tower_prefixes
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 _LEAST_TEXT = 32  # tokens behind the image of the fixed text, however many the image has
@@ -85,7 +85,7 @@ class RunInputs:
 
     template: Any  # of ms-swift
     train_rows: Sequence[dict[str, Any]]
-    pictures: PictureReader | None  # None: no row has images
+    image_reader: ImageReader | None  # None: no row has images
     rewards: RewardFunctions
     servers: GenerationEngine | None  # None: vLLM runs in the training processes
     coordinator: Coordinator
@@ -158,7 +158,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
     sync = None
     if generation is not None:
         adapter_only = (config.vllm if config.server is None else config.server).lora_rank is not None
-        left_out = _towers_left_out(models, generation, run.coordinator)
+        left_out = _vision_tower_left_out(models, generation, run.coordinator)
         export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
         sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, generated)
@@ -166,7 +166,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
     return Stages(
         prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
         spare_prompts=_spare_prompts(config, run),
-        pictures=run.pictures,
+        image_reader=run.image_reader,
         generation=generation,
         rewards=run.rewards,
         training=training,
@@ -202,10 +202,10 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
     )
 
 
-def _towers_left_out(models: LoadedModels, engine: GenerationEngine, coordinator: Coordinator) -> tuple[str, ...]:
-    """Return how the names of weights begin that no engine has a place for: towers, which are frozen."""
-    towers = tower_prefixes(models.unwrapped[0].config)
-    return () if not towers or any(coordinator.all_gather(engine.has_towers)) else towers
+def _vision_tower_left_out(models: LoadedModels, engine: GenerationEngine, coordinator: Coordinator) -> tuple[str, ...]:
+    """Return the name prefixes of a frozen vision tower that no engine holds."""
+    towers = vision_tower_prefixes(models.unwrapped[0].config)
+    return () if not towers or any(coordinator.all_gather(engine.has_vision_tower)) else towers
 
 
 def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:
@@ -221,7 +221,7 @@ def engine_settings(config: GRPOConfig) -> EngineSettings:
         infer_max_tokens=packing.infer_max_tokens,
         infer_micro_batch_size=packing.infer_micro_batch_size,
         share_prompts_from=packing.share_prompts_from,
-        tower_share=packing.tower_share,
+        vision_tower_share=packing.vision_tower_share,
     )
 
 
@@ -312,7 +312,7 @@ def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
         encoded: list[int] = run.template.tokenizer.encode(text, add_special_tokens=False)
         return encoded
 
-    text, reader = tokens(CANARY_TEXT)[:CANARY_TOKENS], run.pictures
+    text, reader = tokens(CANARY_TEXT)[:CANARY_TOKENS], run.image_reader
     server = config.server
     room = config.vllm.max_model_len if server is None else server.least_length
     passes = Passes(models.wrapped, EngineSettings(temperature=1.0, micro_batch_size=1))
@@ -320,12 +320,12 @@ def _canary(config: GRPOConfig, models: LoadedModels, run: RunInputs) -> Canary:
         text = text[: room - 1] if room else text  # vLLM samples one more token
         return Canary(ScoredText(text), text, (), passes, run.coordinator)
     image = canary_image(*reader.format.small_size)
-    shown, picture = reader.placeholder_in_text(image), reader.exact(image)
-    expanded = reader.expand(shown, [picture])
+    shown, read = reader.placeholder_in_text(image), reader.exact(image)
+    expanded = reader.expand(shown, [read])
     rest = max(CANARY_TOKENS - len(expanded), _LEAST_TEXT)
     left = 0 if room is None else room - 1 - len(expanded)  # below 1: `room` does not count the tokens of images
     text = text[: min(rest, left) if left > 0 else rest]
-    placed = reader.place("of the check of weights", [picture], expanded)
+    placed = reader.place("of the check of weights", [read], expanded)
     return Canary(ScoredText([*shown, *text], image), [*expanded, *text], placed, passes, run.coordinator)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swift_megatron_grpo.data.media import PictureReader
-from swift_megatron_grpo.types import Graded, Picture, Placed, Rollout, Sample
+from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.types import Graded, ModelImage, PlacedImage, Rollout, Sample
 
 NO_TOKEN = -1  # a token that the policy sampled stands for no image
 
@@ -15,28 +15,28 @@ def samples_of(
     graded: Sequence[Graded],
     group_size: int,
     overlong_filter: bool,
-    pictures: PictureReader | None,
+    image_reader: ImageReader | None,
     replays_engine: bool = False,
 ) -> list[Sample]:
-    """Return a sample for each completion. `pictures`: None if the prompts are text.
+    """Return a sample for each completion. `image_reader`: None if the prompts are text.
 
     `replays_engine`: the engine's experts are given to the trainer's routers.
     """
-    read: dict[str, list[Picture]] = {}  # by prompt: its images are read once
+    read: dict[str, list[ModelImage]] = {}  # by prompt: its images are read once
 
-    def place(rollout: Rollout) -> tuple[Placed, ...]:
-        if pictures is None:
+    def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
+        if image_reader is None:
             return ()
         prompt, sampled = rollout.prompt, rollout.sampled_mask
         inserted = [NO_TOKEN if own else token for token, own in zip(rollout.completion_ids, sampled, strict=True)]
         changed = "images" in rollout.infos  # by a scheduler or an environment
         if changed:
-            shown = pictures.pictures({**prompt.row, "images": rollout.infos["images"]})
+            shown = image_reader.images({**prompt.row, "images": rollout.infos["images"]})
         else:
             if prompt.prompt_id not in read:
-                read[prompt.prompt_id] = pictures.pictures(prompt.row)
+                read[prompt.prompt_id] = image_reader.images(prompt.row)
             shown = read[prompt.prompt_id]
-        return pictures.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
+        return image_reader.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
 
     samples = [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
     for sample, completion in zip(samples, graded, strict=True):
@@ -49,7 +49,7 @@ def without_routing(samples: Sequence[Sample]) -> list[Sample]:
     return [replace(sample, routed_experts=None) for sample in samples]
 
 
-def _to_sample(graded: Graded, group: int, overlong_filter: bool, pictures: tuple[Placed, ...]) -> Sample:
+def _to_sample(graded: Graded, group: int, overlong_filter: bool, images: tuple[PlacedImage, ...]) -> Sample:
     rollout = graded.rollout
     valid = graded.reward is not None
     too_long = valid and overlong_filter and rollout.truncated
@@ -62,5 +62,5 @@ def _to_sample(graded: Graded, group: int, overlong_filter: bool, pictures: tupl
         truncated=rollout.truncated,
         rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
         left_out=rollout.length if too_long else 0,
-        pictures=pictures,
+        images=images,
     )

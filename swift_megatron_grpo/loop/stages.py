@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swift_megatron_grpo.data.media import PictureReader
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading import RewardFunctions
@@ -30,7 +30,7 @@ class Stages:
 
     prompts: PromptSource
     spare_prompts: PromptSource  # for --dynamic_sample, in another order
-    pictures: PictureReader | None  # None: the prompts are text
+    image_reader: ImageReader | None  # None: the prompts are text
     generation: GenerationEngine | None  # None: completions are replayed
     rewards: RewardFunctions
     training: MegatronEngine

@@ -175,7 +175,7 @@ class GRPOLoop:
         """Return the samples of a rollout, in batches of one optimizer step."""
         size, grading = self.config.batch.global_batch_size, self.config.grading
         samples = samples_of(
-            graded, grading.num_generations, grading.overlong_filter, self.stages.pictures, self._replays_engine
+            graded, grading.num_generations, grading.overlong_filter, self.stages.image_reader, self._replays_engine
         )
         return [samples[i : i + size] for i in range(0, len(samples), size)]
 
@@ -278,7 +278,7 @@ class GRPOLoop:
         Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
         """
         assert self.stages.reference is not None
-        samples = samples_of(graded, len(graded), False, self.stages.pictures, self._replays_engine)
+        samples = samples_of(graded, len(graded), False, self.stages.image_reader, self._replays_engine)
         with step.timer("kl_in_reward"):
             policy = self.stages.training.infer(samples)
             self.stages.residency.for_reference()

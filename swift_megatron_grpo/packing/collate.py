@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from swift_megatron_grpo.packing.media import PackedPictures, pack_pictures, positions_of
+from swift_megatron_grpo.packing.images import PackedImages, pack_images, positions_of
 from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
 from swift_megatron_grpo.packing.routing import pack_routing
 from swift_megatron_grpo.packing.segments import PackedLayout, lay_out
@@ -70,7 +70,7 @@ class ModelInputs:
     head_targets: torch.Tensor  # [k] the tokens they predict
     cp_counts: tuple[int, ...]  # k of every context-parallel rank
     cp_order: torch.Tensor  # [m] index of completion token i in the concatenation of all ranks' k values
-    pictures: PackedPictures | None  # None: the micro batch is text
+    images: PackedImages | None  # None: the micro batch is text
     shared: SharedKeys | None = None  # None: every segment is a whole sequence
     routing: torch.Tensor | None = None  # [l, layers, k of experts] int16; -1: the router chooses. None: for all tokens
 
@@ -114,7 +114,7 @@ def collate(
     lengths = layout.lengths
     tokens, targets, predicting = _pack(chosen, layout)
     positions = _positions(chosen, layout)
-    shown, of_pictures = pack_pictures(chosen, layout)
+    shown, of_images = pack_images(chosen, layout)
     held = [torch.tensor(zigzag_positions(lengths, rank, cp_size)) for rank in range(cp_size)]
     local = held[cp_rank]
 
@@ -142,7 +142,7 @@ def collate(
             head_targets=to_device(tokens[targets[numbers]]),
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
-            pictures=PackedPictures(shown, to_device(of_pictures[None])) if shown else None,
+            images=PackedImages(shown, to_device(of_images[None])) if shown else None,
             shared=_shared_keys(layout, to_device) if layout.shares else None,
             routing=None if routing is None else to_device(pack_routing(chosen, layout, routing)[local]),
         ),
@@ -182,13 +182,10 @@ def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor
 
 def _positions(samples: Sequence[Sample], layout: PackedLayout) -> torch.Tensor:
     """Return the positions of all tokens in their sequences: [n], or [3, n] if there are images with axes."""
-    if not any(placed.picture.has_axes for sample in samples for placed in sample.pictures):
+    if not any(placed.image.has_axes for sample in samples for placed in sample.images):
         return torch.cat([torch.arange(segment.begin, segment.keys) for segment in layout.segments])
     return torch.cat(
-        [
-            positions_of(segment.keys, samples[segment.sample].pictures)[:, segment.begin :]
-            for segment in layout.segments
-        ],
+        [positions_of(segment.keys, samples[segment.sample].images)[:, segment.begin :] for segment in layout.segments],
         dim=1,
     )
 

@@ -87,7 +87,7 @@ class FlopsModel:
 
 
 @dataclass(frozen=True, slots=True)
-class TowerFlops:
+class VisionTowerFlops:
     """FLOPs of one forward pass of an image part over one image, in which every patch attends to every other one.
 
     With windows, only `full_layers` do; in the others a patch attends to `window` patches.

@@ -129,7 +129,7 @@ def shared_tokens(first: Sample, other: Sample, at_most: int) -> int:
     """
     shared = _common(first.tokens, other.tokens, min(at_most, _untrained(other)))
     while True:
-        cut = min(_cut_at_pictures(first, other, shared), _cut_at_pictures(other, first, shared))
+        cut = min(_cut_at_images(first, other, shared), _cut_at_images(other, first, shared))
         if cut == shared:
             return shared
         shared = cut
@@ -150,12 +150,12 @@ def _common(tokens: Sequence[int], others: Sequence[int], at_most: int) -> int:
     return next(i for i in range(at_most) if tokens[i] != others[i])
 
 
-def _cut_at_pictures(one: Sample, other: Sample, shared: int) -> int:
+def _cut_at_images(one: Sample, other: Sample, shared: int) -> int:
     """Return the tokens before the first image that only one of both has, or that does not end before `shared`."""
-    for number, placed in enumerate(other.pictures):
+    for number, placed in enumerate(other.images):
         if placed.start >= shared:
             break
-        same = number < len(one.pictures) and one.pictures[number] == placed
-        if not same or placed.start + placed.picture.num_tokens > shared:
+        same = number < len(one.images) and one.images[number] == placed
+        if not same or placed.start + placed.image.num_tokens > shared:
             return placed.start
     return shared

@@ -1,4 +1,4 @@
-"""Packages from which Transformer Engine, and towers of transformers, have flash attention."""
+"""Packages from which Transformer Engine, and vision towers of transformers, have flash attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ def has_flash_attention() -> bool:
     return any(find_spec(package) is not None for package in FLASH_PACKAGES)
 
 
-def towers_have_flash_attention() -> bool:
+def vision_tower_has_flash_attention() -> bool:
     """Return True if the package for `flash_attention_2` is installed, mcore-bridge's default for image parts."""
     return find_spec("flash_attn") is not None

@@ -101,12 +101,12 @@ class MicroBatches(Flags):
                 "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
             )
 
-    def settings(self, tower_share: float) -> PackingConfig:
-        """Convert; `tower_share`: of a trained tower's work, that a training pass has."""
+    def settings(self, vision_tower_share: float) -> PackingConfig:
+        """Convert; `vision_tower_share`: of a trained vision tower's work, that a training pass has."""
         return PackingConfig(
             max_tokens=self.max_tokens_per_micro_batch,
             infer_max_tokens=self.infer_max_tokens_per_micro_batch,
             infer_micro_batch_size=self.infer_batch_size,
-            tower_share=tower_share,
+            vision_tower_share=vision_tower_share,
             share_prompts_from=SHARE_PROMPTS_FROM[self.share_prompts],
         )

@@ -271,7 +271,7 @@ class PackingConfig:
     max_tokens: int | None  # None: micro_batch_size completions each
     infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
     infer_micro_batch_size: int | None  # in forward-only passes, in completions
-    tower_share: float = 0.0  # share of a trained tower's work that a training pass has
+    vision_tower_share: float = 0.0  # share of a trained vision tower's work that a training pass has
     share_prompts_from: float | None = None  # share of the work that sharing must save; None: prompts are repeated
 
 

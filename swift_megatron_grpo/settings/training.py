@@ -33,7 +33,7 @@ class Data(Flags):
 
     data_seed: Annotated[int | None, Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")]
     dataset_num_proc: Annotated[int, AtLeast(1, use=1)]
-    max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="a picture has at least one patch")]
+    max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="an image has at least one patch")]
     soft_cache_length: Annotated[int | None, AtLeast(1, use=128, why="soft_overlong divides by it")]
     soft_max_length: Annotated[int | None, AtLeast(2, use=1024)]
 

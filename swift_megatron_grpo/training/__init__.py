@@ -6,7 +6,7 @@
     schedule.py          Megatron's pipeline schedule over packed micro batches
     stage_shapes.py      what pipeline stages send each other, from the plan instead of a message before each tensor
     preparation.py       what is changed in models that are loaded
-    vision_tower.py      the language model of a composite model, and a guard in front of its tower
+    vision_tower.py      the language model of a composite model, and a guard in front of its vision tower
     reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
     reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
     trained_weights.py   refuses a model of which nothing is trained, and finds weights that are not finite

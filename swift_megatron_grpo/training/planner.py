@@ -10,7 +10,7 @@ from typing import Any
 from mcore_bridge import ModelConfig
 
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, Shared, gain_of, plan_with_shared_prompts
-from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, TowerFlops
+from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
 from swift_megatron_grpo.packing.plan import (
     Alignment,
     StepPlan,
@@ -37,7 +37,7 @@ class EngineSettings:
     infer_max_tokens: int | None = None
     # Share of the work that one copy of each prompt must save; below, prompts are repeated. None: always repeated.
     share_prompts_from: float | None = None
-    tower_share: float = 0.0  # share of a trained tower's work that a training pass has; 0: its rows are kept
+    vision_tower_share: float = 0.0  # share of its work that a training pass has; 0: its rows are kept
 
 
 class Planner:
@@ -106,16 +106,18 @@ class Planner:
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
         lengths, completions = [len(sample.tokens) for sample in samples], [sum(s.completion_mask) for s in samples]
-        return SampleWork(lengths, completions, self._image_work(samples, settings.tower_share), self._flops)
+        return SampleWork(lengths, completions, self._image_work(samples, settings.vision_tower_share), self._flops)
 
     def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:
         """Return the FLOPs of the images of each sample, as if it did not share them with others of its micro batch."""
-        if share == 0 or not any(sample.pictures for sample in samples):
+        if share == 0 or not any(sample.images for sample in samples):
             return None
-        tower = _tower_flops(self._config.hf_config.vision_config)
-        shown = [[placed.picture.grid for placed in sample.pictures] for sample in samples]
+        vision_tower = _vision_tower_flops(self._config.hf_config.vision_config)
+        shown = [[placed.image.grid for placed in sample.images] for sample in samples]
         # A tile attends to itself alone, and an image without tiles is one.
-        return [share * sum(tiles * tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown]
+        return [
+            share * sum(tiles * vision_tower.of_image(prod(patches)) for tiles, *patches in grids) for grids in shown
+        ]
 
     def _check_micro_batches(self, number: int) -> None:
         rest = number % self._group_size
@@ -155,12 +157,12 @@ def _flops_model(config: ModelConfig) -> FlopsModel:
     )
 
 
-def _tower_flops(vision: Any) -> TowerFlops:
-    """Return the FLOPs of a tower, by its config of transformers."""
+def _vision_tower_flops(vision: Any) -> VisionTowerFlops:
+    """Return the FLOPs of a vision tower, by its config of transformers."""
     windows = hasattr(vision, "fullatt_block_indexes")  # Qwen2.5-VL: in all other layers
     hidden = vision.embed_dim if hasattr(vision, "embed_dim") else vision.hidden_size  # Qwen2-VL
     layers = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers  # InternVL
-    return TowerFlops(
+    return VisionTowerFlops(
         layers=layers,
         full_layers=len(vision.fullatt_block_indexes) if windows else layers,
         hidden_size=hidden,

@@ -16,7 +16,7 @@ from swift_megatron_grpo.training.moe.grouped_experts import group_products
 from swift_megatron_grpo.training.upstream_fixes.expert_marks import mark_experts
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import unmark_gathered_projections
 from swift_megatron_grpo.training.upstream_fixes.router_bias import freeze_router_bias
-from swift_megatron_grpo.training.vision_tower import guard_towers
+from swift_megatron_grpo.training.vision_tower import guard_vision_towers
 
 
 def prepare_trained(
@@ -29,7 +29,7 @@ def prepare_trained(
     """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
     mark_experts(models)
     unmark_gathered_projections(models)
-    guard_towers(models, frozen=False)
+    guard_vision_towers(models, frozen=False)
     drop_stock_replay(models)
     leave_bounds_unread(models)
     attend_with_torch(models)
@@ -42,7 +42,7 @@ def prepare_trained(
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
     """Install kernels in the frozen reference copy."""
-    guard_towers(models, frozen=True)
+    guard_vision_towers(models, frozen=True)
     drop_stock_replay(models)
     leave_bounds_unread(models)
     attend_with_torch(models)

@@ -70,7 +70,7 @@ def _forward(
             position_ids=inputs.position_ids,
             attention_mask=None,
             packed_seq_params=packed_params(inputs),
-            **({} if inputs.pictures is None else {"pictures": inputs.pictures}),
+            **({} if inputs.images is None else {"packed_images": inputs.images}),
         )
     return output
 

@@ -31,7 +31,9 @@ from swift_megatron_grpo.arguments.model_checks import COMPOSITE
 from swift_megatron_grpo.training.reference import REFERENCE_ADAPTER
 from tests.contract.interpreter import result_of
 
-TOWERS = {kind: meta.visual_cls for meta in MODEL_MAPPING.values() for kind in meta.model_types if kind in COMPOSITE}
+VISION_TOWERS = {
+    kind: meta.visual_cls for meta in MODEL_MAPPING.values() for kind in meta.model_types if kind in COMPOSITE
+}
 TRANSFORMERS = {"qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
                 "qwen2_5_vl": "Qwen2_5_VisionTransformerPretrainedModel", "qwen3_vl": "Qwen3VLVisionModel",
                 "qwen3_vl_moe": "Qwen3VLMoeVisionModel", "qwen3_5": "Qwen3_5VisionModel",
@@ -41,8 +43,12 @@ TRANSFORMERS = {"qwen2_vl": "Qwen2VisionTransformerPretrainedModel",
 
 @pytest.mark.parametrize("kind", TRANSFORMERS)
 def test_a_tower_is_asked_once_with_patches_and_grids(kind: str) -> None:
-    """training/vision_tower.py replaces `get_inputs_embeds`, and answers the tower's own call with rows that it has."""
-    assert list(inspect.signature(TOWERS[kind].get_inputs_embeds).parameters) == ["self", "inputs_embeds", "kwargs"]
+    """training/vision_tower.py replaces `get_inputs_embeds`, and gives the tower's own call rows that it has."""
+    assert list(inspect.signature(VISION_TOWERS[kind].get_inputs_embeds).parameters) == [
+        "self",
+        "inputs_embeds",
+        "kwargs",
+    ]
     embed = qwen3_vl.Qwen3VL_Vit._get_inputs_embeds if "qwen3_vl" in kind else HuggingFaceVit._hf_get_inputs_embeds
     source = inspect.getsource(embed)
     assert source.count("visual(pixel_values_mixed, grid_thw=grid_thw)") == 1 and ".pooler_output" in source
@@ -57,7 +63,7 @@ def test_a_tower_is_asked_once_with_patches_and_grids(kind: str) -> None:
 
 def test_a_tower_of_tiles_is_asked_once_with_its_aligner() -> None:
     """training/vision_tower.py replaces `get_image_features` of mcore-bridge's wrapper."""
-    towers = TOWERS["internvl"]
+    towers = VISION_TOWERS["internvl"]
     assert {*TRANSFORMERS, "internvl"} == {*COMPOSITE} and not hasattr(towers, "visual")
     source = inspect.getsource(towers.get_inputs_embeds)
     assert source.count("image_features = self.get_image_features(\n                pixel_values,") == 1
@@ -75,7 +81,7 @@ def test_mcore_bridge_builds_the_tower_of_the_mixture_for_both_types_of_glm_and_
     dense = Glm4vVisionModel(Glm4vVisionConfig(**sizes)).eval()
     mixture = Glm4vMoeVisionModel(Glm4vMoeVisionConfig(**sizes)).eval()
     mixture.load_state_dict(dense.state_dict())
-    assert "Glm4vMoeVisionModel._from_config" in inspect.getsource(TOWERS["glm4v"].prepare_model)
+    assert "Glm4vMoeVisionModel._from_config" in inspect.getsource(VISION_TOWERS["glm4v"].prepare_model)
     patches, grids = torch.randn(24 + 16, 3 * 2 * 14 * 14), torch.tensor([[1, 4, 6], [1, 4, 4]])
     expected, found = (tower(patches, grid_thw=grids).pooler_output for tower in (dense, mixture))
     assert torch.equal(expected, found)
@@ -92,7 +98,7 @@ def test_feed_forwards_are_read_as_stored_and_exported_in_two_parts() -> None:
 
 
 def test_rows_of_several_layers_are_cut_over_sequence_parallel_ranks() -> None:
-    """TowerGuard sums their gradients: Megatron averages the gradients of a tower over the ranks."""
+    """VisionTowerGuard sums their gradients: Megatron averages the gradients of a vision tower over the ranks."""
     source = inspect.getsource(qwen3_vl.Qwen3VL_Vit._get_inputs_embeds)
     assert "deepstack_visual_embeds[:, visual_start:visual_end]" in source
     assert "visual_res.deepstack_features" in source
@@ -114,7 +120,7 @@ def test_embeddings_are_cut_if_ids_are_those_of_all_context_parallel_ranks() -> 
 def test_the_parts_of_a_model_have_names_for_flags() -> None:
     """--freeze_vit, --freeze_aligner, --vit_lr and --aligner_lr select by these names."""
     for kind in COMPOSITE:
-        assert TOWERS[kind]._vision_tower and TOWERS[kind]._aligner
+        assert VISION_TOWERS[kind]._vision_tower and VISION_TOWERS[kind]._aligner
 
 
 def test_layers_with_an_adapter_in_a_tower_are_those_of_peft() -> None:
@@ -171,7 +177,7 @@ def upstream() -> dict[str, Any]:
 
 
 def test_ms_swift_counts_an_image_as_one_token() -> None:
-    """vllm_shared/towers.EngineForImages counts all of them, in the method that limits completions."""
+    """generation/vllm/images.EngineForImages counts all of them, in the method that limits completions."""
     assert upstream()["_get_num_tokens"][0] == "inputs" and "self._get_num_tokens(inputs)" in upstream()["room"]
 
 

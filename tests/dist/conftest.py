@@ -189,7 +189,7 @@ class Ranks:
             folder = self.folder / f"{kind}-{tuner}-images"
             (folder / "descent").mkdir(parents=True)
             flags = self.flags(kind, tuner, "float32", EVERYTHING)
-            if tuner == "lora":  # with adapters in the tower, too
+            if tuner == "lora":  # with adapters in the vision tower, too
                 adapter = str(folder / "adapter")
                 make = "swift_megatron_grpo.cli.check_layouts:make_adapter"
                 tasks.setdefault(1, []).append(task(make, flags=flags, adapter=adapter))

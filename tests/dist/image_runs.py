@@ -46,16 +46,16 @@ def image_rows(seed: int, side: int) -> list[dict[str, Any]]:
 
 def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
     """Return two completions for each prompt; every prompt is expanded as engines do it."""
-    from swift_megatron_grpo.data.media import PictureReader
-    from swift_megatron_grpo.generation.vllm.towers import placeholder_tokens
+    from swift_megatron_grpo.data.image_reader import ImageReader
+    from swift_megatron_grpo.generation.vllm.images import placeholder_tokens
     from swift_megatron_grpo.types import Sample
 
-    reader, rng = PictureReader(template), random.Random(seed)
+    reader, rng = ImageReader(template), random.Random(seed)
     placeholders = sorted(placeholder_tokens(template))
     samples = []
     for number, row in enumerate(image_rows(seed, reader.format.small_size[1] // 2)):
-        pictures = reader.pictures(row)
-        prompt = reader.expand(reader.encode_prompt(row), pictures)
+        images = reader.images(row)
+        prompt = reader.expand(reader.encode_prompt(row), images)
         for _ in range(2):
             completion = [rng.choice([rng.randrange(200), *placeholders]) for _ in range(rng.randint(3, 20))]
             policies = [[-5.6 + rng.gauss(0, 0.3) for _ in completion] for _ in range(2)]
@@ -67,7 +67,7 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
                     group=number,
                     old_logprobs=policies[0] if policies_given else None,
                     ref_logprobs=policies[1] if policies_given else None,
-                    pictures=reader.place(f"{seed}-{number}", pictures, prompt),
+                    images=reader.place(f"{seed}-{number}", images, prompt),
                 )
             )
     return samples
@@ -102,23 +102,23 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     if torch.distributed.get_rank() == 0:
         path = str(Path(folder, f"{name}.pt"))
         torch.save(weights, path)
-        saved = [{column: getattr(sample, column) for column in COLUMNS} | _pictures_of(sample) for sample in first]
+        saved = [{column: getattr(sample, column) for column in COLUMNS} | _images_of(sample) for sample in first]
         result = {"layout": name, "metrics": metrics, "weights": path, "logprobs": logprobs, "seconds": 0.0}
         Path(folder, f"{name}.json").write_text(json.dumps(result))
         torch.save(saved, Path(folder, f"{name}.samples.pt"))
 
 
-def _pictures_of(sample: Any) -> dict[str, Any]:
+def _images_of(sample: Any) -> dict[str, Any]:
     """Return the patches, bytes as they are, where they belong, and their grids."""
     return {
-        "starts": [placed.start for placed in sample.pictures],
-        "lengths": [placed.picture.num_tokens for placed in sample.pictures],
-        "grids": [placed.picture.grid for placed in sample.pictures],
+        "starts": [placed.start for placed in sample.images],
+        "lengths": [placed.image.num_tokens for placed in sample.images],
+        "grids": [placed.image.grid for placed in sample.images],
     }
 
 
 def count_embedded(flags: list[str], report: str) -> None:
-    """Write how many images a tower embeds in two passes and a step: frozen, and with its weights trained."""
+    """Write how many images a vision tower embeds in two passes and a step: frozen, and with its weights trained."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     from swift_megatron_grpo.settings.config import LossConfig

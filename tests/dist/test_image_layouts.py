@@ -1,6 +1,6 @@
 """Images: one rank computes what plain transformers computes, and every layout what one rank computes, in fp32.
 
-Language model, tower and aligner are trained. The prompts have none, one and two images, and the completions contain
+Language model, vision tower and aligner are trained. Prompts have none, one and two images, and completions contain
 placeholders that a policy has sampled.
 """
 
@@ -35,7 +35,7 @@ LAYOUTS = {
     ("internvl", "full"): ["tokens200", "tp2+sp", "pp2", "cp2", "dp2"],
     ("internvl", "lora"): ["mbs4+shared"],
 }
-TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
+VISION_TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
 KINDS = [kind for kind, tuner in LAYOUTS if tuner == "full"]
 
@@ -85,7 +85,7 @@ def test_one_rank_matches_plain_transformers(finished: Ranks, tmp_path: Path, ki
     assert run["metrics"][0]["grad_norm"] == pytest.approx(norm(reference["grads"]), rel=bound(kind))
 
     moved = descended(finished.model(kind), run["weights"], reference["grads"])
-    towers = [name for name in reference["grads"] if name.startswith(TOWERS)]
+    towers = [name for name in reference["grads"] if name.startswith(VISION_TOWERS)]
     assert set(towers) <= set(moved) and norm({name: reference["grads"][name] for name in towers}) > 0.5
     of_tower = norm({name: moved[name] for name in towers})
     assert of_tower == pytest.approx(norm({name: reference["grads"][name] for name in towers}), rel=2 * bound(kind))
@@ -115,7 +115,7 @@ def descended(model: Path, weights: str, expected: dict[str, Any]) -> dict[str, 
 
 
 def released(name: str) -> str:
-    if f"model.{name}".startswith(TOWERS):
+    if f"model.{name}".startswith(VISION_TOWERS):
         return f"model.{name}"
     if name.startswith("language_model."):  # InternVL
         return name.replace("language_model.model.", "model.language_model.").replace(
@@ -132,7 +132,7 @@ def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_a
 ) -> None:
     """Four images, each shown by two completions of a micro batch; rows are dropped with the last sample.
 
-    A step that trains the tower embeds one more: a blank image for the micro batch of text.
+    A step that trains the vision tower embeds one more: a blank image for the micro batch of text.
     """
     name = "trained" if parts else "frozen"
     report = ranks.folder / f"embedded-{name}.json"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from mcore_bridge import LoraParallelLinear
-from peft.tuners.lora import Linear as TowerLinear
+from peft.tuners.lora import Linear as VisionTowerLinear
 
 import swift_megatron_grpo.weights.export.export as export
 from swift_megatron_grpo.generation.interface import Generation, NamedWeights, Progress, Request
@@ -218,11 +218,11 @@ def one_adapter_of_a_layer_left_out(loop: GRPOLoop) -> AbstractContextManager[No
     return replaced(export, "_merged", lambda modules, merged: merge(list(modules)[1:], merged))
 
 
-def tower_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
+def vision_tower_not_sent(loop: GRPOLoop) -> AbstractContextManager[None]:
     return in_export(lambda weights: ((name, tensor) for name, tensor in weights if ".visual." not in name))
 
 
-def tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
+def vision_tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
     merge = export._merged
 
     def without_towers(modules: Any, merged: Any) -> AbstractContextManager[None]:
@@ -231,9 +231,9 @@ def tower_adapters_left_out(loop: GRPOLoop) -> AbstractContextManager[None]:
     return replaced(export, "_merged", without_towers)
 
 
-def tower_adapters_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
-    delta = TowerLinear.get_delta_weight
-    return replaced(TowerLinear, "get_delta_weight", lambda self, adapter: torch.zeros_like(delta(self, adapter)))
+def vision_tower_adapters_merged_as_zeros(loop: GRPOLoop) -> AbstractContextManager[None]:
+    delta = VisionTowerLinear.get_delta_weight
+    return replaced(VisionTowerLinear, "get_delta_weight", lambda self, adapter: torch.zeros_like(delta(self, adapter)))
 
 
 SCENARIOS: dict[str, dict[int, list[Fault]]] = {
@@ -252,7 +252,7 @@ SCENARIOS: dict[str, dict[int, list[Fault]]] = {
         4: [experts_swapped_in_transfer, experts_not_reported],
     },
     "delta net": {0: [delta_net_tensor_not_sent], 1: [delta_net_tensor_lost_in_transfer]},
-    "towers": {2: [tower_not_sent, tower_adapters_left_out, tower_adapters_merged_as_zeros]},
+    "towers": {2: [vision_tower_not_sent, vision_tower_adapters_left_out, vision_tower_adapters_merged_as_zeros]},
     "adapter": {19: [adapter_bound_to_nothing, adapter_merged_as_zeros, one_adapter_of_a_layer_left_out]},
 }
 LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_one_engine])}

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from swift_megatron_grpo.platforms.attention_packages import towers_have_flash_attention
+from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
 from tests.e2e.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
-TOWER = re.compile(r"visual\.|vision_tower\.|multi_modal_projector\.")
+VISION_TOWER = re.compile(r"visual\.|vision_tower\.|multi_modal_projector\.")
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 STEPS = 24
 LEARNING = ["--train_iters", str(STEPS), "--save_steps", str(STEPS), "--lr", "1e-2", "--lr_decay_style",
@@ -39,13 +39,14 @@ def learned(folder: Path, qwen3_5: Path, dataset: Path) -> Finished:
 
 def test_the_engine_runs_the_language_model_alone_and_exactly(learned: Finished, qwen3_5: Path) -> None:
     language = [name for name in load_file(qwen3_5 / "model.safetensors") if name.startswith(("model.language", "lm_"))]
-    assert f"vLLM holds all {len(language)} tensors bit for bit" in learned.output  # no tower, no prediction layer
+    # no vision tower, no prediction layer
+    assert f"vLLM holds all {len(language)} tensors bit for bit" in learned.output
     assert "failed its check" not in learned.output
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in learned.log)
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in learned.log)
 
 
-@pytest.mark.skipif(towers_have_flash_attention(), reason="then mcore-bridge's default is kept")
+@pytest.mark.skipif(vision_tower_has_flash_attention(), reason="then mcore-bridge's default is kept")
 def test_without_flash_attn_the_image_part_attends_with_torch(learned: Finished) -> None:
     assert json.loads((learned.folder / "args.json").read_text())["vit_attn_impl"] == "sdpa"
 
@@ -127,7 +128,7 @@ def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
     assert all(step["sync_check/mean_diff"] < 1e-5 for step in run.log)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
     before, after = load_file(model / "model.safetensors"), load_file(run.last_checkpoint / "model.safetensors")
-    towers = {name.removeprefix("model."): name for name in after if TOWER.search(name)}
+    towers = {name.removeprefix("model."): name for name in after if VISION_TOWER.search(name)}
     assert towers
-    for name in [name for name in before if TOWER.search(name)]:
+    for name in [name for name in before if VISION_TOWER.search(name)]:
         assert torch.equal(before[name].float(), after[towers[name.removeprefix("model.")]].float()), name

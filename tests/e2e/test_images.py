@@ -20,7 +20,7 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.e2e
 COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py"), "--reward_funcs", "colours"]
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--max_completion_length", "16"]
-TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
+VISION_TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false"]
 SMALL = ["--micro_batch_size", "2", "--global_batch_size", "8", *COLOURS, *FP32]
 
@@ -124,7 +124,7 @@ def test_servers_generate_the_same_although_one_is_killed(
     assert killed and "is lost: " in run.output
     for values, expected in zip(numbers(run), numbers(one_rank), strict=True):
         assert values == pytest.approx(expected, rel=1e-5, abs=1e-6)
-    assert 0 < log.count("PUT /grpo/media/") <= 31  # images of the dataset, once each; its completions are more
+    assert 0 < log.count("PUT /grpo/images/") <= 31  # images of the dataset, once each; its completions are more
 
 
 def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qwen2_5_vl: Path, colours: Path) -> None:
@@ -185,7 +185,7 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
 def test_other_types_are_generated_verified_trained_and_saved(
     folder: Path, colours: Path, kind: str, ranks: int, flags: list[str]
 ) -> None:
-    """With all weights trained, and with a frozen tower. GLM-4V has gate and up projections in one tensor."""
+    """With all weights trained, and with a frozen vision tower. GLM-4V has gate and up projections in one tensor."""
     frozen = "--freeze_vit" not in flags
     model = make_model(folder / f"{kind}-{frozen}", kind)
     probed = [*COLOURS, COLOURS[0], COLOURS[1], str(PROBE), "--callbacks", "probe", "--sync_check", "full"]
@@ -199,7 +199,7 @@ def test_other_types_are_generated_verified_trained_and_saved(
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 and step["sync_check/max_diff"] < 1e-5 for step in run.log)
     assert hf_difference(run.last_checkpoint)["max"] < 1e-5
     unchanged = {name for name in before if torch.equal(before[name].float(), after[name].float())}
-    of_tower = {name for name in before if name.startswith(TOWERS)}
+    of_tower = {name for name in before if name.startswith(VISION_TOWERS)}
     assert of_tower and {name for name in unchanged if not name.endswith("e_score_correction_bias")} == (
         of_tower if frozen else set()
     )
@@ -221,7 +221,7 @@ def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Pat
 
 
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
-    """Qwen3-VL, tensor parallel with sequence parallelism: rows of the tower reach several layers."""
+    """Qwen3-VL, tensor parallel with sequence parallelism: rows of the vision tower reach several layers."""
     model = make_model(folder / "qwen3_vl", "qwen3_vl")
     faults = Path(__file__).with_name("sync_faults.py")
     flags = [*SMALL, *EVERYTHING, "--tuner_type", "lora", "--lr", "1e-2", "--train_iters", "4", "--save_steps", "4",

@@ -96,7 +96,7 @@ class Canned:
 
     memory_to_wake = 0
     is_new = False
-    has_towers = False
+    has_vision_tower = False
 
     def __init__(self, template: Template, canned: Any) -> None:
         from torch.distributed import get_rank

@@ -11,7 +11,7 @@ import torch
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
-from swift_megatron_grpo.cli.check.micro_batches import fullest, micro_batches, pictures_of, saved_by_sharing
+from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of, micro_batches, saved_by_sharing
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.check.rows import Rows
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
@@ -70,9 +70,9 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
         training=_filled(_training(args, config, largest, plan, rows), packed),
         vllm=None if engine is None else Vllm(engine, config.vllm.sleep_level),
         longest_sample=longest,
-        tower=model.tower,
+        vision_tower=model.vision_tower,
     )
-    memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes, run.tower)
+    memory = plan_memory(run.tensors, run.decoder, run.training, run.vllm, gpu.memory_bytes, run.vision_tower)
     fits = max(rank.peak for rank in memory) <= gpu.memory_bytes * (1 - MARGIN)
     engine_fits = run.engine_fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
@@ -134,10 +134,10 @@ def _training(args: GRPOArguments, config: GRPOConfig, largest: Tokens, plan: St
         lora_rank=args.lora_rank if args.has_adapter else None,
         lora_modules=() if every_module else modules,
         trains_language=not args.freeze_llm,
-        trains_tower=args.is_multimodal and not args.freeze_vit,
+        trains_vision_tower=args.is_multimodal and not args.freeze_vit,
         trains_aligner=args.is_multimodal and not args.freeze_aligner,
-        tower_checkpointing=bool(args.vit_gradient_checkpointing),
-        pictures=pictures_of(plan, config.batch, _of_step(rows.pictures, config)),
+        vision_tower_checkpointing=bool(args.vit_gradient_checkpointing),
+        images=image_tokens_of(plan, config.batch, _of_step(rows.image_tokens, config)),
         weight_bytes=item,
         optimizer_bytes=sum(states),
         shards_optimizer=bool(args.use_distributed_optimizer),
@@ -193,10 +193,10 @@ def _engine(args: GRPOArguments, config: GRPOConfig, model: Model, longest: int)
     if config.server is not None:
         return None
     item = args.torch_dtype.itemsize
-    tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_tower)
+    vision_tower = 0 if args.is_multimodal else sum(tensor.size for tensor in model.tensors if tensor.is_vision_tower)
     eight_bits = config.vllm.quantization != "none"
     return Engine(
-        weight_bytes=model.bytes_in_vllm(item, eight_bits) - tower * item,
+        weight_bytes=model.bytes_in_vllm(item, eight_bits) - vision_tower * item,
         cache_bytes_per_token=model.cached * item,
         key_heads=model.key_heads,
         longest=longest,

@@ -8,7 +8,7 @@ from itertools import chain
 
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.estimate.activations import Tokens
-from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
 from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
@@ -66,7 +66,7 @@ def fullest(
     return max(largest.packed, min(room_of(packing.max_tokens, align), of_rank))
 
 
-def pictures_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> Pictures:
+def image_tokens_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> ImageTokens:
     """Return the images of a step. `tokens`: those that stand for images of the prompt of each sample."""
     size = batch.num_generations
 
@@ -74,7 +74,7 @@ def pictures_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> Pict
         return sum(tokens[place * size] for place in {index // size for index in indices})
 
     parts = [part for rank in plan.assignment for part in rank]
-    return Pictures(
+    return ImageTokens(
         shown=max(distinct(part) if plan.share_prompts else sum(tokens[index] for index in part) for part in parts),
         distinct=max(map(distinct, parts)),
         of_rollout=max(distinct(chain(*rank)) for rank in plan.assignment) * batch.steps_per_generation,

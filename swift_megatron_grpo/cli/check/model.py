@@ -14,11 +14,11 @@ from transformers.models.auto import modeling_auto as auto
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder
 from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
-from swift_megatron_grpo.cli.estimate.towers import Tower
+from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
 
-# Tensors that the feed-forward of a tower saves: outputs of its first matrix, of the activation, and of their product.
+# Tensors that the feed-forward of a vision tower saves: outputs of its first matrix and activation, and their product.
 _FEED_FORWARD = {"qwen2_vl": 3, "qwen2_5_vl": 4, "qwen3_vl": 2, "qwen3_vl_moe": 2, "qwen3_5": 2, "qwen3_5_moe": 2,
                  "glm4v": 4, "glm4v_moe": 4, "internvl": 2}  # fmt: skip
 _WITH_CONVOLUTION = ("glm4v", "glm4v_moe")  # whose blocks have a feed-forward as wide as a row
@@ -35,7 +35,7 @@ class Model:
     cached: int  # channels of a token in the cache of vLLM, of all layers
     key_heads: int  # that vLLM's ranks can divide
     repeats_prompts: bool  # has attention that cannot share a prompt: docs/shared_prompts.md
-    tower: Tower | None = None  # None: takes no images, or is of a kind that cannot be trained on them
+    vision_tower: VisionTower | None = None  # None: takes no images, or is of a kind that cannot be trained on them
 
     @property
     def parameters(self) -> int:
@@ -66,7 +66,7 @@ def read_model(folder: str | Path) -> Model:
             or "kv_lora_rank" in text
             or text.get("use_sliding_window", text.get("sliding_window") is not None)
         ),
-        tower=tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
+        vision_tower=vision_tower_of(config["model_type"], config.get("vision_config") or {}, decoder.hidden),
     )
 
 
@@ -123,17 +123,17 @@ def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Dec
     )
 
 
-def tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Tower | None:
+def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> VisionTower | None:
     """Return the sizes in the vision_config of a model whose images can be trained on. `rows`: channels of a row."""
     if model_type not in _FEED_FORWARD:
         return None
     # config.json need not have what is as in the class.
     sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
     if model_type == "internvl":
-        return _tower_of_tiles(sizes, rows)
+        return _vision_tower_of_tiles(sizes, rows)
     is_oldest, convolves = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION
     hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
-    return Tower(
+    return VisionTower(
         layers=sizes["depth"],
         hidden=hidden,
         ffn=int(hidden * sizes["mlp_ratio"]) if is_oldest else rows if convolves else sizes["intermediate_size"],
@@ -146,8 +146,8 @@ def tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Tower | N
     )
 
 
-def _tower_of_tiles(sizes: Mapping[str, Any], rows: int) -> Tower:
-    return Tower(
+def _vision_tower_of_tiles(sizes: Mapping[str, Any], rows: int) -> VisionTower:
+    return VisionTower(
         layers=sizes["num_hidden_layers"],
         hidden=sizes["hidden_size"],
         ffn=sizes["intermediate_size"],

@@ -14,12 +14,12 @@ from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.data.media import PictureReader
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.grading import RewardFunctions
 from swift_megatron_grpo.grading.rewards import RewardError, call_reward_functions
-from swift_megatron_grpo.types import Picture, Prompt, Rollout
+from swift_megatron_grpo.types import ModelImage, Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
@@ -34,7 +34,7 @@ class Rows:
     total: int
     prompts: list[Prompt]  # the first ones that training would take
     lengths: list[int]  # tokens of each of them, with those of its images
-    pictures: list[int]  # tokens that stand for its images
+    image_tokens: list[int]  # tokens that stand for its images
 
     @property
     def median(self) -> int:
@@ -68,16 +68,16 @@ def read_rows(args: GRPOArguments, dataset: Any, template: Template) -> Rows:
     lengths = [len(encoder.encode(infer_request(prompt))["input_ids"]) for prompt in prompts]
     if args.max_length is not None:
         lengths = [min(length, args.max_length) for length in lengths]
-    reader = PictureReader(template) if args.most_images else None
-    images = [[] if reader is None else reader.pictures(prompt.row) for prompt in prompts]
-    pictures = [sum(picture.num_tokens for picture in shown) for shown in images]
+    reader = ImageReader(template) if args.most_images else None
+    images = [[] if reader is None else reader.images(prompt.row) for prompt in prompts]
+    image_tokens = [sum(image.num_tokens for image in shown) for shown in images]
     expanded = [length + added_tokens(reader, shown) for length, shown in zip(lengths, images, strict=True)]
-    return Rows(len(dataset), prompts, expanded, pictures)
+    return Rows(len(dataset), prompts, expanded, image_tokens)
 
 
-def added_tokens(reader: PictureReader | None, shown: Sequence[Picture]) -> int:
+def added_tokens(reader: ImageReader | None, shown: Sequence[ModelImage]) -> int:
     """Return by how much the engine lengthens a prompt when it replaces the placeholders of these images."""
-    return 0 if reader is None else sum(reader.format.length_of(picture) - 1 for picture in shown)
+    return 0 if reader is None else sum(reader.format.length_of(image) - 1 for image in shown)
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:

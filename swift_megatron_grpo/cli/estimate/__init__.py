@@ -3,7 +3,7 @@
     parameters.py   parameters of a rank, from the names and shapes of a checkpoint's tensors
     activations.py  bytes that a forward pass keeps for backward
     experts.py      what expert parallelism costs
-    towers.py       bytes of an image part, and of its rows
+    vision_tower.py  bytes of a vision tower, and of its rows
     memory.py       memory by rank and phase
     engine.py       weights and cache of vLLM
     gpus.py         memory and speed of GPUs

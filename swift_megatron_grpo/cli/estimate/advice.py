@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute
 from swift_megatron_grpo.cli.estimate.memory import PHASES, Training, Vllm, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import Tensor
-from swift_megatron_grpo.cli.estimate.towers import Tower
+from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.settings.layout import Layout
 
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses
@@ -26,10 +26,10 @@ class Run:
     training: Training
     vllm: Vllm | None
     longest_sample: int  # tokens; a micro batch has at least one
-    tower: Tower | None = None  # of a model that takes images
+    vision_tower: VisionTower | None = None  # of a model that takes images
 
     def peak(self, phase: str, gpu_bytes: float) -> float:
-        ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes, self.tower)
+        ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes, self.vision_tower)
         return max(rank.phases[phase] for rank in ranks)
 
     def fits(self, phase: str, gpu_bytes: float) -> bool:

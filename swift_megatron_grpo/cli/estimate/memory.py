@@ -15,7 +15,13 @@ from swift_megatron_grpo.cli.estimate.activations import (
 )
 from swift_megatron_grpo.cli.estimate.engine import Engine
 from swift_megatron_grpo.cli.estimate.parameters import Count, Stage, Tensor, adapters, held, stages_of
-from swift_megatron_grpo.cli.estimate.towers import Pictures, Tower, bytes_of_block, bytes_of_rows, bytes_of_tower
+from swift_megatron_grpo.cli.estimate.vision_tower import (
+    ImageTokens,
+    VisionTower,
+    bytes_of_block,
+    bytes_of_rows,
+    bytes_of_vision_tower,
+)
 from swift_megatron_grpo.settings.layout import Layout
 
 GRADIENT_BYTES = 4  # Megatron's gradient buffers are fp32
@@ -39,10 +45,10 @@ class Training:
     lora_rank: int | None = None  # None: all weights are trained
     lora_modules: tuple[str, ...] = ()  # endings of the names of adapted modules; empty: all linear layers
     trains_language: bool = True
-    trains_tower: bool = False  # the image part without its aligner
+    trains_vision_tower: bool = False  # the image part without its aligner
     trains_aligner: bool = False
-    tower_checkpointing: bool = True  # backward recomputes the blocks of a trained tower
-    pictures: Pictures = field(default_factory=Pictures)
+    vision_tower_checkpointing: bool = True  # backward recomputes the blocks of a trained vision tower
+    images: ImageTokens = field(default_factory=ImageTokens)
     weight_bytes: int = 2  # of a number
     optimizer_bytes: float = 12  # of a trained parameter: fp32 weight and two moments
     shards_optimizer: bool = True
@@ -55,7 +61,7 @@ class Training:
     def trains(self, tensor: Tensor) -> bool:
         if tensor.is_aligner:
             return self.trains_aligner
-        return self.trains_tower if tensor.is_tower else self.trains_language
+        return self.trains_vision_tower if tensor.is_vision_tower else self.trains_language
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +117,14 @@ def plan_memory(
     training: Training,
     vllm: Vllm | None,
     gpu_bytes: float,
-    tower: Tower | None = None,
+    vision_tower: VisionTower | None = None,
 ) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage. `vllm`: None with servers; `tower`: of images, if any."""
+    """Return the memory of one rank of each pipeline stage. `vllm`: None with servers."""
     layout = training.layout
     stages = stages_of(layout, decoder.layers)
     return [
-        _of_rank(rank, stages[rank], tensors, decoder, training, vllm, gpu_bytes, tower) for rank in range(len(stages))
+        _of_rank(rank, stages[rank], tensors, decoder, training, vllm, gpu_bytes, vision_tower)
+        for rank in range(len(stages))
     ]
 
 
@@ -129,7 +136,7 @@ def _of_rank(
     training: Training,
     vllm: Vllm | None,
     gpu_bytes: float,
-    tower: Tower | None,
+    vision_tower: VisionTower | None,
 ) -> RankMemory:
     layout = training.layout
     parameters = held(tensors, layout, stage, decoder.tied)
@@ -142,7 +149,11 @@ def _of_rank(
         decoder, sorted(stage.layers), training.tokens, layout, training.recompute, training.weight_bytes
     )
     in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
-    seen = _tower_bytes(tower, training) if tower is not None and stage.has_embedding else _TowerBytes()
+    seen = (
+        _vision_tower_bytes(vision_tower, training)
+        if vision_tower is not None and stage.has_embedding
+        else _VisionTowerBytes()
+    )
     head = bytes_of_head(decoder, training.tokens, layout, training.weight_bytes) if stage.has_head else 0.0
     sleeps = vllm is not None and vllm.sleep_level > 0
     returned = weights if sleeps and training.offload_model else 0.0
@@ -157,7 +168,7 @@ def _of_rank(
         optimizer=optimizer,
         reference=parameters.total * training.weight_bytes if training.frozen_reference else 0.0,
         activations=(layers.kept + seen.kept) * in_flight + seen.rows,
-        # A tower computes when the layers of this micro batch have nothing kept yet, or nothing any more.
+        # A vision tower computes when the layers of this micro batch have nothing kept yet, or nothing any more.
         in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
         vllm=awake,
         vllm_asleep=asleep,
@@ -170,7 +181,7 @@ def _of_rank(
 
 
 @dataclass(frozen=True, slots=True)
-class _TowerBytes:
+class _VisionTowerBytes:
     """Bytes of an image part on a rank of the first stage."""
 
     kept: float = 0.0  # from forward to backward of a micro batch
@@ -178,13 +189,13 @@ class _TowerBytes:
     rows: float = 0.0
 
 
-def _tower_bytes(tower: Tower, training: Training) -> _TowerBytes:
-    pictures, item = training.pictures, training.weight_bytes
-    trained = training.trains_tower, training.trains_aligner
-    return _TowerBytes(
-        kept=bytes_of_tower(tower, pictures.distinct, *trained, training.tower_checkpointing, item),
-        in_block=bytes_of_block(tower, pictures.distinct, item),
-        rows=bytes_of_rows(tower, pictures, not any(trained), item),
+def _vision_tower_bytes(vision_tower: VisionTower, training: Training) -> _VisionTowerBytes:
+    images, item = training.images, training.weight_bytes
+    trained = training.trains_vision_tower, training.trains_aligner
+    return _VisionTowerBytes(
+        kept=bytes_of_vision_tower(vision_tower, images.distinct, *trained, training.vision_tower_checkpointing, item),
+        in_block=bytes_of_block(vision_tower, images.distinct, item),
+        rows=bytes_of_rows(vision_tower, images, not any(trained), item),
     )
 
 
@@ -218,7 +229,7 @@ def with_budget(training: Training, packed: int) -> Training:
     """Return the same run with micro batches of this many tokens; the step has as many more as it takes."""
     share = packed / training.tokens.packed
     tokens = Tokens(packed, round(training.tokens.keys * share), round(training.tokens.trained * share))
-    shown = training.pictures
-    pictures = replace(shown, shown=round(shown.shown * share), distinct=round(shown.distinct * share))
+    shown = training.images
+    images = replace(shown, shown=round(shown.shown * share), distinct=round(shown.distinct * share))
     micro_batches = max(1, round(training.micro_batches / share))
-    return replace(training, tokens=tokens, micro_batches=micro_batches, pictures=pictures)
+    return replace(training, tokens=tokens, micro_batches=micro_batches, images=images)

@@ -11,8 +11,8 @@ from math import prod
 from swift_megatron_grpo.settings.layout import Layout, parse_stages
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\.")
-# The part of a tower that turns its output into rows of the language model, with its own flags.
+_VISION_TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\.")
+# The part of a vision tower that turns its output into rows of the language model, with its own flags.
 _ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\.")
 _HEAD = re.compile(r"(?:^|\.)(lm_head|output)\.weight$")
@@ -27,7 +27,7 @@ class Part(Enum):
     HEAD = "head"
     EXPERTS = "experts"
     LAYERS = "layers"
-    TOWER = "tower"  # of images or audio
+    VISION_TOWER = "tower"  # of images or audio
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,12 @@ class Tensor:
         return prod(self.shape)
 
     @property
-    def is_tower(self) -> bool:
-        return self.part is Part.TOWER
+    def is_vision_tower(self) -> bool:
+        return self.part is Part.VISION_TOWER
 
     @property
     def is_aligner(self) -> bool:
-        return self.is_tower and bool(_ALIGNER.search(self.name))
+        return self.is_vision_tower and bool(_ALIGNER.search(self.name))
 
     @property
     def is_copied(self) -> bool:
@@ -87,8 +87,8 @@ def tensors_of(shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
 
 
 def _tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    if _TOWER.search(name):
-        return Tensor(name, shape, Part.TOWER, None)
+    if _VISION_TOWER.search(name):
+        return Tensor(name, shape, Part.VISION_TOWER, None)
     if _EMBEDDING.search(name):
         return Tensor(name, shape, Part.EMBEDDING, None)
     if _HEAD.search(name):
@@ -116,7 +116,7 @@ def _held(tensor: Tensor, layout: Layout, stage: Stage, tied: bool) -> Count:
             return Count(split if stage.has_embedding or (tied and stage.has_head) else 0)
         case Part.HEAD:
             return Count(split if stage.has_head and not tied else 0)
-        case Part.TOWER:
+        case Part.VISION_TOWER:
             return Count(tensor.size if stage.has_embedding else 0)
 
 
@@ -124,7 +124,7 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
     """Count the parameters of LoRA adapters on a rank. `names`: endings of the adapted modules; empty: all of them."""
     total = Count()
     for tensor in tensors:
-        if tensor.is_tower and stage.has_embedding and _is_linear(tensor, names):
+        if tensor.is_vision_tower and stage.has_embedding and _is_linear(tensor, names):
             total += Count(rank * sum(tensor.shape))
         if tensor.layer not in stage.layers or len(tensor.shape) < 2 or _COPIED.search(tensor.name):
             continue

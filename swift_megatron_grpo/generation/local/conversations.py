@@ -22,7 +22,7 @@ from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.generation.local.sampling import run_batch
 from swift_megatron_grpo.generation.local.turn_loop import NextTurn, converse, make_scheduler
 from swift_megatron_grpo.generation.requests import conversation_request, request_config, to_rollout
-from swift_megatron_grpo.generation.vllm.towers import placeholder_tokens
+from swift_megatron_grpo.generation.vllm.images import placeholder_tokens
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import MultiTurnConfig, SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout

@@ -40,8 +40,8 @@ from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
 from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm.images import EngineForImages, has_vision_tower
 from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
-from swift_megatron_grpo.generation.vllm.towers import EngineForImages, has_towers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.types import Rollout, ScoredText
@@ -100,8 +100,8 @@ class LocalVllm:
         return self._loaded_weights.is_new
 
     @property
-    def has_towers(self) -> bool:
-        return has_towers(self._engine.engine.model_config)
+    def has_vision_tower(self) -> bool:
+        return has_vision_tower(self._engine.engine.model_config)
 
     def needs_weights(self, version: int) -> bool:
         return self._weights_version != version

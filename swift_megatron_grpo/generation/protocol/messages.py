@@ -18,7 +18,7 @@ from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows
 
 T = TypeVar("T")
-PROTOCOL = 12
+PROTOCOL = 13
 NO_WEIGHTS = -1  # version of a server that has the checkpoint's weights, or newer ones only in part
 RUN_HEADER = "X-GRPO-Run"  # the name of the run that sends a request; the status shows it
 RUN_SECRET_HEADER = "X-GRPO-Run-Secret"  # proves that the request is from that run; no server reports it
@@ -27,7 +27,7 @@ RUN_IDLE_SECONDS = 20.0  # a run that has not requested the status for so long c
 CONFLICT = 409  # the server has other weights than the request needs
 CANCELLED = 410  # new weights arrived, or the same conversation was requested again
 INVALID = 422  # the request itself is at fault
-MISSING_MEDIA = 424  # an image that the request names was not sent, or is forgotten: send it again
+MISSING_IMAGES = 424  # an image that the request names was not sent, or is forgotten: send it again
 TAKEN = 423  # the server serves another run
 ENGINE_GONE = 503
 SERVER_UNUSABLE = (TAKEN, ENGINE_GONE)  # this run must stop using the server, whatever the request was
@@ -47,7 +47,7 @@ class Routes:
     SCORE = "/grpo/score"
     HELD_WEIGHTS = "/grpo/held_weights"
     LEAVE = "/grpo/leave"
-    MEDIA = "/grpo/media/"  # and the digest of an image
+    IMAGES = "/grpo/images/"  # and the digest of an image
 
 
 class InvalidMessage(ValueError):
@@ -141,7 +141,7 @@ class ServerStatus:
     max_logprobs: int  # log-probs that it returns per token; -1: for the whole vocabulary
     enable_lora: bool
     max_lora_rank: int
-    has_towers: bool  # it holds image, video or audio parts, so weights for them have to be sent
+    has_vision_tower: bool  # it holds image, video or audio parts, so weights for them have to be sent
     images_per_prompt: int  # that it accepts; 0: none
     quantization: str  # its --rollout_quantization
     returns_experts: bool  # it can report which experts its routers choose

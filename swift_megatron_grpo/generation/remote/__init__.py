@@ -7,10 +7,10 @@ completion_checks.py      completions that no engine of this run can have genera
 dispatcher.py             which server gets which request
 lost_requests.py          requests lost with a server, until all are completed again
 client.py                 HTTP to one server
-media.py                  images on their way to one server, each once
+image_uploads.py          images on their way to one server, each once
 weight_sender.py          weights to the servers, in buckets
 conversation_settings.py  conflicts between the multi-turn flags of the run and of the servers
-tower_conflicts.py        conflicts between servers about the image part of a model
+vision_tower_conflicts.py conflicts between servers about the vision tower
 event_loop.py             an asyncio event loop in its own thread
 
 Tests: tests/unit/generation/remote, tests/unit/weights/transport/test_channel.py, tests/e2e/test_server.py.

@@ -90,8 +90,8 @@ class Client:
         if missing:
             raise Unreachable(f"the response ended before {len(missing)} of its completions")
 
-    async def put_media(self, digest: str, content: bytes, timeout: float) -> None:
-        await self._request("PUT", Routes.MEDIA + digest, timeout, content)
+    async def put_image(self, digest: str, content: bytes, timeout: float) -> None:
+        await self._request("PUT", Routes.IMAGES + digest, timeout, content)
 
     async def join(self, payload: dict[str, Any], timeout: float) -> dict[str, Any]:
         return await self._request("POST", Routes.JOIN, timeout, payload)

@@ -35,7 +35,7 @@ from swift_megatron_grpo.generation.remote.servers import (
     notes_on,
     refusal,
 )
-from swift_megatron_grpo.generation.remote.tower_conflicts import tower_conflicts
+from swift_megatron_grpo.generation.remote.vision_tower_conflicts import vision_tower_conflicts
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import ScoredText
@@ -89,8 +89,8 @@ class RemoteVllm:
             server.url: server.status.conversations for server in self._servers.all if server.status is not None
         }
         problems += conflicts_between_servers(conversations) if not problems else []
-        problems += tower_conflicts(
-            {server.url: server.status.has_towers for server in self._servers.all if server.status is not None}
+        problems += vision_tower_conflicts(
+            {server.url: server.status.has_vision_tower for server in self._servers.all if server.status is not None}
         )
         if problems:
             raise ValueError("\n".join(problems))
@@ -116,10 +116,10 @@ class RemoteVllm:
         return any(server.is_new for server in self._recipients)
 
     @property
-    def has_towers(self) -> bool:
-        """True if any server holds towers; always False on ranks other than 0."""
+    def has_vision_tower(self) -> bool:
+        """True if any server holds the vision tower; always False on ranks other than 0."""
         return self._events is not None and any(
-            server.status.has_towers for server in self._servers.all if server.status is not None
+            server.status.has_vision_tower for server in self._servers.all if server.status is not None
         )
 
     def needs_weights(self, version: int) -> bool:

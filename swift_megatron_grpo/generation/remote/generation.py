@@ -21,7 +21,7 @@ from swift_megatron_grpo.data.images import files_of
 from swift_megatron_grpo.generation.interface import AnsweredRequest, Progress, Request
 from swift_megatron_grpo.generation.protocol.messages import (
     CONFLICT,
-    MISSING_MEDIA,
+    MISSING_IMAGES,
     MOST_IN_BATCH,
     SERVER_UNUSABLE,
     Completion,
@@ -285,14 +285,14 @@ class RemoteGeneration:
     async def _generate(self, server: Server, payload: dict[str, Any], files: dict[str, bytes]) -> Completion:
         """Send a request after its images; once more if the server no longer has these."""
         timeout = self._servers.config.request_timeout
-        await server.media.send(files, timeout)
+        await server.images.send(files, timeout)
         try:
             return await server.client.generate(payload, timeout)
         except Refused as failure:
-            if failure.status != MISSING_MEDIA:
+            if failure.status != MISSING_IMAGES:
                 raise
-        server.media.forget(files)
-        await server.media.send(files, timeout)
+        server.images.forget(files)
+        await server.images.send(files, timeout)
         return await server.client.generate(payload, timeout)
 
     def _files(self, request: Request) -> list[tuple[str, bytes]]:
@@ -352,14 +352,14 @@ class RemoteGeneration:
 
     def _payload(self, request: Request) -> dict[str, Any]:
         one_turn, sampling = self._servers.config.turns is None, self._sampling
-        media = [digest for digest, _ in self._files(request)]
+        image_digests = [digest for digest, _ in self._files(request)]
         request = replace(request, prompt=without_images(request.prompt))
         limit = sampling.max_completion_length if sampling.limits_conversations and not one_turn else None
         return {
             "request": self._prompt_request(request.prompt) if one_turn else conversation_payload(request),
             "sampling": asdict(request_config(sampling, request.seed)),
             "tokens_of_all_turns": limit,
-            "media": media,
+            "image_digests": image_digests,
             "experts": request.returns_experts,
             "weights_version": self._version,
         }

@@ -30,7 +30,7 @@ from swift_megatron_grpo.generation.protocol.messages import (
 )
 from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
 from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
-from swift_megatron_grpo.generation.remote.media import MediaUploads
+from swift_megatron_grpo.generation.remote.image_uploads import ImageUploads
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.settings.config import ServerConfig
@@ -62,7 +62,7 @@ class Server:
         self.excluded_instance: str | None = None  # not used again, because its answers were wrong
         self.connection: WeightConnection | None = None
         self.requests_in_flight = 0  # of all generations
-        self.media = MediaUploads(client)
+        self.images = ImageUploads(client)
         self.loss_reason = "not contacted yet"
         self.last_response = self.lost_since = time.monotonic()
 

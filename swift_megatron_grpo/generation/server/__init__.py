@@ -9,7 +9,7 @@ limits.py                the limits on connections, bodies and prompts
 connections.py           the limits on connections, in uvicorn's protocol
 gate.py                  what every request passes first: key, size, content
 schema.py                types, ranges and sizes of all requests
-media.py                 images that the trainer has sent, by digest
+image_store.py           images that the trainer has sent, by digest
 stock_routes.py          ms-swift's own routes, one at a time
 health.py                detects an engine that generates nothing
 prober.py                generates the token that health.py waits for

@@ -38,7 +38,7 @@ from swift_megatron_grpo.generation.conversations.scheduling import (
 from swift_megatron_grpo.generation.conversations.turns import Turn, sampled_any, tokens_left, turn_seed
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS, Completion
 from swift_megatron_grpo.generation.server.pipe import InvalidRequest
-from swift_megatron_grpo.generation.vllm.towers import EngineForImages, placeholder_tokens
+from swift_megatron_grpo.generation.vllm.images import EngineForImages, placeholder_tokens
 
 
 class ConversationEngine(EngineForImages):

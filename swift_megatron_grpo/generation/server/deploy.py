@@ -173,7 +173,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
         self.app.post(Routes.JOIN)(self.join)
         self.app.post(Routes.RECEIVE)(self.receive)
         self.app.post(Routes.SCORE)(self.score_text)
-        self.app.put(Routes.MEDIA + "{digest}")(self.put_media)
+        self.app.put(Routes.IMAGES + "{digest}")(self.put_image)
         self.app.get(Routes.HELD_WEIGHTS)(self.held_weights)
         self.app.post(Routes.LEAVE)(self.leave)
         self.app.exception_handler(RequestValidationError)(_without_values)
@@ -227,7 +227,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
                 max_logprobs=self.description["max_logprobs"],
                 enable_lora=self.args.vllm_enable_lora,
                 max_lora_rank=self.args.vllm_max_lora_rank,
-                has_towers=self.description["has_towers"],
+                has_vision_tower=self.description["has_vision_tower"],
                 images_per_prompt=self.description["images_per_prompt"],
                 quantization=self.args.rollout_quantization,
                 returns_experts=self.args.returns_experts,
@@ -252,13 +252,13 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
 
     async def _complete(self, run: RunIdentity | None, body: GenerateRequest) -> dict[str, Any]:
         self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
-        included = {"request", "sampling", "tokens_of_all_turns", "media", "experts"}
+        included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "experts"}
         arguments = body.model_dump(include=included, exclude_unset=True)
         completion = await self._call_engine("generate", **arguments)
         self.engine_health.record_token()
         return {**completion, "weights_version": body.weights_version}
 
-    async def put_media(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
+    async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
         """Keep an image, which requests may name by its digest until others need the room."""
         self._require_lease(run)
         content = await client.body()
@@ -270,7 +270,7 @@ class GRPORolloutDeploy(SwiftRolloutDeploy):
             check_sent(content, MAX_PIXELS)
         except ValueError as error:
             raise HTTPException(INVALID, f"the body {error}") from None
-        return await self._call_engine("put_media", digest=digest, image=base64.b64encode(content).decode("ascii"))
+        return await self._call_engine("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
 
     async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
         """Return the log-probs of every token but the first, from each replica of the model."""

@@ -31,7 +31,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor import Executor
 
 from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
-from swift_megatron_grpo.generation.vllm.towers import has_towers
+from swift_megatron_grpo.generation.vllm.images import has_vision_tower
 
 T = TypeVar("T")
 Command = tuple[Future[Any], Callable[[LLMEngine], Any]]
@@ -68,7 +68,7 @@ class ServerEngine:
 def fits_thread(config: Any) -> bool:
     """Return True if this engine runs on one device and takes texts only."""
     parallel = config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size == 1 and not has_towers(config.model_config)
+    return parallel.world_size * parallel.data_parallel_size == 1 and not has_vision_tower(config.model_config)
 
 
 class EngineThread:

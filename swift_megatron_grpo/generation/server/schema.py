@@ -170,7 +170,7 @@ class Prompt(StockPrompt):
 class GenerateRequest(Strict):
     request: Prompt
     sampling: Sampling
-    media: Annotated[list[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
+    image_digests: Annotated[list[Digest], Field(max_length=1024)] = []  # the prompt's images, which were sent before
     experts: bool = False  # return the experts that the engine's routers choose
     weights_version: Version  # that the trainer expects
     tokens_of_all_turns: Annotated[int, Field(ge=1, lt=2**31)] | None = None  # limit of a conversation; None: none

@@ -25,12 +25,12 @@ from swift_megatron_grpo.generation.server.completions import Completer
 from swift_megatron_grpo.generation.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
 from swift_megatron_grpo.generation.server.ignore_interrupts import ignore_interrupts
-from swift_megatron_grpo.generation.server.media import MediaStore
+from swift_megatron_grpo.generation.server.image_store import ImageStore
 from swift_megatron_grpo.generation.server.prober import Prober
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
+from swift_megatron_grpo.generation.vllm.images import has_vision_tower, images_per_prompt
 from swift_megatron_grpo.generation.vllm.sampling import scoring_input, scoring_params, text_logprobs
-from swift_megatron_grpo.generation.vllm.towers import has_towers, images_per_prompt
 from swift_megatron_grpo.types import ScoredText
 
 T = TypeVar("T")
@@ -134,10 +134,10 @@ class EngineCommands:
         single = Completer(engine)
         self._single, self._conversations = single, conversations
         self._prober = Prober(single, engine.engine)
-        self._media = MediaStore(max_media_bytes)
+        self._images = ImageStore(max_media_bytes)
         self._generating: set[asyncio.Task[Any]] = set()
         commands = (
-            self.describe, self.probe, self.generate, self.put_media, self.join, self.receive, self.score_text,
+            self.describe, self.probe, self.generate, self.put_image, self.join, self.receive, self.score_text,
             self.held_weights,
         )  # fmt: skip
         self.commands: dict[str, pipe.Command] = {
@@ -166,7 +166,7 @@ class EngineCommands:
             "max_logprobs": config.model_config.max_logprobs,
             "vocab_size": config.model_config.get_vocab_size(),
             "accepts_media": config.model_config.is_multimodal_model,
-            "has_towers": has_towers(config.model_config),
+            "has_vision_tower": has_vision_tower(config.model_config),
             "images_per_prompt": images_per_prompt(config.model_config),
             "model": model_identity(hf_config)
             | position_identity(hf_config)
@@ -183,15 +183,15 @@ class EngineCommands:
         request: dict[str, Any],
         sampling: dict[str, Any],
         tokens_of_all_turns: int | None = None,
-        media: Sequence[str] = (),
+        image_digests: Sequence[str] = (),
         experts: bool = False,
     ) -> dict[str, Any]:
         """Generate a completion, or a conversation if this server has a scheduler.
 
-        `media`: digests of its images. `experts`: return those that routers chose, if this engine reports them.
+        `image_digests`: of its images. `experts`: return those that routers chose, if this engine reports them.
         """
-        if media:
-            request = {**request, "images": self._media.get(media)}
+        if image_digests:
+            request = {**request, "images": self._images.get(image_digests)}
         if self._conversations is None:
             work = self._single.complete(request, sampling)
         else:
@@ -202,8 +202,8 @@ class EngineCommands:
             completion = replace(completion, infos={**completion.infos, "images": shown})
         return (completion if experts else replace(completion, routed_experts=None)).to_json()
 
-    async def put_media(self, digest: str, image: str) -> dict[str, Any]:
-        self._media.put(digest, image)
+    async def put_image(self, digest: str, image: str) -> dict[str, Any]:
+        self._images.put(digest, image)
         return {}
 
     async def _cancelled_by_new_weights(self, work: Coroutine[Any, Any, T]) -> T:

@@ -2,7 +2,7 @@
 
     sampling.py       requests for completions and for log-probs of a text
     adapter.py        loads a LoRA adapter from tensors
-    towers.py         whether an engine holds the image, video and audio parts of its model
+    images.py         whether an engine holds the vision tower of its model, and the tokens of an image
     fast_logprobs.py  log-probs of sampled tokens with less work on the GPU and on the host
     logprob_kernel.py  their Triton kernel
     fast_decoding.py  installs the next two, where they fit

@@ -10,7 +10,7 @@ from PIL import Image
 
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.types import Placed, Sample, ScoredText
+from swift_megatron_grpo.types import PlacedImage, Sample, ScoredText
 
 # Prose, numbers and code, as most models have seen them. The cost of an engine's response grows with the length.
 CANARY_TEXT = (
@@ -30,7 +30,7 @@ def canary_image(width: int, height: int) -> bytes:
 class Canary:
     """The trainer's log-probs of the fixed text. Every rank calls `logprobs`.
 
-    `tokens`: the text as the engine expands it, with `pictures`, none or one. Log-probs of the tokens of an image are
+    `tokens`: the text as the engine expands it, with `images`, none or one. Log-probs of the tokens of an image are
     not compared.
     """
 
@@ -38,20 +38,20 @@ class Canary:
         self,
         text: ScoredText,
         tokens: Sequence[int],
-        pictures: tuple[Placed, ...],
+        images: tuple[PlacedImage, ...],
         passes: Passes,
         coordinator: Coordinator,
     ) -> None:
         self.text = text
         self.passes = passes  # at temperature 1
         self._coordinator = coordinator
-        self.tokens, self._pictures = list(tokens), pictures
-        of_image = {p.start + i for p in self._pictures for i in range(p.picture.num_tokens)}
+        self.tokens, self._images = list(tokens), images
+        of_image = {p.start + i for p in self._images for i in range(p.image.num_tokens)}
         self._compared = [i > 0 and i not in of_image for i in range(len(self.tokens))]
 
     def logprobs(self) -> list[list[float]]:
         """Return the log-probs of every data-parallel rank, whose copies of the weights must not diverge either."""
-        sample = Sample(tokens=self.tokens, completion_mask=self._compared, advantage=0.0, pictures=self._pictures)
+        sample = Sample(tokens=self.tokens, completion_mask=self._compared, advantage=0.0, images=self._images)
         values = self.passes.infer([sample] * self.passes.fewest_samples)
         gathered = self._coordinator.gather_samples(values, self.passes.parallel)
         return [copy.logprobs for copy in gathered.values()]

@@ -18,7 +18,7 @@ from swift_megatron_grpo.weights.stacked_tensors import stacked
 def merged_weights(module: LoraLayer, adapter: str) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
     """Return the frozen weights of a module, each with its merged value in new memory."""
     base = module.get_base_layer()
-    if not isinstance(module, LoraParallelLinear):  # in a tower, which is a model of transformers
+    if not isinstance(module, LoraParallelLinear):  # in a vision tower, which is a model of transformers
         delta = module.get_delta_weight(adapter).float()
         return [(base.weight, (base.weight.data.float() + delta).to(base.weight.dtype))]
     layers = (base, module.lora_A[adapter], module.lora_B[adapter])

@@ -45,7 +45,7 @@ class WeightExport:
     """Exports the same weights in every weight sync.
 
     `adapter_only`: the adapter's weights, without the base. `left_out`: how the names of tensors begin that the engine
-    has no place for, the frozen towers of a composite model.
+    has no place for, the frozen vision towers of a composite model.
     """
 
     def __init__(

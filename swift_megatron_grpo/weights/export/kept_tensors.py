@@ -1,6 +1,6 @@
 """Tensors of the checkpoint that training leaves out on purpose, and that are saved again as they were.
 
-Layers of multi-token prediction are neither built nor trained, and with --language_model_only the towers are not built.
+Layers of multi-token prediction are neither built nor trained, nor is the vision tower with --language_model_only.
 mcore-bridge saves what it has built, so the saved model would lack them without a word: a deployment that decodes
 speculatively would fail. It can copy them from the source checkpoint (--save_missing_weights).
 """
@@ -17,7 +17,7 @@ from mcore_bridge.config import ModelConfig
 from swift_megatron_grpo.weights.export.tensor_names import (
     is_copy_of_embedding,
     is_prediction_layer,
-    is_unbuilt_tower,
+    is_unbuilt_vision_tower,
 )
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
@@ -38,7 +38,7 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
     """
     with SafetensorLazyLoader(source) as loader:
         names = sorted(loader.get_state_dict())
-    untrained = [name for name in names if is_prediction_layer(name, config) or is_unbuilt_tower(name, config)]
+    untrained = [name for name in names if is_prediction_layer(name, config) or is_unbuilt_vision_tower(name, config)]
     stale = {name for name in names if is_copy_of_embedding(name, config)}
     others = set() if keep else {*names} - {*untrained}
     save_weights, copy_missing = bridge.save_weights, bridge._save_missing_weights

@@ -10,7 +10,7 @@ _PREDICTION = r"(^|\.)mtp([._]|$)"
 _LAYER = r"(?:^|\.)layers\.(\d+)\."
 
 
-def tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
+def vision_tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """Return how the names of image, video and audio parts begin; () for a text model.
 
     Models that were released before transformers 4.52 have other names in checkpoints than in transformers:
@@ -34,9 +34,11 @@ def is_prediction_layer(name: str, config: ModelConfig) -> bool:
     if re.search(_PREDICTION, name):
         return True
     layer = re.search(_LAYER, name)
-    return layer is not None and int(layer[1]) >= config.num_layers and not name.startswith(tower_prefixes(config))
+    return (
+        layer is not None and int(layer[1]) >= config.num_layers and not name.startswith(vision_tower_prefixes(config))
+    )
 
 
-def is_unbuilt_tower(name: str, config: ModelConfig) -> bool:
+def is_unbuilt_vision_tower(name: str, config: ModelConfig) -> bool:
     """Return True for a part that embeds images, video or audio, with --language_model_only."""
-    return bool(config.language_model_only) and name.startswith(tower_prefixes(config))
+    return bool(config.language_model_only) and name.startswith(vision_tower_prefixes(config))

@@ -23,7 +23,7 @@ from swift_megatron_grpo.settings.config import UnreadTensors
 from swift_megatron_grpo.weights.export.tensor_names import (
     is_copy_of_embedding,
     is_prediction_layer,
-    is_unbuilt_tower,
+    is_unbuilt_vision_tower,
 )
 
 _SHOWN = 5  # tensors that an error names
@@ -95,7 +95,7 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
     return (
         is_copy_of_embedding(name, config)
         or is_prediction_layer(name, config)
-        or is_unbuilt_tower(name, config)
+        or is_unbuilt_vision_tower(name, config)
         or any(re.search(pattern, name) for pattern, _ in HARMLESS)
     )
 

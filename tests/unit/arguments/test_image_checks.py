@@ -1,4 +1,4 @@
-"""Runs on images: what is trained, limits of vLLM, and layouts that a tower excludes."""
+"""Runs on images: what is trained, limits of vLLM, and layouts that a vision tower excludes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from swift_megatron_grpo.arguments.image_checks import (
     check_deepstack,
     check_parts,
-    check_tower_heads,
+    check_vision_tower_heads,
     layers_of_first_stage,
-    tower_share,
+    vision_tower_share,
 )
 from swift_megatron_grpo.settings.facts import DataShape
 from swift_megatron_grpo.settings.layout import Layout
@@ -55,11 +55,11 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
 
 
 def test_vllm_divides_the_heads_of_the_tower() -> None:
-    check_tower_heads(THREE, 3, None)
-    check_tower_heads(THREE, 4, {"mm_encoder_tp_mode": "data"})
-    check_tower_heads({}, 4, None)
+    check_vision_tower_heads(THREE, 3, None)
+    check_vision_tower_heads(THREE, 4, {"mm_encoder_tp_mode": "data"})
+    check_vision_tower_heads({}, 4, None)
     with pytest.raises(ValueError, match="--vllm_tensor_parallel_size 4 does not divide the 6 attention heads"):
-        check_tower_heads(THREE, 4, {})
+        check_vision_tower_heads(THREE, 4, {})
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,5 @@ def test_the_first_stage_has_the_layers_that_take_rows_of_the_tower(layout: Layo
 
 
 def test_a_training_pass_has_the_work_of_what_is_trained() -> None:
-    assert tower_share(False, True) == tower_share(False, False) == 1.0
-    assert tower_share(True, False) == 1 / 3 and tower_share(True, True) == 0.0
+    assert vision_tower_share(False, True) == vision_tower_share(False, False) == 1.0
+    assert vision_tower_share(True, False) == 1 / 3 and vision_tower_share(True, True) == 0.0

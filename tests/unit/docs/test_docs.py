@@ -120,7 +120,7 @@ def is_missing(word: str) -> bool:
     if not _PATH.fullmatch(word) or word in NOT_IN_THE_REPOSITORY or word.endswith("..."):
         return False
     if "/" in word:
-        ours = word.split("/")[0] in top_folders() and not _OF_A_RUN.match(word) or word.endswith(_SOURCE)
+        ours = (word.split("/")[0] in top_folders() and not _OF_A_RUN.match(word)) or word.endswith(_SOURCE)
         return ours and not exists(word)
     return word.endswith(_SOURCE) and not word.startswith(".") and word not in file_names()
 

@@ -13,7 +13,7 @@ from swift_megatron_grpo.packing.bundles import Group
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
 from swift_megatron_grpo.packing.segments import groups_of, lay_out
-from swift_megatron_grpo.types import Picture, Placed, Sample
+from swift_megatron_grpo.types import ModelImage, PlacedImage, Sample
 
 CPU = torch.device("cpu")
 PLAIN = Alignment(1, 1)
@@ -70,20 +70,20 @@ def no_pixels() -> torch.Tensor:
 
 
 def test_an_image_is_shared_as_a_whole_or_not_at_all() -> None:
-    image, other = (Picture(d, (1, 2, 4), 2, ((1.0, 0.0),) * 3, no_pixels) for d in "ab")  # two tokens each
+    image, other = (ModelImage(d, (1, 2, 4), 2, ((1.0, 0.0),) * 3, no_pixels) for d in "ab")  # two tokens each
     prompt = [1, 7, 7, 2, 7, 7, 3]
-    first, second = Placed(image, 1), Placed(image, 4)
-    same = [sample(prompt, [4], pictures=(first, second)), sample(prompt, [5], pictures=(first, second))]
+    first, second = PlacedImage(image, 1), PlacedImage(image, 4)
+    same = [sample(prompt, [4], images=(first, second)), sample(prompt, [5], images=(first, second))]
     assert groups_of(same) == [Group(range(2), 7)]
     inputs = collate(same, range(2), count(same), PLAIN, 0, 1, CPU, share_prompts=True).inputs
-    assert inputs.pictures is not None and inputs.pictures.shown == (image, image)
-    assert inputs.pictures.mask.nonzero()[:, 1].tolist() == [1, 2, 4, 5]
+    assert inputs.images is not None and inputs.images.shown == (image, image)
+    assert inputs.images.mask.nonzero()[:, 1].tolist() == [1, 2, 4, 5]
     whole = collate(same[:1], [0], count(same), PLAIN, 0, 1, CPU).inputs.position_ids[:, 0]
     assert torch.equal(inputs.position_ids[:, 0, :8], whole) and torch.equal(inputs.position_ids[:, 0, 8], whole[:, -1])
 
-    differs = [same[0], sample(prompt, [5], pictures=(first, Placed(other, 4)))]
+    differs = [same[0], sample(prompt, [5], images=(first, PlacedImage(other, 4)))]
     assert groups_of(differs) == [Group(range(2), 4)]
-    longer = [same[0], sample([1, 7, 7, 2, 7, 7, 7, 3], [5], pictures=(first,))]  # it sampled or wrote the token
+    longer = [same[0], sample([1, 7, 7, 2, 7, 7, 7, 3], [5], images=(first,))]  # it sampled or wrote the token
     assert groups_of(longer) == [Group(range(2), 4)]
 
 

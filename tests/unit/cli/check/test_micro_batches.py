@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_megatron_grpo.cli.check.micro_batches import fullest, pictures_of
+from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of
 from swift_megatron_grpo.cli.estimate.activations import Tokens
-from swift_megatron_grpo.cli.estimate.towers import Pictures
+from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
 from swift_megatron_grpo.settings.layout import Layout
@@ -18,18 +18,18 @@ PLAN = StepPlan([[[0, 1, 4], [2, 3]], [[5, 6], [7]]])
 
 
 def test_an_image_counts_once_for_a_rank_and_as_often_as_it_is_shown_in_a_micro_batch() -> None:
-    assert pictures_of(PLAN, BATCH, TOKENS) == Pictures(shown=70, distinct=70, of_rollout=2 * 70)
+    assert image_tokens_of(PLAN, BATCH, TOKENS) == ImageTokens(shown=70, distinct=70, of_rollout=2 * 70)
     alone = replace(PLAN, assignment=[[[0, 1, 4], [2, 3]], [[5], [6, 7]]])
-    assert pictures_of(alone, BATCH, TOKENS) == Pictures(shown=80, distinct=40, of_rollout=2 * 70)
+    assert image_tokens_of(alone, BATCH, TOKENS) == ImageTokens(shown=80, distinct=40, of_rollout=2 * 70)
 
 
 def test_completions_that_share_a_prompt_show_its_image_once() -> None:
     plan = replace(PLAN, assignment=[[[0, 1, 4], [2, 3]], [[5], [6, 7]]], share_prompts=True)
-    assert pictures_of(plan, BATCH, TOKENS) == Pictures(shown=40, distinct=40, of_rollout=2 * 70)
+    assert image_tokens_of(plan, BATCH, TOKENS) == ImageTokens(shown=40, distinct=40, of_rollout=2 * 70)
 
 
 def test_prompts_without_images_need_nothing() -> None:
-    assert pictures_of(PLAN, BATCH, [0] * 8) == Pictures()
+    assert image_tokens_of(PLAN, BATCH, [0] * 8) == ImageTokens()
 
 
 PAIRS = StepPlan([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])

@@ -28,7 +28,7 @@ def test_every_tensor_has_a_part_and_a_layer(model_type: str, tmp_path: Path) ->
     layers = {tensor.layer for tensor in model.tensors if tensor.part in (Part.LAYERS, Part.EXPERTS)} - {None}
     assert layers == set(range(decoder.layers))
     assert {tensor.layer for tensor in model.tensors if tensor.part is Part.EXPERTS} == decoder.expert_layers
-    assert any(tensor.is_tower for tensor in model.tensors) == ("_5" in model_type)
+    assert any(tensor.is_vision_tower for tensor in model.tensors) == ("_5" in model_type)
     embeddings = [tensor for tensor in model.tensors if tensor.part is Part.EMBEDDING]
     assert [tensor.shape for tensor in embeddings] == [(decoder.vocabulary, decoder.hidden)]
 
@@ -68,7 +68,7 @@ def test_attention_that_shares_no_prompt_and_its_cache(tmp_path: Path) -> None:
 def test_sizes_of_an_image_part(model_type: str, tmp_path: Path) -> None:
     folder = save_large_config(tmp_path / "model", model_type, NAMES[model_type])
     model, vision = read_model(folder), json.loads((folder / "config.json").read_text())["vision_config"]
-    tower = model.tower
+    tower = model.vision_tower
     assert tower is not None and tower.layers == vision["depth"] and tower.rms_norms == (model_type == "qwen2_5_vl")
     assert (tower.hidden, tower.ffn) == (vision["hidden_size"], vision["intermediate_size"])
     assert tower.rows == model.decoder.hidden and tower.values == 3 * 2 * vision["patch_size"] ** 2
@@ -78,7 +78,7 @@ def test_sizes_of_an_image_part(model_type: str, tmp_path: Path) -> None:
 
 def test_a_text_model_has_no_image_part(tmp_path: Path) -> None:
     model = read_model(save_large_config(tmp_path / "model", "qwen3", NAMES["qwen3"]))
-    assert model.tower is None and model.decoder.rotary == 0 and model.decoder.normed_heads
+    assert model.vision_tower is None and model.decoder.rotary == 0 and model.decoder.normed_heads
 
 
 def test_the_flops_of_experts_are_those_that_a_token_takes(tmp_path: Path) -> None:

@@ -85,5 +85,7 @@ def test_adapters_have_two_matrices_for_each_adapted_one() -> None:
 
 def test_every_tensor_has_its_part() -> None:
     parts = {tensor.name.split(".")[-2]: tensor.part for tensor in tensors_of(checkpoint(tower=True))}
-    assert parts["embed_tokens"] is Part.EMBEDDING and parts["lm_head"] is Part.HEAD and parts["qkv"] is Part.TOWER
+    assert (
+        parts["embed_tokens"] is Part.EMBEDDING and parts["lm_head"] is Part.HEAD and parts["qkv"] is Part.VISION_TOWER
+    )
     assert parts["q_proj"] is parts["norm"] is Part.LAYERS

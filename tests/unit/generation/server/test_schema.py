@@ -130,27 +130,23 @@ def test_an_error_names_the_field_and_not_its_value(change: dict[str, Any], prob
     assert "another secret" not in str(refusal.value)
 
 
-PICTURE = "data:image/png;base64,iVBORw0KGgo="
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
-        {"images": [PICTURE]},
+        {"images": [IMAGE]},
         {"images": ["iVBORw0KGgo="]},
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "?"}]}
-            ]
-        },
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE}}]}]},
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [PICTURE]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": IMAGE}, {"type": "text", "text": "?"}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": [IMAGE]},
     ],
 )
 def test_bytes_that_the_client_sends_are_media_for_models_that_take_them(prompt: dict[str, Any]) -> None:
     body = encode({"infer_requests": [{"messages": ROW["messages"], **prompt}]})
     [accepted] = parse(body, StockInfer, MEDIA).infer_requests
-    assert set(accepted.images) <= {PICTURE, "data:media/base64;base64,iVBORw0KGgo="}
+    assert set(accepted.images) <= {IMAGE, "data:media/base64;base64,iVBORw0KGgo="}
     with pytest.raises(InvalidBody, match="takes text only"):
         parse(body, StockInfer, TEXT)
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors
 
-TRAINED, TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
+TRAINED, VISION_TOWER = "model.language_model.layers.0.mlp.weight", "model.visual.blocks.0.weight"
 OTHERS = {"model.rotary_emb.inv_freq"}  # copied only if the user asks for every missing tensor
-NAMES = [TRAINED, TOWER, "lm_head.weight", "mtp.fc.weight", "model.rotary_emb.inv_freq"]
+NAMES = [TRAINED, VISION_TOWER, "lm_head.weight", "mtp.fc.weight", "model.rotary_emb.inv_freq"]
 
 
 class Bridge:
@@ -61,8 +61,8 @@ def saved(source: str, built: list[str], keep: bool | None, typed: str | bool = 
 
 
 def test_prediction_layers_are_saved_and_noted(source: str) -> None:
-    note, names = saved(source, [TRAINED, TOWER, "lm_head.weight"], keep=None)
-    assert names == [TRAINED, TOWER, "lm_head.weight", "mtp.fc.weight"]
+    note, names = saved(source, [TRAINED, VISION_TOWER, "lm_head.weight"], keep=None)
+    assert names == [TRAINED, VISION_TOWER, "lm_head.weight", "mtp.fc.weight"]
     assert note == (
         "1 tensors of the checkpoint are not trained (mtp.fc.weight); they are saved with the model as they were "
         "(--save_missing_weights false leaves them out)"
@@ -70,19 +70,19 @@ def test_prediction_layers_are_saved_and_noted(source: str) -> None:
 
 
 def test_the_user_can_leave_them_out(source: str) -> None:
-    note, names = saved(source, [TRAINED, TOWER, "lm_head.weight"], keep=False)
-    assert names == [TRAINED, TOWER, "lm_head.weight"]
+    note, names = saved(source, [TRAINED, VISION_TOWER, "lm_head.weight"], keep=False)
+    assert names == [TRAINED, VISION_TOWER, "lm_head.weight"]
     assert note.endswith("and --save_missing_weights false leaves them out of saved models")
 
 
 def test_the_user_can_copy_every_missing_tensor_but_not_a_stale_copy_of_the_embedding(source: str) -> None:
-    _, names = saved(source, [TRAINED, TOWER], keep=True, typed=source, tied=True)
-    assert names == [TRAINED, TOWER, "model.rotary_emb.inv_freq", "mtp.fc.weight"]
+    _, names = saved(source, [TRAINED, VISION_TOWER], keep=True, typed=source, tied=True)
+    assert names == [TRAINED, VISION_TOWER, "model.rotary_emb.inv_freq", "mtp.fc.weight"]
 
 
 def test_towers_that_are_not_built_are_saved(source: str) -> None:
     note, names = saved(source, [TRAINED, "lm_head.weight"], keep=None, language_model_only=True)
-    assert names == [TRAINED, "lm_head.weight", TOWER, "mtp.fc.weight"]
+    assert names == [TRAINED, "lm_head.weight", VISION_TOWER, "mtp.fc.weight"]
     assert note.startswith("2 tensors of the checkpoint are not trained")
 
 

@@ -14,15 +14,15 @@ from swift.template import get_template
 from swift_megatron_grpo.cli.check_layouts import template_for_images
 from swift_megatron_grpo.cli.tiny_composites import Shape, save_composite
 from swift_megatron_grpo.cli.tiny_models import TINY
-from swift_megatron_grpo.data.media import PictureReader
-from swift_megatron_grpo.generation.vllm.towers import tokens_of_image
+from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.generation.vllm.images import tokens_of_image
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "glm4v", "internvl"])
 def test_an_image_has_the_tokens_that_the_trainer_expects(tmp_path: Path, kind: str) -> None:
     save_composite(tmp_path, Shape(kind, TINY))
     template = get_template(get_processor(str(tmp_path), model_type=kind), template_type=template_for_images(kind))
-    reader, rng = PictureReader(template), random.Random(0)
+    reader, rng = ImageReader(template), random.Random(0)
     template.set_mode("vllm")
     for _ in range(8):
         image = Image.new("RGB", (rng.randint(20, 300), rng.randint(20, 300)))
@@ -30,6 +30,6 @@ def test_an_image_has_the_tokens_that_the_trainer_expects(tmp_path: Path, kind: 
         inputs = template.encode(row)
         [sent] = inputs["images"]
         resizes = inputs.get("mm_processor_kwargs", {}).get("do_resize", True)
-        [picture] = reader.pictures(row)
+        [image] = reader.images(row)
         counted = tokens_of_image(template.processor, sent.width, sent.height, resizes)
-        assert counted == len(reader.expand([reader.format.placeholder], [picture]))
+        assert counted == len(reader.expand([reader.format.placeholder], [image]))

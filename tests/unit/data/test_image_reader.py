@@ -19,8 +19,8 @@ from swift_megatron_grpo.cli.tiny_composites import Shape, save_composite
 from swift_megatron_grpo.cli.tiny_models import TINY
 from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
 from swift_megatron_grpo.data.image_formats import MismatchedImages
+from swift_megatron_grpo.data.image_reader import ImageReader, placeholder_runs
 from swift_megatron_grpo.data.images import UnreadableImage, image_bytes, image_size
-from swift_megatron_grpo.data.media import PictureReader, placeholder_runs
 
 PLACEHOLDERS = ("<|image_pad|>", "<|video_pad|>")
 
@@ -41,8 +41,8 @@ def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int |
 
 
 @pytest.fixture(scope="module")
-def reader(templates: dict[tuple[str, int | None], Any]) -> PictureReader:
-    return PictureReader(templates["qwen2_5_vl", None])
+def reader(templates: dict[tuple[str, int | None], Any]) -> ImageReader:
+    return ImageReader(templates["qwen2_5_vl", None])
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
@@ -56,14 +56,14 @@ def row(content: str, *images: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}], "images": list(images)}
 
 
-def test_paths_bytes_base64_and_pil_images_are_the_same_image(tmp_path: Path, reader: PictureReader) -> None:
+def test_paths_bytes_base64_and_pil_images_are_the_same_image(tmp_path: Path, reader: ImageReader) -> None:
     content, path = png(56, 84), tmp_path / "a.png"
     path.write_bytes(content)
     encoded = base64.b64encode(content).decode()
     sources = [str(path), {"bytes": None, "path": str(path)}, content, {"bytes": content, "path": None}]
     sources += [encoded, f"data:image/png;base64,{encoded}"]
     assert {image_bytes(source) for source in sources} == {content}
-    assert len({*map(id, reader.pictures(row("", *sources)))}) == 1  # one object, which towers embed once
+    assert len({*map(id, reader.images(row("", *sources)))}) == 1  # one object, which vision towers embed once
     opened = Image.open(BytesIO(content))
     assert Image.open(BytesIO(image_bytes(opened))).tobytes() == opened.tobytes()
 
@@ -81,21 +81,21 @@ def test_pixels_are_those_of_the_template_and_the_processor(
 ) -> None:
     """Any size: the grid from the header of the file is the one into which template and processor cut."""
     template = templates[kind, max_pixels]
-    reader, rng = PictureReader(template), random.Random(0)
+    reader, rng = ImageReader(template), random.Random(0)
     for _ in range(12):
         content = png(rng.randint(20, 300), rng.randint(20, 300), seed=1)
         options = rng.choice([{}, {"max_pixels": 6000}, {"resized_height": 90, "resized_width": 60}])
         given = row("<image>", {"bytes": content, "path": None}) | {"chat_template_kwargs": options}
-        [picture] = reader.pictures(given)
-        patches = picture.encode()
+        [image] = reader.images(given)
+        patches = image.encode()
         assert patches.dtype == torch.uint8
         template.set_mode("vllm")
         sent = template.encode(given)
         cut = template.processor.image_processor(
             images=sent["images"], **sent.get("mm_processor_kwargs", {}), return_tensors="pt"
         )
-        assert tuple(cut["image_grid_thw"][0].tolist()) == picture.grid
-        factor, offset = torch.tensor(picture.channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
+        assert tuple(cut["image_grid_thw"][0].tolist()) == image.grid
+        factor, offset = torch.tensor(image.channels).repeat_interleave(patches.shape[1] // 3, dim=0).unbind(1)
         assert (patches * factor + offset - cut["pixel_values"]).abs().max() < 5e-7
 
 
@@ -103,38 +103,38 @@ def test_pixels_are_those_of_the_template_and_the_processor(
 def test_tiles_are_those_of_the_processor(templates: dict[tuple[str, int | None], Any], max_pixels: int | None) -> None:
     """Their number follows from the header of the file; with several, one more shows the whole image."""
     template = templates["internvl", max_pixels]
-    reader, rng = PictureReader(template), random.Random(0)
+    reader, rng = ImageReader(template), random.Random(0)
     counts = set()
     for _ in range(12):
         given = row("<image>", png(rng.randint(20, 300), rng.randint(20, 300), seed=1))
         given["chat_template_kwargs"] = rng.choice([{}, {"max_pixels": 6000}])
-        [picture] = reader.pictures(given)
-        tiles = picture.encode()
+        [image] = reader.images(given)
+        tiles = image.encode()
         template.set_mode("vllm")
         cut = template.processor(images=template.encode(given)["images"], text="<IMG_CONTEXT>", return_tensors="pt")
         counts.add(len(tiles))
-        assert picture.grid == (len(tiles), 4, 4) and not picture.has_axes
-        assert reader.expand([7, reader.format.placeholder], [picture]) == [7, *cut["input_ids"][0].tolist()]
-        factor, offset = torch.tensor(picture.channels).repeat_interleave(tiles.shape[1] // 3, dim=0).unbind(1)
+        assert image.grid == (len(tiles), 4, 4) and not image.has_axes
+        assert reader.expand([7, reader.format.placeholder], [image]) == [7, *cut["input_ids"][0].tolist()]
+        factor, offset = torch.tensor(image.channels).repeat_interleave(tiles.shape[1] // 3, dim=0).unbind(1)
         assert (tiles * factor + offset - cut["pixel_values"].flatten(1)).abs().max() < 5e-7
     assert {1, 3, 5} <= counts
-    [small] = reader.pictures(row("<image>", png(*reader.format.small_size)))
+    [small] = reader.images(row("<image>", png(*reader.format.small_size)))
     assert small.grid == (1, 4, 4)
 
 
-def test_images_are_placed_where_the_engine_has_expanded_them(reader: PictureReader) -> None:
-    pictures = reader.pictures(row("", png(56, 56), png(84, 56)))
+def test_images_are_placed_where_the_engine_has_expanded_them(reader: ImageReader) -> None:
+    images = reader.images(row("", png(56, 56), png(84, 56)))
     token = reader.format.placeholder
-    tokens = reader.expand([1, token, 2, token, 3], pictures)
+    tokens = reader.expand([1, token, 2, token, 3], images)
     assert tokens == [1, *[token] * 4, 2, *[token] * 6, 3]
-    assert [placed.start for placed in reader.place("p", pictures, tokens)] == [1, 6]
+    assert [placed.start for placed in reader.place("p", images, tokens)] == [1, 6]
     for others in ([1, *[token] * 4, 2, 3], [*tokens, token], [1, *[token] * 10]):
         with pytest.raises(MismatchedImages, match=r"prompt p: .* \[4, 6\]; use the same --model"):
-            reader.place("p", pictures, others)
+            reader.place("p", images, others)
     assert placeholder_runs([], token) == []
 
 
-def test_rows_are_refused_with_their_problem(reader: PictureReader) -> None:
+def test_rows_are_refused_with_their_problem(reader: ImageReader) -> None:
     def problem(content: Any, *images: Any) -> str:
         return str(check_row(row(content, *images), reader, PLACEHOLDERS).problem)
 

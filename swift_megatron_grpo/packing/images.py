@@ -11,49 +11,49 @@ from dataclasses import dataclass
 import torch
 
 from swift_megatron_grpo.packing.segments import PackedLayout
-from swift_megatron_grpo.types import Picture, Placed, Sample
+from swift_megatron_grpo.types import ModelImage, PlacedImage, Sample
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPictures:
+class PackedImages:
     """The images of a micro batch. Their pixels are read by the first pipeline stage, when it embeds them."""
 
-    shown: tuple[Picture, ...]  # in the order of their tokens; once for each segment that shows it
+    shown: tuple[ModelImage, ...]  # in the order of their tokens; once for each segment that shows it
     mask: torch.Tensor  # [1, n] True for tokens that stand for a part of an image
 
 
-def pack_pictures(samples: Sequence[Sample], layout: PackedLayout) -> tuple[tuple[Picture, ...], torch.Tensor]:
-    """Return the pictures of a packed micro batch, and the mask [n] of their tokens."""
+def pack_images(samples: Sequence[Sample], layout: PackedLayout) -> tuple[tuple[ModelImage, ...], torch.Tensor]:
+    """Return the images of a packed micro batch, and the mask [n] of their tokens."""
     mask = torch.zeros(layout.total, dtype=torch.bool)
-    shown: list[Picture] = []
+    shown: list[ModelImage] = []
     for segment in layout.segments:
-        for placed in samples[segment.sample].pictures:
+        for placed in samples[segment.sample].images:
             if segment.begin <= placed.start < segment.end:
                 begin = segment.start + placed.start - segment.begin
-                mask[begin : begin + placed.picture.num_tokens] = True
-                shown.append(placed.picture)
+                mask[begin : begin + placed.image.num_tokens] = True
+                shown.append(placed.image)
     return tuple(shown), mask
 
 
-def positions_of(length: int, pictures: Sequence[Placed]) -> torch.Tensor:
+def positions_of(length: int, images: Sequence[PlacedImage]) -> torch.Tensor:
     """Return the positions [3, length] of a sequence in time, height and width, for a rotary embedding of three axes.
 
     Text counts on along all axes together. The tokens of an image lie on a grid that begins at the next position, and
-    the text after it continues behind the longest side. Pictures behind the sequence's end are ignored.
+    the text after it continues behind the longest side. Images behind the sequence's end are ignored.
     """
     pieces: list[torch.Tensor] = []
     done = following = 0  # tokens, and the position of the next one
-    for placed in pictures:
+    for placed in images:
         if placed.start >= length:
             break
         text = placed.start - done
         pieces.append(_text(following, text))
         following += text
-        time, height, width = placed.picture.token_grid
+        time, height, width = placed.image.token_grid
         axes = torch.arange(time), torch.arange(height), torch.arange(width)
         pieces.append(torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]) + following)
         following += max(time, height, width)
-        done = placed.start + placed.picture.num_tokens
+        done = placed.start + placed.image.num_tokens
     pieces.append(_text(following, length - done))
     return torch.cat(pieces, dim=1)
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from swift_megatron_grpo.generation.protocol.messages import MISSING_MEDIA
+from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES
 from swift_megatron_grpo.generation.server.pipe import InvalidRequest
 
 
-class MissingMedia(InvalidRequest):
+class MissingImages(InvalidRequest):
     """An image that the request names is not here; the client sends it again."""
 
-    status = MISSING_MEDIA
+    status = MISSING_IMAGES
 
 
-class MediaStore:
+class ImageStore:
     """Keeps the images that were used last, up to a number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -30,10 +30,10 @@ class MediaStore:
             self._bytes -= len(self._images.popitem(last=False)[1])
 
     def get(self, digests: Sequence[str]) -> list[str]:
-        """Return images in order. Raises MissingMedia if any was never sent, or has had to make room."""
+        """Return images in order. Raises MissingImages if any was never sent, or has had to make room."""
         missing = [digest for digest in digests if digest not in self._images]
         if missing:
-            raise MissingMedia(f"{len(missing)} of the images that the request names are not here; send them again")
+            raise MissingImages(f"{len(missing)} of the images that the request names are not here; send them again")
         for digest in digests:
             self._images.move_to_end(digest)
         return [self._images[digest] for digest in digests]

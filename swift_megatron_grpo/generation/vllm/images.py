@@ -8,8 +8,8 @@ from swift.infer_engine import GRPOVllmEngine
 from swift.template import Template
 
 
-def has_towers(model_config: Any) -> bool:
-    """Return True unless the model is a text model, or vLLM has left its towers out: all limits on media are 0."""
+def has_vision_tower(model_config: Any) -> bool:
+    """Return True unless the model is a text model, or vLLM left the vision tower out: all limits on media are 0."""
     if not model_config.is_multimodal_model:
         return False
     if hasattr(model_config, "supports_multimodal_inputs"):
@@ -21,7 +21,7 @@ def has_towers(model_config: Any) -> bool:
 
 def images_per_prompt(model_config: Any) -> int:
     """Return how many images a prompt may have; 0 if the engine takes none."""
-    if not has_towers(model_config):
+    if not has_vision_tower(model_config):
         return 0
     return int(model_config.multimodal_config.get_limit_per_prompt("image"))
 

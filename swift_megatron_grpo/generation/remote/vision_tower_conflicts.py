@@ -7,11 +7,11 @@ from collections.abc import Mapping
 _FLAG = '--vllm_limit_mm_per_prompt \'{"image": 0, "video": 0}\''
 
 
-def tower_conflicts(has_towers: Mapping[str, bool]) -> list[str]:
-    """Return the conflicts between the servers of one run: all get the same tensors, those of towers or none."""
-    if len(set(has_towers.values())) < 2:
+def vision_tower_conflicts(has_vision_tower: Mapping[str, bool]) -> list[str]:
+    """Return the conflicts between the servers of a run, which all receive the same tensors."""
+    if len(set(has_vision_tower.values())) < 2:
         return []
-    holding = ", ".join(url for url, held in has_towers.items() if held)
+    holding = ", ".join(url for url, held in has_vision_tower.items() if held)
     return [
         f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start all of "
         f"them with {_FLAG}, or all without"

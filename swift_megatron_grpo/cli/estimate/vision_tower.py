@@ -17,7 +17,7 @@ _RMS_NORM = 4  # the input in fp32, and the output before and after it is scaled
 
 
 @dataclass(frozen=True, slots=True)
-class Tower:
+class VisionTower:
     """Sizes of an image part of one of the types that train on images. Widths are in channels."""
 
     layers: int
@@ -38,7 +38,7 @@ class Tower:
 
 
 @dataclass(frozen=True, slots=True)
-class Pictures:
+class ImageTokens:
     """Tokens that stand for images, on the data-parallel rank that has most."""
 
     shown: int = 0  # in the largest micro batch, once for each completion that shows the image
@@ -46,9 +46,9 @@ class Pictures:
     of_rollout: int = 0  # of all steps of a rollout, each image once
 
 
-def bytes_of_tower(tower: Tower, tokens: int, trains_tower: bool, trains_aligner: bool, checkpointing: bool,
-                   item: int = 2) -> float:  # fmt: skip
-    """Return what the tower keeps from forward to backward for images of so many tokens. `item`: bytes of a number.
+def bytes_of_vision_tower(tower: VisionTower, tokens: int, trains_tower: bool, trains_aligner: bool,
+                          checkpointing: bool, item: int = 2) -> float:  # fmt: skip
+    """Return what the vision tower keeps for backward, for images of so many tokens. `item`: bytes of a number.
 
     The aligner ("merger") turns the outputs of blocks into rows. `checkpointing`: blocks keep their inputs alone.
     """
@@ -66,9 +66,9 @@ def bytes_of_tower(tower: Tower, tokens: int, trains_tower: bool, trains_aligner
     return float(tokens * PATCHES * (tower.values + blocks + aligner) * item)
 
 
-def _bytes_behind_convolution(tower: Tower, tokens: int, trains_tower: bool, trains_aligner: bool, checkpointing: bool,
-                              item: int) -> float:  # fmt: skip
-    """Return what such a tower keeps: its aligner works on tokens, and has one row for four patches."""
+def _bytes_behind_convolution(tower: VisionTower, tokens: int, trains_tower: bool, trains_aligner: bool,
+                              checkpointing: bool, item: int) -> float:  # fmt: skip
+    """Return what such a vision tower keeps: its aligner works on tokens, and has one row for four patches."""
     aligner = 4 * tower.rows + 4 * tower.aligner_ffn if trains_aligner or trains_tower else 0
     if not trains_tower:
         return float(tokens * aligner * item)
@@ -78,23 +78,23 @@ def _bytes_behind_convolution(tower: Tower, tokens: int, trains_tower: bool, tra
     return float(tokens * (PATCHES * of_patch + aligner) * item)
 
 
-def bytes_of_block(tower: Tower, tokens: int, item: int = 2) -> float:
+def bytes_of_block(tower: VisionTower, tokens: int, item: int = 2) -> float:
     """Return what one block needs: when backward recomputes it, or in a forward pass that keeps nothing."""
     return float(tokens * PATCHES * _numbers_of_block(tower) * item)
 
 
-def bytes_of_rows(tower: Tower, pictures: Pictures, frozen: bool, item: int = 2) -> float:
-    """Return the bytes of rows: those a frozen tower keeps for a rollout, and those that layers add."""
-    kept = pictures.of_rollout * tower.row_channels if frozen else 0
-    added = pictures.shown * tower.rows * tower.deepstack
+def bytes_of_rows(tower: VisionTower, images: ImageTokens, frozen: bool, item: int = 2) -> float:
+    """Return the bytes of rows: those a frozen vision tower keeps for a rollout, and those that layers add."""
+    kept = images.of_rollout * tower.row_channels if frozen else 0
+    added = images.shown * tower.rows * tower.deepstack
     return float((kept + added) * item)
 
 
-def _numbers_of_blocks(tower: Tower, checkpointing: bool) -> int:
+def _numbers_of_blocks(tower: VisionTower, checkpointing: bool) -> int:
     return tower.layers * (tower.hidden if checkpointing else _numbers_of_block(tower))
 
 
-def _numbers_of_block(tower: Tower) -> int:
+def _numbers_of_block(tower: VisionTower) -> int:
     norm = _RMS_NORM if tower.rms_norms else _LAYER_NORM
     attention = _ATTENTION - tower.shuffles  # where the kernel's output needs no copy
     return (attention + 2 * norm) * tower.hidden + tower.feed_forward * tower.ffn

@@ -9,17 +9,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, InternVLModel
 
-from swift_megatron_grpo.cli.check.model import tower_of
+from swift_megatron_grpo.cli.check.model import vision_tower_of
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.memory import GRADIENT_BYTES, Training, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import tensors_of
-from swift_megatron_grpo.cli.estimate.towers import (
+from swift_megatron_grpo.cli.estimate.vision_tower import (
     PATCHES,
-    Pictures,
-    Tower,
+    ImageTokens,
+    VisionTower,
     bytes_of_block,
     bytes_of_rows,
-    bytes_of_tower,
+    bytes_of_vision_tower,
 )
 from swift_megatron_grpo.settings.layout import Layout
 
@@ -44,8 +44,8 @@ VISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def sizes_of(kind: str) -> Tower:
-    tower = tower_of(kind, VISIONS[kind], ROWS)
+def sizes_of(kind: str) -> VisionTower:
+    tower = vision_tower_of(kind, VISIONS[kind], ROWS)
     assert tower is not None
     return tower
 
@@ -89,18 +89,18 @@ def saved_bytes(kind: str, checkpointing: bool, aligner_only: bool) -> int:
 @pytest.mark.parametrize("kind", VISIONS)
 @pytest.mark.parametrize(("checkpointing", "aligner_only"), [(False, False), (True, False), (False, True)])
 def test_a_trained_tower_keeps_what_autograd_saves(kind: str, checkpointing: bool, aligner_only: bool) -> None:
-    planned = bytes_of_tower(sizes_of(kind), TOKENS, not aligner_only, True, checkpointing)
+    planned = bytes_of_vision_tower(sizes_of(kind), TOKENS, not aligner_only, True, checkpointing)
     assert planned == pytest.approx(saved_bytes(kind, checkpointing, aligner_only), rel=0.03)
 
 
 def test_a_frozen_tower_keeps_rows_and_nothing_else() -> None:
     qwen3, qwen2_5 = sizes_of("qwen3_vl"), sizes_of("qwen2_5_vl")
-    assert bytes_of_tower(qwen3, TOKENS, False, False, True) == 0
-    pictures = Pictures(shown=800, distinct=100, of_rollout=1000)
-    assert bytes_of_rows(qwen2_5, pictures, frozen=True) == 1000 * ROWS * 2
+    assert bytes_of_vision_tower(qwen3, TOKENS, False, False, True) == 0
+    images = ImageTokens(shown=800, distinct=100, of_rollout=1000)
+    assert bytes_of_rows(qwen2_5, images, frozen=True) == 1000 * ROWS * 2
     # Qwen3-VL: rows for two layers more are kept, and added to these layers in every micro batch.
-    assert bytes_of_rows(qwen3, pictures, frozen=True) == (1000 * 3 + 800 * 2) * ROWS * 2
-    assert bytes_of_rows(qwen3, pictures, frozen=False) == 800 * 2 * ROWS * 2
+    assert bytes_of_rows(qwen3, images, frozen=True) == (1000 * 3 + 800 * 2) * ROWS * 2
+    assert bytes_of_rows(qwen3, images, frozen=False) == 800 * 2 * ROWS * 2
 
 
 DECODER = Decoder(layers=4, hidden=ROWS, queries=512, keys=128, ffn=1024, vocabulary=1000, tied=True)
@@ -111,9 +111,9 @@ TENSORS = tensors_of({
     "visual.pos_embed.weight": (2304, 256),
     "visual.merger.mlp.0.weight": (1024, 1024),
 })  # fmt: skip
-TOWER, ALIGNER = 768 * 256 + 2304 * 256, 1024 * 1024
+VISION_TOWER, ALIGNER = 768 * 256 + 2304 * 256, 1024 * 1024
 TRAINING = Training(Layout(2, pipeline_model_parallel_size=2), Tokens(4096, 4096, 1024), micro_batches=2,
-                    pictures=Pictures(shown=2048, distinct=512, of_rollout=4096))  # fmt: skip
+                    images=ImageTokens(shown=2048, distinct=512, of_rollout=4096))  # fmt: skip
 
 
 def test_parts_of_the_image_part_have_gradients_if_they_are_trained() -> None:
@@ -122,13 +122,16 @@ def test_parts_of_the_image_part_have_gradients_if_they_are_trained() -> None:
         return [rank.gradients / GRADIENT_BYTES for rank in ranks]
 
     first, last = gradients()
-    assert gradients(trains_tower=True) == [first + TOWER, last]
+    assert gradients(trains_vision_tower=True) == [first + VISION_TOWER, last]
     assert gradients(trains_aligner=True) == [first + ALIGNER, last]
-    assert gradients(trains_language=False, trains_tower=True, trains_aligner=True) == [TOWER + ALIGNER, 0]
+    assert gradients(trains_language=False, trains_vision_tower=True, trains_aligner=True) == [
+        VISION_TOWER + ALIGNER,
+        0,
+    ]
     # Adapters are on matrices: not on the embedding of positions.
     first, last = gradients(lora_rank=2)
-    assert gradients(lora_rank=2, trains_tower=True) == [first + 2 * (768 + 256), last]
-    assert gradients(lora_rank=2, lora_modules=("o_proj",), trains_tower=True) == [0, 0]
+    assert gradients(lora_rank=2, trains_vision_tower=True) == [first + 2 * (768 + 256), last]
+    assert gradients(lora_rank=2, lora_modules=("o_proj",), trains_vision_tower=True) == [0, 0]
 
 
 def test_only_the_first_stage_has_rows_and_activations_of_images() -> None:
@@ -140,18 +143,18 @@ def test_only_the_first_stage_has_rows_and_activations_of_images() -> None:
                                                          chosen)]  # fmt: skip
 
     first, last = activations(with_tower=False)
-    rows = bytes_of_rows(tower, TRAINING.pictures, frozen=True)
+    rows = bytes_of_rows(tower, TRAINING.images, frozen=True)
     assert activations() == [first + rows, last]
-    kept = bytes_of_tower(tower, 512, True, True, True)
-    rows = bytes_of_rows(tower, TRAINING.pictures, frozen=False)
-    both = activations(trains_tower=True, trains_aligner=True)
+    kept = bytes_of_vision_tower(tower, 512, True, True, True)
+    rows = bytes_of_rows(tower, TRAINING.images, frozen=False)
+    both = activations(trains_vision_tower=True, trains_aligner=True)
     assert both == [pytest.approx(first + 2 * kept + rows), last]  # of two micro batches
 
 
 def test_a_tower_alone_can_need_most_if_layers_keep_little() -> None:
     tower, full = sizes_of("qwen3_vl"), Recompute("full", "uniform", 1)
     training = replace(TRAINING, layout=Layout(1), recompute=full, tokens=Tokens(4096, 4096, 16),
-                       pictures=Pictures(4000, 4000, 4000))  # fmt: skip
+                       images=ImageTokens(4000, 4000, 4000))  # fmt: skip
     [rank] = plan_memory(TENSORS, DECODER, training, None, 1e12, tower)
     [without] = plan_memory(TENSORS, DECODER, training, None, 1e12)
     assert rank.in_backward > without.in_backward
@@ -159,8 +162,8 @@ def test_a_tower_alone_can_need_most_if_layers_keep_little() -> None:
 
 
 def test_a_smaller_budget_shows_fewer_images_at_one_time() -> None:
-    pictures = with_budget(TRAINING, 1024).pictures
-    assert pictures == Pictures(shown=512, distinct=128, of_rollout=4096)
+    images = with_budget(TRAINING, 1024).images
+    assert images == ImageTokens(shown=512, distinct=128, of_rollout=4096)
 
 
 def test_positions_of_three_axes_and_norms_of_heads_are_kept() -> None:

@@ -2,7 +2,7 @@
 
 The tokens of a sequence come from the engine, which has expanded each image to its placeholders. The grid of an image
 follows from the size in its file's header; its pixels are cut by ms-swift's template and the model's own processor, and
-only when a tower needs them.
+only when a vision tower needs them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from swift.template import Template
 
 from swift_megatron_grpo.data.image_formats import MERGE, Grid, MismatchedImages, image_format
 from swift_megatron_grpo.data.images import digest_of, image_bytes, image_size, images_of
-from swift_megatron_grpo.types import Picture, Placed
+from swift_megatron_grpo.types import ModelImage, PlacedImage
 
 _RESIZING = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # of a row's chat_template_kwargs
 
 
-class PictureReader:
+class ImageReader:
     """Reads the images of prompts."""
 
     def __init__(self, template: Template) -> None:
@@ -34,15 +34,15 @@ class PictureReader:
         self._template = copy(template)
         self._template.max_length = None
         self._template.set_mode("vllm")  # as for the engine
-        self._shared: WeakValueDictionary[tuple[Any, ...], Picture] = WeakValueDictionary()
+        self._shared: WeakValueDictionary[tuple[Any, ...], ModelImage] = WeakValueDictionary()
 
-    def pictures(self, row: Mapping[str, Any]) -> list[Picture]:
-        """Return the pictures of a row, in order. Equal files that are still in use are one object."""
+    def images(self, row: Mapping[str, Any]) -> list[ModelImage]:
+        """Return the images of a row, in order. Equal files that are still in use are one object."""
         options = {k: v for k, v in (row.get("chat_template_kwargs") or {}).items() if k in _RESIZING}
-        return [self._picture(image_bytes(source), options) for source in images_of(row)]
+        return [self._image(image_bytes(source), options) for source in images_of(row)]
 
-    def exact(self, content: bytes) -> Picture:
-        """Return the picture of an image that is cut as it is: its size is the format's small_size."""
+    def exact(self, content: bytes) -> ModelImage:
+        """Return an image that is cut without being resized: its size is the format's small_size."""
         grid = self.format.uncut_grid(*image_size(content))
 
         def encode() -> torch.Tensor:
@@ -52,26 +52,26 @@ class PictureReader:
         return self._make(content, grid, encode)
 
     def place(
-        self, prompt_id: str, pictures: Sequence[Picture], tokens: Sequence[int], may_end_early: bool = False
-    ) -> tuple[Placed, ...]:
+        self, prompt_id: str, images: Sequence[ModelImage], tokens: Sequence[int], may_end_early: bool = False
+    ) -> tuple[PlacedImage, ...]:
         """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them.
 
         `may_end_early`: of a conversation that may have ended before its last images were shown.
         """
         runs = placeholder_runs(tokens, self.format.placeholder)
-        pictures = pictures[: len(runs)] if may_end_early else pictures
-        found, expected = [length for _, length in runs], [picture.num_tokens for picture in pictures]
+        images = images[: len(runs)] if may_end_early else images
+        found, expected = [length for _, length in runs], [image.num_tokens for image in images]
         if found != expected:
             raise MismatchedImages(
                 f"prompt {prompt_id}: the engine has expanded its images to {found} tokens, and the trainer to "
                 f"{expected}; use the same --model, --template and --max_pixels on both sides; a scheduler that adds "
                 "images must return all of them as rollout_infos['images']"
             )
-        return tuple(Placed(picture, start) for picture, (start, _) in zip(pictures, runs, strict=True))
+        return tuple(PlacedImage(image, start) for image, (start, _) in zip(images, runs, strict=True))
 
-    def expand(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Repeat the placeholder of each picture in a prompt that is not expanded yet, as engines do."""
-        waiting = iter(pictures)
+    def expand(self, tokens: Sequence[int], images: Sequence[ModelImage]) -> list[int]:
+        """Repeat the placeholder of each image in a prompt that is not expanded yet, as engines do."""
+        waiting = iter(images)
         expanded: list[int] = []
         for token in tokens:
             expanded += self.format.tokens_of(next(waiting)) if token == self.format.placeholder else [token]
@@ -88,17 +88,17 @@ class PictureReader:
         place = prompt.index(self.format.placeholder)
         return prompt[place - 1 : place + 2]
 
-    def _picture(self, content: bytes, options: Mapping[str, Any]) -> Picture:
+    def _image(self, content: bytes, options: Mapping[str, Any]) -> ModelImage:
         key = (digest_of(content), *sorted(options.items()))
-        picture = self._shared.get(key)
-        if picture is None:
+        image = self._shared.get(key)
+        if image is None:
             grid = self.format.grid(*image_size(content), options)
-            picture = self._make(content, grid, partial(self._patches, content, dict(options), grid))
-            self._shared[key] = picture
-        return picture
+            image = self._make(content, grid, partial(self._patches, content, dict(options), grid))
+            self._shared[key] = image
+        return image
 
-    def _make(self, content: bytes, grid: Grid, encode: Callable[[], torch.Tensor]) -> Picture:
-        return Picture(digest_of(content), grid, MERGE, self.format.channels, encode, self.format.has_axes)
+    def _make(self, content: bytes, grid: Grid, encode: Callable[[], torch.Tensor]) -> ModelImage:
+        return ModelImage(digest_of(content), grid, MERGE, self.format.channels, encode, self.format.has_axes)
 
     def _patches(self, content: bytes, options: dict[str, Any], grid: Grid) -> torch.Tensor:
         """Decode, resize and cut an image; the values stay bytes, a quarter of what the processor would return."""

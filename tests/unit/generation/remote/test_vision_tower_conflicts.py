@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.generation.remote.tower_conflicts import tower_conflicts
+from swift_megatron_grpo.generation.remote.vision_tower_conflicts import vision_tower_conflicts
 
 
 def test_servers_that_are_alike_are_accepted() -> None:
-    assert tower_conflicts({"http://a": True, "http://b": True}) == tower_conflicts({"http://a": False}) == []
+    assert (
+        vision_tower_conflicts({"http://a": True, "http://b": True})
+        == vision_tower_conflicts({"http://a": False})
+        == []
+    )
 
 
 def test_servers_that_differ_are_refused_with_the_flag() -> None:
-    [problem] = tower_conflicts({"http://a": True, "http://b": False})
+    [problem] = vision_tower_conflicts({"http://a": True, "http://b": False})
     assert "(http://a)" in problem and """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0}'""" in problem

@@ -12,11 +12,11 @@ import pytest
 from PIL import Image
 
 from swift_megatron_grpo.data.images import check_sent
-from swift_megatron_grpo.generation.protocol.messages import MISSING_MEDIA, Routes
+from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Routes
 from swift_megatron_grpo.generation.remote.client import Refused
-from swift_megatron_grpo.generation.remote.media import MediaUploads
+from swift_megatron_grpo.generation.remote.image_uploads import ImageUploads
+from swift_megatron_grpo.generation.server.image_store import ImageStore, MissingImages
 from swift_megatron_grpo.generation.server.limits import ContentLimits
-from swift_megatron_grpo.generation.server.media import MediaStore, MissingMedia
 from swift_megatron_grpo.generation.server.schema import SCHEMAS, InvalidBody, parse
 
 LIMITS = ContentLimits(
@@ -31,15 +31,15 @@ def image(kind: str = "PNG", side: int = 8) -> bytes:
 
 
 def test_images_used_last_are_kept_up_to_a_number_of_bytes() -> None:
-    store = MediaStore(max_bytes=30)
+    store = ImageStore(max_bytes=30)
     for digest in "abc":
         store.put(digest, digest * 10)
     assert store.get("ab") == ["a" * 10, "b" * 10]
     store.put("d", "d" * 10)  # c was not used since
     assert store.get("dab") == ["d" * 10, "a" * 10, "b" * 10]
-    with pytest.raises(MissingMedia, match=r"2 of the images .* send them again") as missing:
+    with pytest.raises(MissingImages, match=r"2 of the images .* send them again") as missing:
         store.get("acx")
-    assert missing.value.status == MISSING_MEDIA
+    assert missing.value.status == MISSING_IMAGES
     store.put("b", "b" * 10)  # again: counted once
     assert len(store.get("dab")) == 3
     store.put("e", "e" * 99)  # one image fits in any case
@@ -82,10 +82,10 @@ def test_the_image_of_the_text_that_verifies_weights_is_a_small_png(
 @pytest.mark.parametrize("digest", ["a" * 39, "../" + "a" * 37, "A" * 40, 7])
 def test_a_request_names_images_by_their_digests(digest: Any) -> None:
     request = {"messages": [{"role": "user", "content": "<image>"}]}
-    body = {"request": request, "sampling": {}, "weights_version": 0, "media": ["a" * 40]}
-    assert parse(json.dumps(body).encode(), SCHEMAS[Routes.GENERATE], LIMITS).media == ["a" * 40]  # type: ignore[attr-defined]
-    with pytest.raises(InvalidBody, match=r"'media\.0'"):
-        parse(json.dumps(body | {"media": [digest]}).encode(), SCHEMAS[Routes.GENERATE], LIMITS)
+    body = {"request": request, "sampling": {}, "weights_version": 0, "image_digests": ["a" * 40]}
+    assert parse(json.dumps(body).encode(), SCHEMAS[Routes.GENERATE], LIMITS).image_digests == ["a" * 40]  # type: ignore[attr-defined]
+    with pytest.raises(InvalidBody, match=r"'image_digests\.0'"):
+        parse(json.dumps(body | {"image_digests": [digest]}).encode(), SCHEMAS[Routes.GENERATE], LIMITS)
 
 
 class SlowServer:
@@ -94,7 +94,7 @@ class SlowServer:
     def __init__(self) -> None:
         self.received: list[str] = []
 
-    async def put_media(self, digest: str, content: bytes, timeout: float) -> None:
+    async def put_image(self, digest: str, content: bytes, timeout: float) -> None:
         await asyncio.sleep(0.01)
         self.received.append(digest)
         if len(self.received) == 1:
@@ -104,7 +104,7 @@ class SlowServer:
 def test_requests_for_the_same_image_share_one_upload_and_a_failed_one_is_repeated() -> None:
     async def run() -> list[str]:
         server = SlowServer()
-        uploads = MediaUploads(server)  # type: ignore[arg-type]
+        uploads = ImageUploads(server)  # type: ignore[arg-type]
         first = await asyncio.gather(*(uploads.send({"a": b""}, 1) for _ in range(3)), return_exceptions=True)
         assert all(isinstance(failure, Refused) for failure in first)
         await asyncio.gather(*(uploads.send({"a": b"", "b": b""}, 1) for _ in range(3)))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from swift_megatron_grpo.generation.remote.client import Client
 
 
-class MediaUploads:
+class ImageUploads:
     """The images that a server has been sent."""
 
     def __init__(self, client: Client) -> None:
@@ -19,7 +19,7 @@ class MediaUploads:
         """Send what has not been sent. Requests that need the same image wait for one upload."""
         for digest, content in files.items():
             if digest not in self._sent:
-                self._sent[digest] = asyncio.create_task(self._client.put_media(digest, content, timeout))
+                self._sent[digest] = asyncio.create_task(self._client.put_image(digest, content, timeout))
         for digest in files:
             upload = self._sent.get(digest)
             if upload is None:
