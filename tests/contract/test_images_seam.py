@@ -29,7 +29,7 @@ from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 
 from swift_megatron_grpo.arguments.model_checks import COMPOSITE
 from swift_megatron_grpo.training.reference import REFERENCE_ADAPTER
-from tests.contract.interpreter import result_of
+from tests.support.interpreter import result_of
 
 VISION_TOWERS = {
     kind: meta.visual_cls for meta in MODEL_MAPPING.values() for kind in meta.model_types if kind in COMPOSITE

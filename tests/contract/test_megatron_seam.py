@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 
 from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
-from tests.contract.interpreter import result_of
+from tests.support.interpreter import result_of
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from tests.contract.interpreter import result_of
+from tests.support.interpreter import result_of
 
 
 @cache

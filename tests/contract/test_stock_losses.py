@@ -14,14 +14,14 @@ import numpy
 import pytest
 
 from swift_megatron_grpo.training.loss import effective_sample_size
-from tests.contract.cases import CASES, LENGTHS, Case
-from tests.contract.interpreter import printed_result
+from tests.support.interpreter import printed_result
+from tests.support.loss_cases import CASES, LENGTHS, Case
 from tests.unit.training.loss.losses import Step, make_step, run
 
 
 @cache
 def stock() -> dict[str, Any]:
-    code = "from tests.contract import stock_losses; stock_losses.main()"
+    code = "from tests.programs.contract import stock_losses; stock_losses.main()"
     results: dict[str, Any] = printed_result(code)
     return results
 

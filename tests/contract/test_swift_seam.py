@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.interpreter import result_of
+from tests.support.interpreter import result_of
 
 
 @cache

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.cli.check_layouts import DENSE, MOE, Task, Variant, base_flags, task
-from tests.e2e.runs import SIZE_FOR_GPUS, make_model
 from tests.forking.client import fork_server
+from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 TUNERS = ["full", "lora"]
 LAYOUTS = {
@@ -63,7 +63,7 @@ _MODELS = {
     "qwen3_5-tied": ("qwen3_5", ["--tie"]),
 }
 _BATCHES = ["on-policy", "off-policy"]
-_RUN_IMAGES = "tests.dist.image_runs:run_layout"
+_RUN_IMAGES = "tests.programs.dist.image_runs:run_layout"
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
 RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
 
@@ -130,7 +130,7 @@ class Ranks:
         for name in ("one", *names):
             arguments = {"name": name, "flags": flags, "folder": str(folder)}
             tasks.setdefault(Variant.parse(name).ranks, []).append(
-                task("tests.dist.shared_runs:run_layout", **arguments)
+                task("tests.programs.dist.shared_runs:run_layout", **arguments)
             )
         for ranks, of_ranks in tasks.items():
             self.run(f"shared-{kind}-{tuner}-{ranks}", ranks, of_ranks)
@@ -155,7 +155,7 @@ class Ranks:
         """Run one rank with the head's generic path, for logits that are no plain product; return the folder."""
         folder = self.layouts(kind, tuner)
         arguments = {"flags": self.layout_flags(kind, tuner), "batches": _BATCHES, "folder": folder}
-        self.run(f"{kind}-{tuner}-generic", 1, [task("tests.dist.generic_head:run_layout", **arguments)])
+        self.run(f"{kind}-{tuner}-generic", 1, [task("tests.programs.dist.generic_head:run_layout", **arguments)])
         return folder
 
     def descent(self, kind: str) -> Path:
@@ -215,7 +215,7 @@ class Ranks:
             tasks[1] = [make]
             flags = [*flags, "--adapters", adapter]
         for name in layouts:
-            run = task("tests.dist.routing_runs:run_layout", name=name, flags=flags, folder=str(folder))
+            run = task("tests.programs.dist.routing_runs:run_layout", name=name, flags=flags, folder=str(folder))
             tasks.setdefault(Variant.parse(name).ranks, []).append(run)
         for ranks, of_ranks in tasks.items():
             self.run(f"routing-{tuner}-{ranks}", ranks, of_ranks)
@@ -225,7 +225,7 @@ class Ranks:
         """Run one step of every loss on a layout and return its metrics."""
         no_update = ["--micro_batch_size", "4", "--lr", "1e-30", "--global_batch_size", "16"]
         flags, out = self.flags("dense", "full", "float32", no_update), str(self.folder / "losses")
-        main = task("tests.dist.every_loss:main", out=out, layout=layout, flags=flags)
+        main = task("tests.programs.dist.every_loss:main", out=out, layout=layout, flags=flags)
         self.run(f"losses-{layout}", Variant.parse(layout).ranks, [main])
         report: dict[str, Any] = json.loads((self.folder / f"losses.{layout}.json").read_text())
         return report
@@ -235,13 +235,13 @@ class Ranks:
     ) -> None:
         """Run a function of engine_runs.py in fp32 and save its reports under `name`."""
         flags = self.flags(kind, "full", "float32", extra)
-        call = task(f"tests.dist.engine_runs:{run}", out=str(self.folder / name), flags=flags, **more)
+        call = task(f"tests.programs.dist.engine_runs:{run}", out=str(self.folder / name), flags=flags, **more)
         self.run(name, ranks, [call])
 
     def call(self, name: str, function: str, ranks: int, flags: Sequence[str], **more: Any) -> None:
-        """Run a function of tests/dist and save its reports under `name`."""
+        """Run a function of tests/programs/dist and save its reports under `name`."""
         out = str(self.folder / name)
-        self.run(name, ranks, [task(f"tests.dist.{function}", out=out, flags=list(flags), **more)])
+        self.run(name, ranks, [task(f"tests.programs.dist.{function}", out=out, flags=list(flags), **more)])
 
 
 @pytest.fixture(scope="session")

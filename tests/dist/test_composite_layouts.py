@@ -15,7 +15,7 @@ from swift_megatron_grpo.cli.check_layouts import compare
 from tests.dist.conftest import LEARNING_RATE, Ranks
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
-from tests.paths import REPOSITORY
+from tests.paths import PROGRAMS
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -55,7 +55,7 @@ def descended(ranks: Ranks) -> Ranks:
 def test_gradients_match_plain_transformers(descended: Ranks, tmp_path: Path, kind: str) -> None:
     """In transformers in fp64, but for the decay of delta nets and some norms, which it computes in fp32."""
     run = json.loads((descended.descent(kind) / "one.json").read_text())
-    run_script(REPOSITORY / "tests" / "dist" / "hf_gradients.py", descended.model(kind), tmp_path / "hf.pt")
+    run_script(PROGRAMS / "dist" / "hf_gradients.py", descended.model(kind), tmp_path / "hf.pt")
     reference = torch.load(tmp_path / "hf.pt")
     squares = sum(grad.square().sum().item() for grad in reference["grads"].values())
     assert run["metrics"][0]["loss"] == pytest.approx(reference["loss"], rel=1e-5)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_model
 from tests.forking.client import run_script
 from tests.paths import REPOSITORY
+from tests.support.runs import make_model
 
 
 @pytest.mark.dist

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.dist.conftest import REFERENCE_LAYOUTS, Ranks
-from tests.e2e.runs import first_weights
 from tests.paths import GOLDEN
+from tests.support.runs import first_weights
 
 pytestmark = pytest.mark.dist
 

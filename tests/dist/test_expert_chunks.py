@@ -21,7 +21,7 @@ def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[st
     layouts = SORTED[number] | UNSORTED.get(number, {})
     tasks = [
         task(
-            "tests.dist.expert_chunks:main",
+            "tests.programs.dist.expert_chunks:main",
             out=str(ranks.folder / f"chunks-{layout}-{skip}"),
             flags=ranks.flags("moe", "full", "float32", flags),
             skip=skip,

@@ -10,7 +10,7 @@ import torch
 
 from tests.dist.conftest import LEARNING_RATE, Ranks
 from tests.forking.client import run_script
-from tests.paths import REPOSITORY
+from tests.paths import PROGRAMS
 
 
 @pytest.mark.dist
@@ -22,7 +22,7 @@ def test_gradients_match_plain_transformers_in_fp64(
     model = ranks.model(kind)
     run = json.loads((ranks.descent(kind) / f"{layout}.json").read_text())
     moved = torch.load(run["weights"])
-    run_script(REPOSITORY / "tests" / "dist" / "hf_gradients.py", model, tmp_path / "hf.pt", prompts)
+    run_script(PROGRAMS / "dist" / "hf_gradients.py", model, tmp_path / "hf.pt", prompts)
     reference = torch.load(tmp_path / "hf.pt")
     start = {name: tensor.double() for name, tensor in torch_weights(model).items()}
 

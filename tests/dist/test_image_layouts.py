@@ -17,7 +17,7 @@ from swift_megatron_grpo.cli.check_layouts import compare, task
 from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script
-from tests.paths import REPOSITORY
+from tests.paths import PROGRAMS
 
 pytestmark = pytest.mark.dist
 LAYOUTS = {
@@ -74,7 +74,7 @@ def test_one_rank_matches_plain_transformers(finished: Ranks, tmp_path: Path, ki
     """In transformers in fp64, but for norms, which it always computes in fp32. The delta rule is exact."""
     folder = finished.folder / f"{kind}-full-images" / "descent"
     run = json.loads((folder / "one.json").read_text())
-    script = REPOSITORY / "tests" / "dist" / "hf_images.py"
+    script = PROGRAMS / "dist" / "hf_images.py"
     run_script(script, finished.model(kind), folder / "one.samples.pt", 1, tmp_path / "hf.pt")
     reference = torch.load(tmp_path / "hf.pt")
     ours = [run["logprobs"][str(number)] for number in range(len(reference["logprobs"]))]
@@ -137,5 +137,7 @@ def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_a
     name = "trained" if parts else "frozen"
     report = ranks.folder / f"embedded-{name}.json"
     flags = [*ranks.flags("qwen2_5_vl", "full", "float32", ["--max_length", "256"]), *parts]
-    ranks.run(f"embedded-{name}", 1, [task("tests.dist.image_runs:count_embedded", flags=flags, report=str(report))])
+    ranks.run(
+        f"embedded-{name}", 1, [task("tests.programs.dist.image_runs:count_embedded", flags=flags, report=str(report))]
+    )
     assert json.loads(report.read_text()) == {"counts": expected, "kept": 0 if parts else 4, "left": 0}

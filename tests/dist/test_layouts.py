@@ -65,7 +65,7 @@ def test_the_threads_of_a_layout_end_with_it(ranks: Ranks, number: int, layouts:
     tasks = []
     for index, layout in enumerate(layouts):
         out = str(ranks.folder / f"threads-{number}-{index}")
-        tasks += [ranks.layout_task("dense", "full", layout), task("tests.dist.engine_runs:threads", out=out)]
+        tasks += [ranks.layout_task("dense", "full", layout), task("tests.programs.dist.engine_runs:threads", out=out)]
     ranks.run(f"threads-{number}", number, tasks)
     for rank in range(number):
         counts = [ranks.report(f"threads-{number}-{index}", rank)["threads"] for index in range(len(layouts))]

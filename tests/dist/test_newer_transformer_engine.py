@@ -19,7 +19,9 @@ def difference(ranks: Ranks, layout: str, fixed: bool) -> Difference:
     folder.mkdir(exist_ok=True)
     for name in ("one", layout):
         arguments = {"name": name, "flags": ranks.layout_flags("moe", "full"), "batches": ["on-policy", "off-policy"]}
-        run = task("tests.dist.newer_transformer_engine:run_layout", **arguments, folder=str(folder), fixed=fixed)
+        run = task(
+            "tests.programs.dist.newer_transformer_engine:run_layout", **arguments, folder=str(folder), fixed=fixed
+        )
         ranks.run(f"{folder.name}-{name}", Variant.parse(name).ranks, [run])
     assert Path(folder, "one.json").exists()
     return compare(layout, str(folder))

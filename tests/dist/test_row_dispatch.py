@@ -39,7 +39,7 @@ def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[st
     """Return a step in which rows are sent once, and one with Megatron's dispatcher; all run in the same processes."""
     tasks = [
         task(
-            "tests.dist.row_dispatch:main",
+            "tests.programs.dist.row_dispatch:main",
             out=str(ranks.folder / f"rows-{case}-{once}"),
             flags=ranks.flags("moe", tuner, "float32", flags),
             once=once,

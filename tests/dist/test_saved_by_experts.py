@@ -43,7 +43,7 @@ def passes(ranks: Ranks, name: str, tuner: str) -> list[list[dict[str, Any]]]:
     number = Variant.parse(name).ranks
     tasks = [
         task(
-            "tests.dist.saved_by_experts:main",
+            "tests.programs.dist.saved_by_experts:main",
             out=str(ranks.folder / f"saved-{layout}-{tuned}"),
             flags=[*ranks.flags("moe", tuned, "bfloat16"), *Variant.parse(layout).flags()],
         )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
 def test_all_layers_get_the_same_tensor_and_the_step_has_the_same_bits(ranks: Ranks, number: int) -> None:
     tasks = [
         task(
-            "tests.dist.sequence_bounds:main",
+            "tests.programs.dist.sequence_bounds:main",
             out=str(ranks.folder / f"bounds-{number}-{unread}"),
             flags=ranks.flags("qwen3_5", "full", "float32", LAYOUTS[number]),
             unread=unread,

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.dist
 
 @dataclass(frozen=True)
 class Run:
-    """Arguments of tests/dist/stage_shapes.py."""
+    """Arguments of tests/programs/dist/stage_shapes.py."""
 
     train: tuple[bool, ...]  # by pass: whether it has backward
     wrong: bool = False  # the plan of the last rank
@@ -43,7 +43,7 @@ def run_layouts(ranks: Ranks, number: int) -> None:
     flags = ranks.flags("dense", "full", "float32", ["--ddp_timeout", "60"])
     tasks = [
         task(
-            "tests.dist.stage_shapes:main",
+            "tests.programs.dist.stage_shapes:main",
             out=str(ranks.folder / f"shapes-{layout}-{run}"),
             flags=[*flags, *Variant.parse(layout).flags()],
             **asdict(RUNS[run]),

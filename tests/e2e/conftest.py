@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_dataset, make_model
+from tests.support.runs import make_dataset, make_model
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
+from tests.support.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
 
 pytestmark = pytest.mark.e2e
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py

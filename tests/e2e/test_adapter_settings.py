@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.runs import megatron_rlhf
+from tests.support.runs import megatron_rlhf
 
 SETTINGS = ["--tuner_type", "lora", "--lora_rank", "8", "--lora_alpha", "16", "--use_rslora", "true",
             "--lora_dropout", "0.1", "--torch_dtype", "float32", "--fp16", "false", "--lr", "1e-2",

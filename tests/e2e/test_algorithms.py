@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train_every_algorithm import ALGORITHMS
-from tests.e2e.runs import Finished, megatron_rlhf
 from tests.paths import REPOSITORY
+from tests.support.runs import PLUGINS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 BETA = 0.05
-FLAGS = ["--external_plugins", str(HERE / "canned_completions.py"), str(HERE / "uniform_groups.py"),
+FLAGS = ["--external_plugins", str(PLUGINS / "canned_completions.py"), str(PLUGINS / "uniform_groups.py"),
          "--sync_check", "off",
          "--reward_funcs", "every_second", "--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "4",
          "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5",

@@ -11,11 +11,10 @@ import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.generation.protocol.messages import Routes
-from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.runs import PLUGINS, REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
 AHEAD = ["--async_generate", "true"]
 
@@ -109,7 +108,7 @@ def test_one_rollout_ahead_is_corrected_for_its_staleness(
     """Dynamic sampling is on as well: it requests more completions before the next rollout may begin."""
     flags = ["--train_iters", "4", "--save_steps", "4", "--lr", "3e-3", "--dynamic_sample", "true",
              "--max_resample_times", "2", "--reward_funcs", "every_second", "--external_plugins", str(REWARDS),
-             str(HERE / "uniform_groups.py"), "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
+             str(PLUGINS / "uniform_groups.py"), "--rollout_importance_sampling_mode", "token_truncate"]  # fmt: skip
     rollouts = folder / "corrected rollouts"
     run = train(dense, dataset, folder / "corrected", server, [*flags, *AHEAD, "--rollout_dump", str(rollouts)])
     assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
@@ -174,10 +173,10 @@ def test_generating_ahead_takes_two_thirds_of_the_time(folder: Path, dense: Path
     """Generation takes as long as training. Both are slowed down by plugins, because the model is tiny."""
     seconds, steps = 6, 8
     environment = {"SECONDS": str(seconds)}
-    server = RolloutServer(dense, folder / "slow server.txt", ["--external_plugins", str(HERE / "slow_generation.py")],
-                           environment=environment)  # fmt: skip
+    plugin = ["--external_plugins", str(PLUGINS / "slow_generation.py")]
+    server = RolloutServer(dense, folder / "slow server.txt", plugin, environment=environment)
     flags = ["--train_iters", str(steps), "--save_steps", "100", "--callbacks", "stopwatch",
-             "--external_plugins", str(REWARDS), str(HERE / "slow_training.py")]  # fmt: skip
+             "--external_plugins", str(REWARDS), str(PLUGINS / "slow_training.py")]  # fmt: skip
     took = {}
     try:
         server.start().wait()

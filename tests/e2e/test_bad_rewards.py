@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Finished, megatron_rlhf
+from tests.support.runs import PLUGINS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
-PLUGIN = Path(__file__).with_name("bad_rewards.py")
-CANNED = Path(__file__).with_name("canned_completions.py")
+PLUGIN = PLUGINS / "bad_rewards.py"
+CANNED = PLUGINS / "canned_completions.py"
 
 
 @pytest.mark.parametrize(

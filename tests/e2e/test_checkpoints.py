@@ -13,7 +13,7 @@ import pytest
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, list_files, read_manifest
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly
 from swift_megatron_grpo.output.checkpoints.verifying import verify_files
-from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, Finished, make_model, megatron_rlhf
 from tests.unit.output.checkpoints.saved import OneRank
 
 pytestmark = pytest.mark.e2e
@@ -140,7 +140,7 @@ def test_another_model_or_tokenizer_is_refused(copy: Path, dense: Path, dataset:
 def test_a_disk_that_fills_up_is_named_and_the_earlier_checkpoint_stays(
     folder: Path, dense: Path, dataset: Path
 ) -> None:
-    plugin = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("small_files.py"))]
+    plugin = ["--external_plugins", str(REWARDS), str(PLUGINS / "small_files.py")]
     flags = [*STATES, *plugin, "--callbacks", "small_files"]
     run = megatron_rlhf(dense, dataset, folder / "full", 2, flags)
     assert run.code != 0

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import swift_megatron_grpo
-from tests.e2e.runs import (
+from tests.support.runs import (
+    PLUGINS,
     PROBE,
     REWARDS,
     Finished,
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.e2e
 PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
 # everything is offloaded whenever possible; test_offloading.py verifies that this changes no number
 SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
-             "--external_plugins", str(REWARDS), str(PROBE), str(PROBE.with_name("small_gpu.py"))]  # fmt: skip
+             "--external_plugins", str(REWARDS), str(PROBE), str(PLUGINS / "small_gpu.py")]  # fmt: skip
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 
 
@@ -75,7 +76,7 @@ def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, d
 def test_lora_trains_with_data_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
     flags = ["--tuner_type", "lora", "--train_iters", "3", "--save_steps", "3", "--merge_lora", "true",
              "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PROBE),
-             str(PROBE.with_name("fuller_first_rank.py"))]  # fmt: skip
+             str(PLUGINS / "fuller_first_rank.py")]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "lora", ranks=2, flags=flags)
     check_run(run, steps=3, layout="DP 2", k3_bound=1e-4)
     assert not (run.folder / "runs").exists() and not (run.folder / "images").exists()  # --report_to none

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.runs import PLUGINS, PROBE, REWARDS, Finished, hf_difference, make_model, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--sync_check", "full", "--seed_completions", "true"]
@@ -69,7 +69,7 @@ def test_a_saved_model_loads_in_plain_transformers(learned: Finished) -> None:
 
 
 def test_a_tensor_of_a_delta_net_that_does_not_arrive_is_detected(folder: Path, qwen3_5: Path, dataset: Path) -> None:
-    faults = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("sync_faults.py"))]
+    faults = ["--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]
     run = megatron_rlhf(qwen3_5, dataset, folder / "faults", 1, [*FP32, *faults], {"FAULTS": "delta net"})
     assert run.code == 0, run.output[-4000:]
     errors = json.loads((run.folder / "faults.0.json").read_text())

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.e2e.runs import grpo_flags, make_model, megatron_command
 from tests.forking.client import run_code
+from tests.support.runs import grpo_flags, make_model, megatron_command
 
 pytestmark = pytest.mark.e2e
 QWEN3_8B = {

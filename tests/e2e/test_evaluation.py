@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
+from tests.support.runs import PLUGINS, REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
 
 # Parts of names in the log. A sync that an evaluation needs first is checked, and logged, with the evaluation.
 NOT_COMPARED = ("time", "memory", "speed", "sync_check")
@@ -25,8 +25,8 @@ def _digits(line: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.e2e
 def test_evaluation_logs_rewards_and_does_not_add_training_steps(tmp_path: Path, dense: Path, dataset: Path) -> None:
     validation = make_dataset(tmp_path / "validation.jsonl", rows=4)
-    small_gpu = Path(__file__).with_name("small_gpu.py")  # everything is restored before a checkpoint
-    canned = Path(__file__).with_name("canned_completions.py")
+    small_gpu = PLUGINS / "small_gpu.py"  # everything is restored before a checkpoint
+    canned = PLUGINS / "canned_completions.py"
     flags = ["--val_dataset", str(validation), "--eval_steps", "1", "--eval_iters", "1", "--train_iters", "2",
              "--save_steps", "1", "--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
              "--sync_check", "off", "--external_plugins", str(REWARDS), str(canned), str(small_gpu)]  # fmt: skip

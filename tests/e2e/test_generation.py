@@ -12,7 +12,7 @@ from tests.forking.client import run_code
 
 
 def report_of(kind: str, module: str, model: Path) -> Any:
-    printed = run_code(kind, f"from tests.e2e import {module}; {module}.main({str(model)!r})")
+    printed = run_code(kind, f"from tests.programs.e2e import {module}; {module}.main({str(model)!r})")
     return json.loads(printed.rsplit("RESULT ", 1)[1].splitlines()[0])
 
 

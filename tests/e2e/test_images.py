@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from scripts.make_image_dataset import make_rows
 from swift_megatron_grpo.data.images import image_bytes, is_portable
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import PROBE, Finished, hf_difference, make_model, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
+from tests.support.runs import PLUGINS, PROBE, Finished, hf_difference, make_model, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 COLOURS = ["--external_plugins", str(REPOSITORY / "templates" / "plugins" / "colours.py"), "--reward_funcs", "colours"]
@@ -129,7 +129,7 @@ def test_servers_generate_the_same_although_one_is_killed(
 
 def test_images_of_later_turns_are_trained_and_others_evaluated(folder: Path, qwen2_5_vl: Path, colours: Path) -> None:
     """A conversation in which the policy samples a placeholder ends: the engine would put an image in its place."""
-    dump, showing = folder / "turns", Path(__file__).with_name("showing.py")
+    dump, showing = folder / "turns", PLUGINS / "showing.py"
     flags = [*SMALL, "--multi_turn_scheduler", "showing", "--max_turns", "3", COLOURS[0], COLOURS[1], str(showing),
              "--vllm_limit_mm_per_prompt", '{"image": 3, "video": 0}', "--rollout_dump", str(dump),
              "--global_batch_size", "16", "--val_dataset", str(colours), "--eval_steps", "2",
@@ -152,7 +152,7 @@ def test_conversations_on_a_server_show_images_and_are_generated_ahead(
     folder: Path, qwen2_5_vl: Path, colours: Path
 ) -> None:
     """The server's scheduler names a file of its machine; the trainer receives what is in it."""
-    dump, showing, shown = folder / "ahead", Path(__file__).with_name("showing.py"), str(colours.parent / "0-0.png")
+    dump, showing, shown = folder / "ahead", PLUGINS / "showing.py", str(colours.parent / "0-0.png")
     turns = ["--multi_turn_scheduler", "showing", "--max_turns", "3", "--external_plugins", str(showing),
              "--vllm_limit_mm_per_prompt", '{"image": 3, "video": 0}', "--max_length", "256"]  # fmt: skip
     server = RolloutServer(qwen2_5_vl, folder / "showing.txt", turns, {"SHOWN": shown}).start()
@@ -223,7 +223,7 @@ def test_the_model_learns_what_only_an_image_shows(folder: Path, qwen2_5_vl: Pat
 def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path, colours: Path) -> None:
     """Qwen3-VL, tensor parallel with sequence parallelism: rows of the vision tower reach several layers."""
     model = make_model(folder / "qwen3_vl", "qwen3_vl")
-    faults = Path(__file__).with_name("sync_faults.py")
+    faults = PLUGINS / "sync_faults.py"
     flags = [*SMALL, *EVERYTHING, "--tuner_type", "lora", "--lr", "1e-2", "--train_iters", "4", "--save_steps", "4",
              "--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--merge_lora", "true",
              COLOURS[0], COLOURS[1], str(faults)]  # fmt: skip

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.hf_check import check_with_transformers
-from tests.e2e.runs import (
+from tests.forking.client import free_port
+from tests.paths import REPOSITORY
+from tests.support.hf_check import check_with_transformers
+from tests.support.runs import (
     ON_CPU,
+    PLUGINS,
     REWARDS,
     SMALL_CACHE,
     Finished,
@@ -20,12 +23,9 @@ from tests.e2e.runs import (
     megatron_rlhf,
     read_json_lines,
 )
-from tests.e2e.servers import HOST
-from tests.forking.client import free_port
-from tests.paths import REPOSITORY
+from tests.support.servers import HOST
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 TEMPLATE = REPOSITORY / "templates" / "multi_turn.sh"
 SMALL = ["--model_type", "qwen3", "--template", "qwen3", "--torch_dtype", "float32", "--fp16", "false",
          "--check_model", "false", "--add_version", "false", "--ddp_backend", "gloo", "--recompute_granularity", "none",
@@ -65,7 +65,7 @@ def run_template_forked(model: Path, dataset: Path, folder: Path, flags: list[st
 def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> None:
     """One engine spans both ranks, and the environment draws random numbers, which must not differ between ranks."""
     dataset = make_dataset(tmp_path / "data.jsonl", rows=4)
-    plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(HERE / "turns_reward.py")]
+    plugins = [str(REPOSITORY / "templates" / "plugins" / "spelling.py"), str(PLUGINS / "turns_reward.py")]
     flags = ["--vllm_tensor_parallel_size", "2", "--rollout_dump", str(tmp_path / "rollouts"), "--clip_grad", "100",
              "--external_plugins", *plugins, "--reward_funcs", "turns",
              *SMALL_CACHE]  # fmt: skip
@@ -92,8 +92,8 @@ def test_the_template_trains_on_conversations(tmp_path: Path, dense: Path) -> No
 def test_a_scheduler_that_fails_ends_the_run_on_all_ranks_of_the_engine(
     folder: Path, dense: Path, dataset: Path
 ) -> None:
-    flags = ["--vllm_tensor_parallel_size", "2", "--external_plugins", str(HERE / "failing_scheduler.py"), str(REWARDS),
-             "--multi_turn_scheduler", "failing", "--max_turns", "3", "--sync_check", "off"]  # fmt: skip
+    flags = ["--external_plugins", str(PLUGINS / "failing_scheduler.py"), str(REWARDS), "--sync_check", "off",
+             "--multi_turn_scheduler", "failing", "--max_turns", "3", "--vllm_tensor_parallel_size", "2"]  # fmt: skip
     run = megatron_rlhf(dense, dataset, folder / "failing", 2, flags, timeout=150)
     assert run.code != 0
     assert "LookupError: the tool is not there" in run.output

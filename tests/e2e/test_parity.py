@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, megatron_rlhf
-
-HERE = Path(__file__).parent
+from tests.support.runs import PLUGINS, REWARDS, megatron_rlhf
 
 
 @pytest.mark.e2e
@@ -25,7 +23,7 @@ def test_numbers_match_the_stock_trainer(
     record = tmp_path / "record.json"
 
     def run(recorder: str, name: str, plugin: bool, *more: str) -> Path:
-        plugins = ["--external_plugins", str(REWARDS), str(HERE / recorder)]
+        plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / recorder)]
         finished = megatron_rlhf(dense, dataset, tmp_path / name, 1, [*flags, *plugins, *more],
                                  {"RECORD": str(record)}, plugin=plugin)  # fmt: skip
         assert finished.code == 0, finished.output[-4000:]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.quantized_engines import check_syncs
-from tests.e2e.runs import Finished, megatron_rlhf
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.quantized_engines import check_syncs
+from tests.support.runs import Finished, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 FP8 = ["--rollout_quantization", "fp8"]

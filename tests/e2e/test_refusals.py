@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.output.disk.folder_lock import FolderLock
-from tests.e2e.runs import megatron_command, megatron_rlhf
-from tests.e2e.servers import RolloutServer
+from tests.support.runs import megatron_command, megatron_rlhf
+from tests.support.servers import RolloutServer
 
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py
 

@@ -9,18 +9,17 @@ from typing import Any
 import pandas
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5", "--save_steps", "100"]
 CANNED = [
     "--sync_check",
     "off",
     "--external_plugins",
     str(REWARDS),
-    str(HERE / "canned_completions.py"),
-    str(HERE / "uniform_groups.py"),
+    str(PLUGINS / "canned_completions.py"),
+    str(PLUGINS / "uniform_groups.py"),
 ]
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import REWARDS, Finished, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 TENSOR_PARALLEL = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
@@ -70,7 +70,7 @@ def test_resuming_in_the_same_folder_keeps_the_checkpoint_and_logs_each_step_onc
 
 # ---- --resume auto: two steps on each rollout, and a checkpoint after step 3, in the middle of the second one
 
-STOPS = Path(__file__).with_name("stops.py")
+STOPS = PLUGINS / "stops.py"
 AUTO = ["--resume", "auto", "--save_steps", "3", "--steps_per_generation", "2", "--train_iters", "6",
         "--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--no_save_optim", "false",
         "--log_completions", "true", "--external_plugins", str(REWARDS), str(STOPS)]  # fmt: skip

@@ -17,9 +17,9 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import Prompt
-from tests.e2e.ends import check_server_ends
-from tests.e2e.runs import REPORTS_EXPERTS, make_model
-from tests.e2e.servers import HOST, KEY, RolloutServer
+from tests.support.ends import check_server_ends
+from tests.support.runs import REPORTS_EXPERTS, make_model
+from tests.support.servers import HOST, KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 

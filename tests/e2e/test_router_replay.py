@@ -12,12 +12,11 @@ import pytest
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.packing.expert_rows import decode_rows
 from swift_megatron_grpo.types import ExpertRows
-from tests.e2e.runs import REPORTS_EXPERTS, REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
 from tests.paths import REPOSITORY
+from tests.support.runs import PLUGINS, REPORTS_EXPERTS, REWARDS, Finished, make_model, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--save_steps", "100"]
 R3 = ["--router_replay_mode", "R3", "--router_agreement_samples", "4"]
 STOPPED = "EngineHasOtherWeights, generated 0 times"
@@ -42,7 +41,7 @@ def rows_of(dump: Path) -> list[tuple[dict[str, Any], ExpertRows | None]]:
 def test_the_difference_to_vllm_falls_with_its_experts(folder: Path, dataset: Path) -> None:
     """bf16, 64 experts, 2 of them per token, in 8 layers."""
     model = make_model(folder / "many experts", "moe", ["--experts", "64", "--layers", "8"])
-    plugins = ["--external_plugins", str(REWARDS), str(HERE / "measure_gap.py")]
+    plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / "measure_gap.py")]
     flags = ["--train_iters", "1", "--generation_batch_size", "16", "--global_batch_size", "16", "--micro_batch_size",
              "8", "--temperature", "0.9", "--save_steps", "100", "--router_agreement_samples", "16"]  # fmt: skip
     run = megatron_rlhf(model, dataset, folder / "gap", 1, [*flags, "--router_replay_mode", "R3", *plugins])
@@ -128,7 +127,7 @@ def test_faults_in_experts_and_routers_are_detected_behind_a_server_with_expert_
     try:
         flags = [*EXACT, *R3, "--train_iters", "6", "--expert_model_parallel_size", "2", "--micro_batch_size", "1",
                  "--vllm_mode", "server", "--vllm_server_base_url", server.wait().url,
-                 "--external_plugins", str(REWARDS), str(HERE / "sync_faults.py")]  # fmt: skip
+                 "--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]  # fmt: skip
         environment = {"FAULTS": "routers", API_KEY_VARIABLE: KEY}
         run = megatron_rlhf(moe, dataset, folder / "faulty", 2, flags, environment)
     finally:

@@ -11,10 +11,10 @@ import pytest
 
 from swift_megatron_grpo.cli.check_script import Plan
 from swift_megatron_grpo.cli.script_stand_ins import typed
-from tests.e2e.runs import ON_CPU
-from tests.e2e.servers import RolloutServer
 from tests.forking.client import fork_server, run_code
 from tests.scripts import NOT_RUN, Published, published_scripts
+from tests.support.runs import ON_CPU
+from tests.support.servers import RolloutServer
 
 SCRIPTS = published_scripts()
 SECONDS_OF_CHECK = 30

@@ -27,10 +27,10 @@ from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import Prompt, Rollout
-from tests.e2e.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
-from tests.e2e.servers import HOST, KEY, RolloutServer
 from tests.forking.client import free_port, run_python
 from tests.forking.programs import script_of_swift
+from tests.support.runs import PLUGINS, PROBE, REWARDS, Finished, hf_difference, megatron_rlhf
+from tests.support.servers import HOST, KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true"]
@@ -241,7 +241,7 @@ def test_sending_only_the_adapter_matches_between_server_and_colocate(folder: Pa
 
 
 def test_an_adapter_that_vllm_would_apply_only_in_part_stops_the_run(folder: Path, dense: Path, dataset: Path) -> None:
-    fault = str(Path(__file__).with_name("misnamed_adapter.py"))
+    fault = str(PLUGINS / "misnamed_adapter.py")
     run = train(dense, dataset, folder / "misnamed", [*ADAPTER, "--external_plugins", str(REWARDS), fault])
     assert run.code != 0
     assert "modules of the adapter, because it has no modules of these names: " in run.output

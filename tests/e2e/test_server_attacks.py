@@ -23,8 +23,8 @@ from swift_megatron_grpo.generation.protocol.model_identity import read_model_id
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import ServerConfig
-from tests.e2e.fuzzing import STOCK_BODIES, damaged_body
-from tests.e2e.servers import HOST, KEY, RolloutServer
+from tests.support.fuzzing import STOCK_BODIES, damaged_body
+from tests.support.servers import HOST, KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
 HEALTH_TIMEOUT = 8.0

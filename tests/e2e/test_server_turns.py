@@ -23,13 +23,12 @@ from swift_megatron_grpo.generation.protocol.model_identity import read_model_id
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
-from tests.e2e.hf_check import check_with_transformers
-from tests.e2e.riddles import WAIT
-from tests.e2e.runs import REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
+from tests.programs.e2e.riddles import WAIT
+from tests.support.hf_check import check_with_transformers
+from tests.support.runs import PLUGINS, REWARDS, Finished, make_dataset, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 FLAGS = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--train_iters", "2",
          "--save_steps", "100", "--max_tokens_per_micro_batch", "512", "--clip_grad", "100"]  # fmt: skip
 NUMBERS = ("loss", "grad_norm", "reward", "num_turns")
@@ -50,7 +49,7 @@ def closed(folder: Path) -> list[str]:
 def riddles(folder: Path, dense: Path) -> Iterator[RolloutServer]:
     """Start a server, which becomes ready while the first test trains with vLLM in the training processes."""
     flags = ["--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3",
-             "--external_plugins", str(HERE / "riddles.py")]  # fmt: skip
+             "--external_plugins", str(PLUGINS / "riddles.py")]  # fmt: skip
     closed_log = {"RIDDLES_CLOSED": str(folder / "closed.txt")}
     server = RolloutServer(dense, folder / "riddles.txt", flags, closed_log).start()
     yield server
@@ -85,11 +84,11 @@ def test_an_environment_on_a_server_matches_colocate(
     reward = ["--reward_funcs", "turns"]
     local = train(dense, dataset, folder / "local", [
         "--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3", *reward,
-        "--external_plugins", str(HERE / "riddles.py"), str(HERE / "turns_reward.py")])  # fmt: skip
+        "--external_plugins", str(PLUGINS / "riddles.py"), str(PLUGINS / "turns_reward.py")])  # fmt: skip
     riddles.wait()
     remote = train(dense, dataset, folder / "remote", [
         "--vllm_mode", "server", "--vllm_server_base_url", riddles.url, "--vllm_server_pass_dataset", "true", *reward,
-        "--external_plugins", str(HERE / "turns_reward.py")])  # fmt: skip
+        "--external_plugins", str(PLUGINS / "turns_reward.py")])  # fmt: skip
     check_same(remote, local)
     assert {row["infos"]["num_turns"] for row in remote[1]} == {1, 2, 3}
     tokenizer = AutoTokenizer.from_pretrained(dense)
@@ -111,7 +110,7 @@ def test_a_limit_of_all_turns_and_a_grammar_hold_on_a_server_and_in_the_ranks(
               "--structured_outputs_regex", "[a-d]{8}"]  # fmt: skip
     _, local = train(dense, dataset, folder / "limited", [
         "--multi_turn_scheduler", "gym_scheduler", "--gym_env", "riddles", "--max_turns", "3", *limits,
-        "--external_plugins", str(REWARDS), str(HERE / "riddles.py")])  # fmt: skip
+        "--external_plugins", str(REWARDS), str(PLUGINS / "riddles.py")])  # fmt: skip
     riddles.wait()
     run, remote = train(dense, dataset, folder / "limited-remote", [
         "--vllm_mode", "server", "--vllm_server_base_url", riddles.url, *limits], rewards=False)  # fmt: skip
@@ -133,7 +132,7 @@ def test_conversations_are_generated_ahead_of_training(
     run, _ = train(dense, dataset, folder / "ahead", [
         "--vllm_mode", "server", "--vllm_server_base_url", riddles.url, "--vllm_server_pass_dataset", "true",
         "--async_generate", "true", "--train_iters", "4", "--reward_funcs", "turns",
-        "--external_plugins", str(HERE / "turns_reward.py")])  # fmt: skip
+        "--external_plugins", str(PLUGINS / "turns_reward.py")])  # fmt: skip
     assert [step["rollout/staleness_max"] for step in run.log] == [0, 1, 1, 1]
     assert len(closed(folder)) - before == 4 * 8
 
@@ -224,7 +223,7 @@ def test_a_cancelled_conversation_closes_its_environment(folder: Path, dense: Pa
 def test_a_scheduler_may_change_completions_and_never_finish(folder: Path, dense: Path, dataset: Path) -> None:
     """Tokens that it inserts or masks are not trained, and a conversation ends where no room is left."""
     turns = ["--multi_turn_scheduler", "hints", "--max_turns", "50"]
-    plugins = [str(REWARDS), str(HERE / "hints.py")]
+    plugins = [str(REWARDS), str(PLUGINS / "hints.py")]
     server = RolloutServer(dense, folder / "hints.txt", [*turns, "--external_plugins", plugins[1]]).start()
     try:
         local = train(dense, dataset, folder / "local hints", [*turns, "--external_plugins", *plugins])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import make_model, megatron_rlhf
+from tests.support.runs import make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 EXACT = ["--torch_dtype", "float32", "--fp16", "false", "--seed_completions", "true", "--save_steps", "100"]

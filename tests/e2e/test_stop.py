@@ -12,13 +12,12 @@ import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.generation.protocol.messages import Routes
-from tests.e2e.ends import alive_after, check_server_ends
-from tests.e2e.runs import REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.ends import alive_after, check_server_ends
+from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
-CANNED = ["--sync_check", "off", "--external_plugins", str(REWARDS), str(HERE / "canned_completions.py")]
+CANNED = ["--sync_check", "off", "--external_plugins", str(REWARDS), str(PLUGINS / "canned_completions.py")]
 SAVED = ["--no_save_optim", "false", "--no_save_rng", "false", "--save_steps", "100"]
 CAUSE = "received SIGTERM: the run stops after the current step and saves a checkpoint, within"
 
@@ -67,7 +66,7 @@ def test_a_signal_to_the_command_stops_all_processes_and_the_run_continues_from_
 def stop(inputs: tuple[Path, Path, Path], name: str, when: str, flags: list[str], **environment: str) -> Finished:
     """Run without saving the optimizer's state, which takes longer than the graces of these tests."""
     folder, model, dataset = inputs
-    plugins = ["--external_plugins", str(REWARDS), str(HERE / "stops.py"), "--save_steps", "100"]
+    plugins = ["--external_plugins", str(REWARDS), str(PLUGINS / "stops.py"), "--save_steps", "100"]
     return megatron_rlhf(model, dataset, folder / name, 2, [*plugins, "--train_iters", "1000", *flags],
                          {"STOP": when, **environment}, timeout=180)  # fmt: skip
 

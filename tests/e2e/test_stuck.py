@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import REWARDS, Finished, megatron_rlhf
+from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +30,8 @@ def run(
         "off",
         "--external_plugins",
         str(REWARDS),
-        str(HERE / "canned_completions.py"),
-        str(HERE / "stuck.py"),
+        str(PLUGINS / "canned_completions.py"),
+        str(PLUGINS / "stuck.py"),
     ]
     return megatron_rlhf(
         model, dataset, folder / name, 2, [*plugins, *flags], environment, timeout=400, kills_ranks=kills_ranks

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import REWARDS, Finished, make_model, megatron_rlhf
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.runs import PLUGINS, REWARDS, Finished, make_model, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-PLUGINS = ["--external_plugins", str(REWARDS), str(Path(__file__).with_name("sync_faults.py"))]
+FAULTY = ["--external_plugins", str(REWARDS), str(PLUGINS / "sync_faults.py")]
 STOPPED = "EngineHasOtherWeights, generated 0 times"
 
 
@@ -45,7 +45,7 @@ def generating(where: str, model: Path, flags: list[str]) -> Iterator[tuple[list
 def test_lost_tensors_and_swapped_experts_are_detected(folder: Path, dataset: Path, where: str) -> None:
     model = make_model(folder / f"moe {where}", kind="moe")
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
-             "1", "--train_iters", "12", "--save_steps", "100", "--temperature", "0.7", *PLUGINS]  # fmt: skip
+             "1", "--train_iters", "12", "--save_steps", "100", "--temperature", "0.7", *FAULTY]  # fmt: skip
     with generating(where, model, ["--model_type", "qwen3_moe"]) as (more, engines):
         environment = {"FAULTS": "experts", API_KEY_VARIABLE: KEY}
         run = megatron_rlhf(model, dataset, folder / f"experts {where}", 2, [*flags, *more], environment)
@@ -82,7 +82,7 @@ def test_twenty_syncs_of_an_adapter_are_bitwise_exact(folder: Path, dense: Path,
     """The engine matches the trainer bit for bit after each sync, and the base weights do not change."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--max_completion_length", "12",
              "--tuner_type", "lora", "--lr", "1e-2", "--sync_check", "full", "--top_p", "0.8", "--train_iters", "20",
-             "--save_steps", "100", "--micro_batch_size", "8", *PLUGINS]  # fmt: skip
+             "--save_steps", "100", "--micro_batch_size", "8", *FAULTY]  # fmt: skip
     with generating(where, dense, ["--torch_dtype", "bfloat16"]) as (more, _):
         environment = {"FAULTS": "adapter", API_KEY_VARIABLE: KEY}
         run = megatron_rlhf(dense, dataset, folder / f"adapter {where}", 2, [*flags, *more], environment)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ON_CPU
 from tests.e2e.test_scripts import plan_of_text, run
 from tests.paths import REPOSITORY
+from tests.support.runs import ON_CPU
 
 TEMPLATES = REPOSITORY / "templates"
 # cpu_quickstart.sh runs as it is in tests/unit/scripts.

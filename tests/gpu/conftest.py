@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import base_flags, launch, layout_tasks, task
-from tests.e2e.runs import SIZE_FOR_GPUS, make_model
+from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
     ("dense", "full"): ["mbs1", "tokens64", "tokens400", "tp2", "tp2+sp", "tp2+sp+recompute", "pp2", "pp2+vpp2", "cp2",
@@ -37,7 +37,7 @@ VARIANTS = {
     "recompute-elementwise": ["--recompute_elementwise", "true"],
 }
 RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
-RUN_VARIANT = {"recompute-elementwise": "tests.gpu.phases:recompute_in_small_micro_batches"}
+RUN_VARIANT = {"recompute-elementwise": "tests.programs.gpu.phases:recompute_in_small_micro_batches"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -118,16 +118,16 @@ def training_job(kind: str, flags: list[str], folder: Path) -> dict[str, Any]:
 def add_runs_of_other_tests(gpus: Gpus, tasks: list[dict[str, object]]) -> None:
     for kind in ("dense", "moe"):
         step = {"out": str(gpus.folder / f"{kind}-step"), "flags": make_flags(gpus, kind, "full")}
-        tasks.append(task("tests.dist.engine_runs:one_step", **step))
+        tasks.append(task("tests.programs.dist.engine_runs:one_step", **step))
     tasks.append(
         task(
-            "tests.dist.engine_runs:inference",
+            "tests.programs.dist.engine_runs:inference",
             out=str(gpus.folder / "inference"),
             flags=make_flags(gpus, "dense", "full"),
             others=[{"infer_max_tokens": 64}, {"infer_micro_batch_size": 8}],
         )
     )
-    for kind in ("dense", "moe"):  # tests/dist/hf_gradients.py has the same batch
+    for kind in ("dense", "moe"):  # tests/programs/dist/hf_gradients.py has the same batch
         given = {**training_job(kind, make_flags(gpus, kind, "full"), gpus.folder / f"{kind}-given"),
                  "batches": ["given"], "one_prompt": False}  # fmt: skip
         tasks += layout_tasks(given, ["one"])[1]

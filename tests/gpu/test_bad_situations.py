@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.paths import PROGRAMS
+from tests.support.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
-FAULTS = Path(__file__).with_name("faults.py")
+FAULTS = PROGRAMS / "gpu" / "faults.py"
 
 
 def run(fault: str, tmp_path: Path, *flags: str) -> Finished:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.runs import SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
-from tests.paths import REPOSITORY
+from tests.paths import PROGRAMS, REPOSITORY
+from tests.support.runs import SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")]
-MEMORY = Path(__file__).with_name("memory_callback.py")
+MEMORY = PROGRAMS / "gpu" / "memory_callback.py"
 LETTERS = REPOSITORY / "templates" / "plugins" / "letters.py"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
 from tests.dist.test_flat_optimizer import ALL_EXPERTS, LONGER, UNCLIPPED
-from tests.e2e.runs import SIZE_FOR_GPUS, make_model
+from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -28,7 +28,7 @@ def report_of(kind: str, tuner: str, extra: list[str], tmp_path: Path, monkeypat
     )  # fmt: skip
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     flags = base_flags(settings, str(tmp_path))
-    launch(1, [task("tests.dist.flat_optimizer:main", out=str(tmp_path / "steps"), flags=flags)], tmp_path)
+    launch(1, [task("tests.programs.dist.flat_optimizer:main", out=str(tmp_path / "steps"), flags=flags)], tmp_path)
     report = json.loads((tmp_path / "steps.0.json").read_text())
     print(json.dumps(report, indent=1))
     assert 0 < report["runs"] < report["tensors"]

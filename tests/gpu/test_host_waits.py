@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
-from tests.e2e.runs import SIZE_FOR_GPUS, make_model
+from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FEW, MANY = 2, 6  # micro batches of a step
@@ -37,7 +37,11 @@ def test_micro_batches_add_no_waits(tmp_path: Path, kind: str) -> None:
         extra=[*extra, "--micro_batch_size", "1"],
     )  # fmt: skip
     flags = base_flags(settings, str(tmp_path))
-    launch(1, [task("tests.gpu.host_waits:main", out=f"{tmp_path}/waits", flags=flags, counts=[FEW, MANY])], tmp_path)
+    launch(
+        1,
+        [task("tests.programs.gpu.host_waits:main", out=f"{tmp_path}/waits", flags=flags, counts=[FEW, MANY])],
+        tmp_path,
+    )
     few, many = (Counter(step) for step in json.loads((tmp_path / "waits.json").read_text()))
     print(kind, few, many)
     assert few, "the host reads the metrics of every step, so waits were not counted"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import Variant, compare, fixed_samples
-from tests.e2e.runs import first_weights
 from tests.gpu.conftest import LAYOUTS, Gpus
 from tests.paths import GOLDEN, REPOSITORY
+from tests.support.runs import first_weights
 
 pytestmark = pytest.mark.gpu
 CASES = [(kind, tuner, layout) for (kind, tuner), layouts in LAYOUTS.items() for layout in layouts]
@@ -74,7 +74,7 @@ def test_one_gpu_matches_the_cpu_stand_in(gpus: Gpus, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_loss_and_gradient_norm_match_plain_transformers(gpus: Gpus, tmp_path: Path, kind: str) -> None:
-    script = [sys.executable, "-m", "tests.dist.hf_gradients", str(gpus.model(kind)), str(tmp_path / "hf.pt")]
+    script = [sys.executable, "-m", "tests.programs.dist.hf_gradients", str(gpus.model(kind)), str(tmp_path / "hf.pt")]
     subprocess.run(script, check=True, cwd=REPOSITORY)
     reference = torch.load(tmp_path / "hf.pt")
     norm = sum(grad.double().square().sum().item() for grad in reference["grads"].values()) ** 0.5

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.e2e.quantized_engines import check_syncs
-from tests.e2e.runs import SIZE_FOR_GPUS, make_dataset, make_model, megatron_rlhf
+from tests.support.quantized_engines import check_syncs
+from tests.support.runs import SIZE_FOR_GPUS, make_dataset, make_model, megatron_rlhf
 
 _HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _HAS_FP8, reason="needs a GPU with FP8")]

@@ -45,13 +45,15 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     patch = pytest.MonkeyPatch()
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    launch(1, [task("tests.gpu.phases:round_trips", out=str(folder / "trips"), flags=flags("--beta", "0.1")),
-               task("tests.dist.offloading:main", out=str(folder / "steps"), flags=flags("--beta", "0.1"))],
+    launch(1, [task("tests.programs.gpu.phases:round_trips", out=str(folder / "trips"), flags=flags("--beta", "0.1")),
+               task("tests.programs.dist.offloading:main", out=str(folder / "steps"), flags=flags("--beta", "0.1"))],
            folder)  # fmt: skip
     patch.undo()
     for name, share in SHARES.items():  # one process for each, because a process can have only one engine
         sleeping = flags("--sleep_level", "2", "--vllm_max_model_len", "256", *share)
-        launch(1, [task("tests.gpu.phases:main", out=str(folder / name), flags=sleeping, cycles=CYCLES)], folder)
+        launch(
+            1, [task("tests.programs.gpu.phases:main", out=str(folder / name), flags=sleeping, cycles=CYCLES)], folder
+        )
     files = {"steps": "steps.0.json", "trips": "trips.json", **{name: f"{name}.json" for name in SHARES}}
     return {name: json.loads((folder / file).read_text()) for name, file in files.items()}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, make_dataset, make_model, megatron_rlhf
+from tests.support.runs import REWARDS, SIZE_FOR_GPUS, make_dataset, make_model, megatron_rlhf
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a CUDA device")]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
-from tests.e2e.runs import SIZE_FOR_GPUS, make_model
+from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")]
 LAYOUTS = {
@@ -30,7 +30,7 @@ def test_the_step_is_the_same_with_fewer_rows(tmp_path: Path) -> None:
             extra=["--expert_model_parallel_size", "2", "--moe_grouped_gemm", "true", *flags],
         )  # fmt: skip
         tasks += [
-            task("tests.dist.row_dispatch:main", out=f"{tmp_path}/{name}-{once}", once=once,
+            task("tests.programs.dist.row_dispatch:main", out=f"{tmp_path}/{name}-{once}", once=once,
                  flags=base_flags(settings, str(tmp_path)))
             for once in (True, False)
         ]  # fmt: skip

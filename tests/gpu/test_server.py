@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
-from tests.e2e.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
-from tests.e2e.servers import KEY, RolloutServer
+from tests.support.runs import REWARDS, SIZE_FOR_GPUS, Finished, make_dataset, make_model, megatron_rlhf
+from tests.support.servers import KEY, RolloutServer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")]
 

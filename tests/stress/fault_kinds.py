@@ -16,9 +16,9 @@ import psutil
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.output.checkpoints.manifest import list_files
-from tests.e2e.servers import KEY, RolloutServer
 from tests.stress.fault_runs import Inputs, Run, is_alive, step_of, whole_checkpoints
 from tests.stress.processes import OPEN_FILES_VARIABLE
+from tests.support.servers import KEY, RolloutServer
 
 PHASES = ("weight_sync", "generation", "grading", "dump", "train", "saving", "between phases")
 SHARED_MEMORY = Path("/dev/shm")

@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest
-from tests.e2e.runs import REWARDS, environment_of_processes, grpo_flags
 from tests.forking.client import OFFLINE, ForkedProcess, fork_server
 from tests.stress.processes import EVENT_RECORDER, EVENTS_VARIABLE, digest, rank_file
+from tests.support.runs import REWARDS, environment_of_processes, grpo_flags
 
 RANKS = 2
 POLL_SECONDS = 0.02

@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.servers import RolloutServer
 from tests.stress.fault_kinds import DISK_BYTES, KINDS, Kind, Planned, Trial, mount_memory, restore
 from tests.stress.fault_runs import Inputs, Run, account, dumped, step_of, whole_checkpoints
 from tests.stress.processes import make_inputs, script_parser
+from tests.support.servers import RolloutServer
 
 MAX_DELAY = 0.8  # seconds from the start of the phase to the fault
 LIMIT = 300.0  # seconds from the fault to the end of a run, or to the next step of one that goes on

@@ -1,6 +1,6 @@
 """The end of an engine that runs in a thread: no request and no command waits for it, and a failure is logged.
 
-A stand-in takes the place of vLLM's engine. tests/e2e/engine_in_thread.py runs the real one.
+A stand-in takes the place of vLLM's engine. tests/programs/e2e/engine_in_thread.py runs the real one.
 """
 
 from __future__ import annotations

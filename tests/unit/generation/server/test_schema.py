@@ -27,7 +27,7 @@ from swift_megatron_grpo.generation.server.schema import (
 )
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt
-from tests.e2e.fuzzing import STOCK_BODIES, damaged_body
+from tests.support.fuzzing import STOCK_BODIES, damaged_body
 
 TEXT = ContentLimits(
     nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=False

@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.training import passes, stage_shapes
 from swift_megatron_grpo.training.stage_shapes import StageShapes
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def main(out: str, flags: list[str], train: list[bool], wrong: bool) -> None:

@@ -17,7 +17,7 @@ from swift.megatron.trainers.grpo_trainer import MegatronGRPOTrainer as Stock
 from swift.rl_core.data import GRPOBatch
 
 from swift_megatron_grpo.settings.config import LossConfig
-from tests.contract.cases import CASES, GROUP, LENGTHS, LIMIT, Case
+from tests.support.loss_cases import CASES, GROUP, LENGTHS, LIMIT, Case
 from tests.unit.training.loss.losses import Step, make_step
 
 

@@ -1,6 +1,6 @@
 """A vLLM engine that quantizes, in a process of its own, which is loaded with one checkpoint after another.
 
-    python -m tests.e2e.quantized_engine RESULT FOLDER [FOLDER ...]
+    python -m tests.programs.e2e.quantized_engine RESULT FOLDER [FOLDER ...]
 
 The engine starts with the first checkpoint. Each of the others is loaded as a weight sync does it; before the last one
 the engine sleeps at level 2, where vLLM can. RESULT has the tensors that kernels read, the completion of a prompt, and

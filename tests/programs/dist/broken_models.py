@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.dist.engine_runs import error_of, make_trainer, write_report
+from tests.programs.dist.engine_runs import error_of, make_trainer, write_report
 
 
 def build(out: str, flags: list[str]) -> None:

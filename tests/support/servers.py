@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from swift_megatron_grpo.generation.protocol.messages import RunIdentity
-from tests.e2e.runs import ON_CPU, SMALL_CACHE, environment_of_processes, template_of
 from tests.forking.client import ForkedProcess, fork_server, free_port
+from tests.support.runs import ON_CPU, SMALL_CACHE, environment_of_processes, template_of
 
 HOST = "127.0.0.1"
 KEY = "a key for tests"

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.runs import environment_of_processes
 from tests.paths import REPOSITORY
+from tests.support.runs import environment_of_processes
 
 
 def other_checkpoint(model: Path, folder: Path, seed: int) -> Path:
@@ -29,7 +29,7 @@ def other_checkpoint(model: Path, folder: Path, seed: int) -> Path:
 
 def engine(result: Path, *folders: Path) -> dict[str, Any]:
     """Run an engine with these checkpoints one after another, and return its report."""
-    command = [sys.executable, "-m", "tests.e2e.quantized_engine", str(result), *map(str, folders)]
+    command = [sys.executable, "-m", "tests.programs.e2e.quantized_engine", str(result), *map(str, folders)]
     with result.with_suffix(".txt").open("w") as log:
         run = subprocess.run(
             command, cwd=REPOSITORY, env=environment_of_processes(), stdout=log, stderr=log, timeout=900

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import Attention
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.layers import attention_check
-from tests.dist.engine_runs import make_trainer
+from tests.programs.dist.engine_runs import make_trainer
 
 
 def errors(out: str, flags: list[str]) -> None:

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def main(out: str, flags: list[str]) -> None:

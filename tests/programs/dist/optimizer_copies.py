@@ -13,8 +13,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from swift_megatron_grpo.cli.torn_down import megatron_torn_down
 from swift_megatron_grpo.training.optimizer import optimizer_copies
-from tests.dist.flat_optimizer import upstream_tensors
-from tests.dist.offloading import EVERYTHING, STEPS, Run, differing
+from tests.programs.dist.flat_optimizer import upstream_tensors
+from tests.programs.dist.offloading import EVERYTHING, STEPS, Run, differing
 
 
 def main(out: str, flags: list[str]) -> None:

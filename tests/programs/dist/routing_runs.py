@@ -12,7 +12,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
 from swift_megatron_grpo.types import Sample
-from tests.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 
 def given_routing(samples: list[Sample], layers: int, experts: int, k: int, seed: int) -> None:

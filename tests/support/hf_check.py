@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.forking.client import run_script
+from tests.paths import PROGRAMS
 
-_SCRIPT = Path(__file__).with_name("hf_conversations.py")
+_SCRIPT = PROGRAMS / "e2e" / "hf_conversations.py"
 
 
 def check_with_transformers(step: dict[str, Any], model: Path, dumped: Path) -> None:

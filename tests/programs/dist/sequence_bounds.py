@@ -10,7 +10,7 @@ from mcore_bridge.model.modules import gated_delta_net
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.training import preparation
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def main(out: str, flags: list[str], unread: bool) -> None:

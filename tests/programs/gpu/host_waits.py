@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
-from tests.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 
 def main(out: str, flags: list[str], counts: list[int]) -> None:

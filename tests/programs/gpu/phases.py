@@ -79,7 +79,7 @@ def recompute_in_small_micro_batches(**job: Any) -> None:
 
 def round_trips(out: str, flags: list[str]) -> None:
     """Measure time and memory of offloading everything and restoring it."""
-    from tests.dist.offloading import EVERYTHING, Run
+    from tests.programs.dist.offloading import EVERYTHING, Run
 
     run = Run(flags, EVERYTHING)
     run.step(0)  # creates Adam's states

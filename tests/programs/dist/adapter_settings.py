@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
-from tests.dist.engine_runs import make_loss, make_trainer
-from tests.dist.lora_export import difference_to_peft
+from tests.programs.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.lora_export import difference_to_peft
 
 
 def main(out: str, flags: list[str]) -> None:

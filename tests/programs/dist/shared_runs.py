@@ -11,7 +11,7 @@ import torch
 from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
 from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.types import Sample
-from tests.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 
 def samples_of_step(vocabulary: int, seed: int) -> list[Sample]:

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from tests.e2e.server_engine import make_request
+from tests.programs.e2e.server_engine import make_request
 
 
 async def observe(model: str) -> dict[str, Any]:

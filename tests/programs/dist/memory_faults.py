@@ -11,7 +11,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.training.memory.smaller_budget import PeerOutOfMemory
-from tests.dist.engine_runs import make_loss, make_trainer
+from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 
 def main(out: str, flags: list[str], fits: int, in_backward: bool) -> None:

@@ -9,7 +9,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.training.layers import fast_kernels
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def main(out: str, flags: list[str], skip: bool) -> None:

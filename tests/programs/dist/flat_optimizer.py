@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from swift_megatron_grpo.cli.torn_down import megatron_torn_down
 from swift_megatron_grpo.training import engine
 from swift_megatron_grpo.training.optimizer import flat_optimizer
-from tests.dist.offloading import EVERYTHING, Run, Step, differing
+from tests.programs.dist.offloading import EVERYTHING, Run, Step, differing
 
 STEPS, SAVED_AFTER = 4, 2
 

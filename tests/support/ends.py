@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from tests.e2e.servers import RolloutServer
+from tests.support.servers import RolloutServer
 
 
 def alive_after(seconds: float, processes: list[psutil.Process]) -> list[psutil.Process]:

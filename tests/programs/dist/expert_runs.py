@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def two_steps(out: str, flags: list[str]) -> None:

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.training.layers import fast_kernels
 from swift_megatron_grpo.training.moe import row_dispatch
-from tests.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 
 def main(out: str, flags: list[str], once: bool, avoid: int = 0) -> None:

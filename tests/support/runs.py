@@ -20,10 +20,11 @@ from safetensors import safe_open
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.cli.check_layouts import template_for_images
 from tests.forking.client import ForkedProcess, fork_server, run_script
-from tests.paths import REPOSITORY
+from tests.paths import PROGRAMS, REPOSITORY
 
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
-PROBE = Path(__file__).with_name("probe.py")
+PLUGINS = PROGRAMS / "e2e"
+PROBE = PLUGINS / "probe.py"
 # Fused attention on a GPU needs heads of 64 or 128.
 SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
@@ -33,7 +34,7 @@ ON_CPU = not torch.cuda.is_available()
 _SMALL: dict[str, Any] = {"kv_cache_memory_bytes": 2**26} if ON_CPU else {}
 SMALL_CACHE = ["--vllm_engine_kwargs", json.dumps(_SMALL)] if ON_CPU else []
 REPORTS_EXPERTS = ["--vllm_engine_kwargs", json.dumps({"enable_return_routed_experts": True, **_SMALL})]
-QUICK_END = Path(__file__).with_name("quick_end")
+QUICK_END = PROGRAMS / "e2e" / "quick_end"
 
 
 def environment_of_processes() -> dict[str, str]:
@@ -230,6 +231,6 @@ def _follow(
 
 
 def hf_difference(checkpoint: Path, base: Path | None = None) -> dict[str, float]:
-    printed = run_script(Path(__file__).with_name("hf_logprobs.py"), checkpoint, *([base] if base else []))
+    printed = run_script(PROGRAMS / "e2e" / "hf_logprobs.py", checkpoint, *([base] if base else []))
     difference: dict[str, float] = json.loads(printed.splitlines()[-1])
     return difference
