@@ -109,7 +109,7 @@ NOT_YET: Mapping[str, Refusal] = {
     "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
     "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
     # other ways to start
-    "use_ray": Refusal((False,), "ranks are started by torchrun, as are scripts for Ray with one set of devices"),
+    "use_ray": Refusal((False,), "ranks are started by torchrun"),
     "ray_exp_name": Refusal((None,), "ranks are started by torchrun"),
     "device_groups": Refusal((None,), "ranks are started by torchrun"),
     "skip_megatron_init": Refusal((False,), "ranks are started by torchrun"),

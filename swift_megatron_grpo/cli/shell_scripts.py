@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 _PARAMETER = re.compile(r"\$(?:([A-Za-z_]\w*)|[@*#?$!0-9])")
 _IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[@\])?(?:(:?[-?])(.*))?", re.DOTALL)
 _WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
-COMMANDS = {"rlhf": (("megatron", "rlhf"), ("swift", "megatron", "rlhf")), "rollout": (("swift", "rollout"),)}
+COMMANDS = {"rlhf": (("megatron", "rlhf"),), "rollout": (("swift", "rollout"),)}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ command_line.py  classify a process by its command line
 api_key_flag.py  move the API key from the command line to the environment
 activation.py    hook later imports, or replace the process
 launcher.py      the `megatron` and `swift` scripts become the command that they start
-ray_script.py    scripts for Ray whose roles share one set of devices start under torchrun
 torchrun.py      torchrun passes signals on and lets its ranks stop
 refusals.py      a refused run ends with one message
 external/        the file for --external_plugins

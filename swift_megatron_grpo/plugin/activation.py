@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
@@ -15,19 +17,20 @@ from swift_megatron_grpo.plugin.command_line import (
     MODES,
     RANK,
     ROLLOUT,
-    SWIFT_MEGATRON,
     TORCHRUN,
     arguments_of_ranks,
     asks_for_check,
     classify,
+    parse_flag,
     program_of,
+    selects_grpo,
     uses_ray,
 )
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _DRY_RUN_MODULE = "swift_megatron_grpo.cli.check"
-_MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
+_GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
 def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[str, str]) -> None:
@@ -38,19 +41,19 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     if process is None:
         return
     mode = environ.get(SWITCH, "on")
+    if mode == "on" and process in (LAUNCHER, RANK):
+        _refuse_ray(argv, orig_argv)
     if process in (LAUNCHER, TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
             if process == LAUNCHER and asks_for_check(argv):
                 _replace_process(_DRY_RUN_MODULE, argv[2:], orig_argv)
-            _prepare_launch(process, argv, environ)
+            _prepare_launch(process, argv)
         return
     if mode not in MODES:
         choices = "; ".join(f"{name}: {meaning}" for name, meaning in MODES.items())
         raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
     if mode == "off":
         return
-    if process == SWIFT_MEGATRON:
-        _replace_process(_MEGATRON_MODULE, argv[2:], orig_argv)
     if process == ROLLOUT:
         if mode == "on":
             _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
@@ -67,17 +70,28 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         register()
 
 
-def _prepare_launch(process: str, argv: list[str], environ: MutableMapping[str, str]) -> None:
-    """Make a signal to the script or to torchrun reach the ranks, which stop. A script for Ray may not need Ray."""
+def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
+    """End a GRPO run of ms-swift's Ray pipeline, whose script has removed the flag from `argv` before this is called.
+
+    Such a run usually has its other flags in the YAML file of --config.
+    """
+    if not uses_ray(orig_argv):
+        return
+    config = Path(parse_flag(argv, "config") or os.devnull)
+    text = config.read_text(encoding="utf-8") if config.is_file() else ""
+    if selects_grpo(argv) or _GRPO_IN_YAML.search(text):
+        raise SystemExit(
+            "swift-megatron-grpo: --use_ray true: ranks are started by torchrun; use --use_ray false with "
+            f"NPROC_PER_NODE=GPUS, --vllm_mode colocate and the flags of all roles, or set {SWITCH}=off to run "
+            "ms-swift's own trainer"
+        )
+
+
+def _prepare_launch(process: str, argv: Sequence[str]) -> None:
+    """Make a signal to the script or to torchrun reach the ranks, which stop."""
     if process == LAUNCHER:
         from swift_megatron_grpo.plugin.launcher import replace_on_run
 
-        if uses_ray(argv):
-            from swift_megatron_grpo.plugin.ray_script import start_without_ray
-
-            note = start_without_ray(argv, environ)
-            if note is not None:
-                print(note, flush=True)
         replace_on_run()
     else:
         from swift_megatron_grpo.plugin.torchrun import hook_torchrun
@@ -113,9 +127,7 @@ def _activate_platform() -> None:
 def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
     """Replace this process with `python -m module args`: its main module is already running and cannot be hooked.
 
-    `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
-    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does
-    not.
+    -P keeps the current folder out of sys.path, where `-m` would put it and a console script does not.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,7 +15,6 @@ HELP = "help"  # `megatron rlhf --help`, whose parser imports modules that need 
 ROLLOUT = "rollout"  # the server that `swift rollout` starts
 TORCHRUN = "torchrun"  # that starts such ranks
 LAUNCHER = "launcher"  # the `megatron` or `swift` script, about to start one of these commands
-SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`
 
 _RANK_SCRIPT = os.path.join("swift", "cli", "_megatron", "rlhf.py")
 _RANK_MODULE = "swift.cli._megatron.rlhf"
@@ -27,7 +26,7 @@ _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
-    """Return RANK, HELP, ROLLOUT, TORCHRUN, LAUNCHER or SWIFT_MEGATRON; None: this package leaves the process alone.
+    """Return RANK, HELP, ROLLOUT, TORCHRUN or LAUNCHER; None: this package leaves the process alone.
 
     `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
     parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
@@ -42,14 +41,8 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
         return ROLLOUT
     if program == _TORCHRUN_MODULE or os.path.basename(script) == "torchrun":
         return TORCHRUN if arguments_of_ranks(argv[1:]) is not None else None
-    return _classify_script(os.path.basename(script), program, argv[1:])
-
-
-def _classify_script(name: str, program: str, args: Sequence[str]) -> str | None:
-    if name == "swift" and args[:1] == ["megatron"]:
-        return SWIFT_MEGATRON
-    is_megatron = name == "megatron" or program == _MEGATRON_MODULE
-    return LAUNCHER if (is_megatron and args[:1] == ["rlhf"]) or (name == "swift" and args[:1] == ["rollout"]) else None
+    name = "megatron" if program == _MEGATRON_MODULE else os.path.basename(script)
+    return LAUNCHER if (name, *argv[1:2]) in (("megatron", "rlhf"), ("swift", "rollout")) else None
 
 
 def arguments_of_ranks(args: Sequence[str]) -> list[str] | None:
@@ -62,8 +55,6 @@ def arguments_of_ranks(args: Sequence[str]) -> list[str] | None:
 
 
 def _classify_rank(args: Sequence[str]) -> str | None:
-    if uses_ray(args):
-        return None
     rlhf_type = _parse_rlhf_type(args)
     if rlhf_type is None and ("--help" in args or "-h" in args):
         return HELP
@@ -102,7 +93,7 @@ def asks_for_check(args: Sequence[str]) -> bool:
 
 
 def uses_ray(args: Sequence[str]) -> bool:
-    """Return True for ms-swift's Ray pipeline, which has its own trainers and runs them in other processes."""
+    """Return True for ms-swift's Ray pipeline, which runs its own trainers in processes of Ray."""
     return "--use_ray" in args and "".join(args[args.index("--use_ray") + 1 :][:1]).lower() != "false"
 
 

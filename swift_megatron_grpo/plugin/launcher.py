@@ -1,7 +1,7 @@
 """The `megatron` and `swift` scripts become the command that they start, so that signals reach it.
 
 ms-swift starts torchrun, a rank or the server with subprocess.run and waits. A SIGTERM to the script then ends the
-script alone, and the processes below it go on. With os.execv there is no process in between.
+script alone, and the processes below it continue. With os.execv there is no process in between.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from swift_megatron_grpo.plugin.command_line import (
     LAUNCHER,
     RANK,
     ROLLOUT,
-    SWIFT_MEGATRON,
     TORCHRUN,
     classify,
     selects_grpo,
@@ -52,8 +51,6 @@ PROCESSES = {
     "-m attached": (["-m", *GRPO], [PYTHON, "-X", "dev", "-mswift.cli._megatron.rlhf", *GRPO], RANK),
     "under a debugger": ([RLHF, *GRPO], [PYTHON, "-m", "debugpy", "--listen", "5678", RLHF, *GRPO], RANK),
     "ray turned off": ([RLHF, *GRPO, "--use_ray", "False"], [PYTHON, RLHF, *GRPO, "--use_ray", "False"], RANK),
-    "ray": ([RLHF, *GRPO, "--use_ray", "true"], [PYTHON, RLHF, *GRPO, "--use_ray", "true"], None),
-    "ray, bare flag": ([RLHF, "--use_ray", *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], None),
     "dpo": ([RLHF, "--rlhf_type", "dpo"], [PYTHON, RLHF, "--rlhf_type", "dpo"], None),
     "no rlhf type": ([RLHF], [PYTHON, RLHF], None),
     "help": ([RLHF, "--help"], [PYTHON, RLHF, "--help"], HELP),
@@ -62,7 +59,6 @@ PROCESSES = {
     "help, -m": (["-m", "--help"], [PYTHON, "-m", "swift.cli._megatron.rlhf", "--help"], HELP),
     "help of grpo": ([RLHF, *GRPO, "--help"], [PYTHON, RLHF, *GRPO, "--help"], RANK),
     "help of dpo": ([RLHF, "--rlhf_type", "dpo", "--help"], [PYTHON, RLHF, "--rlhf_type", "dpo", "--help"], None),
-    "help of ray": ([RLHF, "--use_ray", "--help"], [PYTHON, RLHF, "--use_ray", "--help"], None),
     "help of megatron sft": ([SFT, "--help"], [PYTHON, SFT, "--help"], None),
     "megatron sft": ([SFT, *GRPO], [PYTHON, "-u", SFT, *GRPO], None),
     "swift rlhf": (["/s/swift/cli/rlhf.py", *GRPO], [PYTHON, "/s/swift/cli/rlhf.py", *GRPO], None),
@@ -74,15 +70,10 @@ PROCESSES = {
     "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], TORCHRUN),
     "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], LAUNCHER),
     "megatron script, sft": (["/venv/bin/megatron", "sft"], [PYTHON, "/venv/bin/megatron", "sft"], None),
-    "after replacing the process": (
+    "megatron module": (
         ["-m", "rlhf", *GRPO],
         [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],
         LAUNCHER,
-    ),
-    "swift megatron": (
-        ["/venv/bin/swift", "megatron", "rlhf"],
-        [PYTHON, "/venv/bin/swift", "megatron", "rlhf"],
-        SWIFT_MEGATRON,
     ),
     "swift sft": (["/venv/bin/swift", "sft", "megatron"], [PYTHON, "/venv/bin/swift", "sft", "megatron"], None),
     "swift rollout": (["/venv/bin/swift", "rollout"], [PYTHON, "/venv/bin/swift", "rollout"], LAUNCHER),
@@ -183,6 +174,33 @@ def test_an_invalid_value_stops_a_rank_with_the_choices() -> None:
     assert "Traceback" not in result.stderr
 
 
+RAY = ["megatron", "rlhf", "--use_ray", "true"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "config"),
+    [
+        ([*RAY, *GRPO], [PYTHON, *RAY, *GRPO], ""),
+        ([RLHF, *GRPO], [PYTHON, RLHF, "--use_ray", *GRPO], ""),  # ms-swift's script has removed the flag
+        ([*RAY, "--config", "FILE"], [PYTHON, *RAY, "--config", "FILE"], "model: m\nrlhf_type: 'grpo'\n"),
+    ],
+)
+def test_grpo_in_the_ray_pipeline_is_refused_by_name(
+    argv: list[str], orig_argv: list[str], config: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(config)
+    with pytest.raises(SystemExit, match=r"--use_ray true: .*use --use_ray false"):
+        activation.activate([str(file) if word == "FILE" else word for word in argv], orig_argv, {})
+
+
+@pytest.mark.parametrize("words", [["--use_ray", "false", *GRPO], ["--use_ray", "true", "--rlhf_type", "gkd"]])
+def test_runs_without_ray_and_other_types_of_rlhf_start(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", subprocess.run)  # which the launcher replaces
+    activation.activate(["megatron", "rlhf", *words], [PYTHON, "megatron", "rlhf", *words], {})
+    assert subprocess.run.__name__ == "run_or_become"
+
+
 def test_an_invalid_value_is_ignored_in_other_processes() -> None:
     result = run("from swift_megatron_grpo.plugin.autoload import arm; arm(); print('fine')", **{SWITCH: "yes"})
     assert (result.stdout.strip(), result.stderr, result.returncode) == ("fine", "", 0)
@@ -255,11 +273,11 @@ def test_replacing_the_process_keeps_the_interpreters_options(monkeypatch: pytes
     executed: list[tuple[str, list[str]]] = []
     monkeypatch.setattr(os, "execv", lambda path, args: executed.append((path, args)))
     activation._replace_process(
-        "swift.cli._megatron.main",
-        ["rlhf", "--x", "1"],
-        [PYTHON, "-X", "dev", "-u", "/venv/bin/swift", "megatron", "rlhf", "--x", "1"],
+        "a.module",
+        ["--x", "1"],
+        [PYTHON, "-X", "dev", "-u", "/venv/bin/megatron", "rlhf", "--x", "1"],
     )
-    arguments = [sys.executable, "-X", "dev", "-u", "-P", "-m", "swift.cli._megatron.main", "rlhf", "--x", "1"]
+    arguments = [sys.executable, "-X", "dev", "-u", "-P", "-m", "a.module", "--x", "1"]
     assert executed == [(sys.executable, arguments)]
 
 
