@@ -1,7 +1,6 @@
 """Grading: from completions to rewards, and from rewards to advantages.
 
 rewards.py     calls the reward functions, with timeouts, and validates what they return
-one_process.py ends a forked child that would continue as a second copy of its rank
 results.py     computes total rewards, advantages and reward metrics, and subtracts KL from the reward
 advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats
 statistics.py  mean and standard deviation of rewards, in fp64

@@ -11,17 +11,17 @@ import asyncio
 import inspect
 import logging
 import math
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any, Protocol
 
-from swift_megatron_grpo.grading.one_process import one_process
-from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded, interrupted_after
+from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.types import Rollout
 
@@ -38,11 +38,11 @@ _NOT_FOR_REWARDS = frozenset(  # columns that ms-swift does not pass to reward f
     + ("teacher_prompt", "teacher_images", "teacher_messages")
 )
 _TIMED_OUT = object()
-_SEARCH_SECONDS = 10.0  # longest search for the completion that a failing function fails on
+_RETRY_SECONDS = 10.0  # for calls on parts of a batch on which a function raised (--bad_reward drop)
 
 
 class RewardError(RuntimeError):
-    """A reward function failed or returned no valid list. The message names the function and the completion."""
+    """A reward function failed or returned no valid list. The message names the function and a completion."""
 
 
 class Limit(Protocol):
@@ -140,18 +140,54 @@ class _Batch:
     trainer_state: Any
 
     def call(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
-        """Call a function; a coroutine function returns a coroutine that has not started."""
-        with one_process(name):
+        """Call a function on these completions, and wait for a coroutine function."""
+        if _is_async(function):
+            return asyncio.run(self.call_async(name, function, rows))
+        with _forks_end_here(name):
             return self._call(function, rows)
 
     async def call_async(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
-        with one_process(name):
+        with _forks_end_here(name):
             return await self._call(function, rows)
 
     def _call(self, function: RewardFunction, rows: slice) -> Any:
         completions = [rollout.text for rollout in self.rollouts[rows]]
         columns = {name: values[rows] for name, values in self.columns.items()}
         return function(completions, **{"trainer_state": self.trainer_state, **columns})
+
+    def describe(self) -> str:
+        """Identify the batch in an error message. Which completion is at fault only another call could show."""
+        return f"on {len(self.rollouts)} completions, the first: {describe(self.rollouts[0])}"
+
+    def timeout_error(self, names: Sequence[str], seconds: float) -> RewardError:
+        return RewardError(
+            f"reward function {' or '.join(names)} has not returned after {seconds:.1f} s (--reward_timeout), "
+            f"{self.describe()}"
+        )
+
+
+@contextmanager
+def _forks_end_here(name: str) -> Iterator[None]:
+    """End a child that reward function `name` has forked where it would leave the function.
+
+    It would continue as a second copy of its rank. A child that calls sys.exit ends with its exit code, as it would in
+    a script.
+    """
+    rank = os.getpid()
+    try:
+        yield
+    except SystemExit as end:
+        if os.getpid() != rank:
+            os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
+        raise
+    finally:
+        if os.getpid() != rank:
+            line = (
+                f"swift_megatron_grpo: reward function {name} forked a process that left the function; it is ended, "
+                "because it would continue as a second copy of this rank. End it with os._exit in the function\n"
+            )
+            os.write(2, line.encode())
+            os._exit(1)
 
 
 def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> list[Any]:
@@ -161,9 +197,11 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
     def on_failure(i: int, error: BaseException, seconds: float) -> None:
         name, function = rewards.names[i], rewards.functions[i]
         if not drop_failing:
-            raise _call_error(name, function, batch, error, seconds) from error
+            raise RewardError(
+                f"reward function {name} raised {type(error).__name__}: {error} ({batch.describe()})"
+            ) from error
         with limit(f"reward function {name}"):
-            results[i] = _scores_of_others(name, function, batch, error, max(_SEARCH_SECONDS, 2 * seconds))
+            results[i] = _scores_of_others(name, function, batch, error, max(_RETRY_SECONDS, 2 * seconds))
 
     for i, function in enumerate(rewards.functions):
         if not _is_async(function):
@@ -172,7 +210,7 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
                 with limit(f"reward function {rewards.names[i]}"):
                     results[i] = batch.call(rewards.names[i], function)
             except DeadlineExceeded:
-                raise _timeout_error([rewards.names[i]], batch, time.monotonic() - start) from None
+                raise batch.timeout_error([rewards.names[i]], time.monotonic() - start) from None
             except SharedFailure:  # from `limit`: the run stops
                 raise
             except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
@@ -186,10 +224,10 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
                 functions = [rewards.functions[i] for i in coroutines]
                 outcomes = asyncio.run(_call_concurrently(names, functions, batch, seconds))
         except DeadlineExceeded:  # a coroutine blocked without awaiting
-            raise _timeout_error(names, batch, time.monotonic() - start) from None
+            raise batch.timeout_error(names, time.monotonic() - start) from None
         timed_out = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is _TIMED_OUT]
         if timed_out:
-            raise _timeout_error(timed_out, batch, time.monotonic() - start)
+            raise batch.timeout_error(timed_out, time.monotonic() - start)
         for i, outcome in zip(coroutines, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 on_failure(i, outcome, time.monotonic() - start)
@@ -226,37 +264,6 @@ def _is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _call_error(
-    name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float
-) -> RewardError:
-    message = f"reward function {name} raised {type(error).__name__}: {error}"
-    row = _failing_row(name, function, batch) if seconds < _SEARCH_SECONDS else None
-    if row is None:
-        return RewardError(
-            f"{message} (on {len(batch.rollouts)} completions, the first: {describe(batch.rollouts[0])})"
-        )
-    return RewardError(f"{message} ({describe(batch.rollouts[row])})")
-
-
-def _timeout_error(names: Sequence[str], batch: _Batch, seconds: float) -> RewardError:
-    return RewardError(
-        f"reward function {' or '.join(names)} has not returned after {seconds:.1f} s (--reward_timeout), on "
-        f"{len(batch.rollouts)} completions, the first: {describe(batch.rollouts[0])}"
-    )
-
-
-def _failing_row(name: str, function: RewardFunction, batch: _Batch) -> int | None:
-    """Bisect for a completion on which the function fails when it is called with that completion alone.
-
-    Returns None if the function fails only on several completions together, or if the search takes too long.
-    """
-    try:
-        with interrupted_after(2 * _SEARCH_SECONDS):
-            return _search_row(name, function, batch)
-    except DeadlineExceeded:
-        return None
-
-
 def _scores_of_others(
     name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float
 ) -> list[float | None]:
@@ -273,7 +280,7 @@ def _scores_of_others(
             return
         rows = slice(first, last)
         try:
-            result = _result(name, function, batch, rows)
+            result = batch.call(name, function, rows)
         except (DeadlineExceeded, SharedFailure):
             raise
         except BaseException:
@@ -294,39 +301,6 @@ def _scores_of_others(
         f"{len(rollouts)} completions out, the first: {example}"
     )
     return scores
-
-
-def _search_row(name: str, function: RewardFunction, batch: _Batch) -> int | None:
-    first, last = 0, len(batch.rollouts)
-    deadline = time.monotonic() + _SEARCH_SECONDS
-    while last - first > 1:
-        middle = (first + last) // 2
-        if time.monotonic() > deadline:
-            return None
-        if _fails(name, function, batch, slice(first, middle)):
-            last = middle
-        elif _fails(name, function, batch, slice(middle, last)):
-            first = middle
-        else:
-            return None
-    return first
-
-
-def _result(name: str, function: RewardFunction, batch: _Batch, rows: slice) -> Any:
-    """Call one function on some completions."""
-    if _is_async(function):
-        return asyncio.run(batch.call_async(name, function, rows))
-    return batch.call(name, function, rows)
-
-
-def _fails(name: str, function: RewardFunction, batch: _Batch, rows: slice) -> bool:
-    try:
-        _result(name, function, batch, rows)
-    except DeadlineExceeded:
-        raise
-    except BaseException:
-        return True
-    return False
 
 
 def _validated(name: str, result: Any, rollouts: Sequence[Rollout]) -> list[float | None]:

@@ -20,8 +20,8 @@ CANNED = PLUGINS / "canned_completions.py"
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("raises", "reward function Raises raised KeyError: 'solution' (prompt"),
-        ("exits", "reward function Exits raised SystemExit: no solution (prompt"),
+        ("raises", "reward function Raises raised KeyError: 'solution' (on 4 completions, the first: prompt"),
+        ("exits", "reward function Exits raised SystemExit: no solution (on 4 completions, the first: prompt"),
         # "with exit code 3", or "suddenly" if the process that started the ranks has read the code first
         ("exits_at_once", "during reward function ExitsAtOnce: the function called os._exit"),
     ],

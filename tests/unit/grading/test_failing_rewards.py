@@ -39,7 +39,7 @@ def test_failing_completions_get_nan_and_the_others_keep_their_rewards(
 
 def test_the_search_for_failing_completions_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call takes longer than the search may take, so only the first half is tried."""
-    monkeypatch.setattr(rewards, "_SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(rewards, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(rewards.time, "monotonic", iter(range(10**6)).__next__)
     calls: list[int] = []
 
