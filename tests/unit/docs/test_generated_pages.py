@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import write_flags_page, write_memory_page
+from scripts import write_api_page, write_flags_page, write_memory_page
 from scripts.write_flags_page import Flag
 
 
@@ -19,6 +19,10 @@ def all_flags() -> list[Flag]:
 
 def test_the_page_of_flags_is_that_of_the_code() -> None:
     assert write_flags_page.page() == write_flags_page.PAGE.read_text(), "run python scripts/write_flags_page.py"
+
+
+def test_the_python_api_is_that_of_the_docstrings() -> None:
+    assert write_api_page.page() == write_api_page.PAGE.read_text(), "run python -m scripts.write_api_page"
 
 
 def test_the_table_of_memory_is_that_of_the_plan() -> None:
