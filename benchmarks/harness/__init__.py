@@ -14,7 +14,7 @@ planned.py      the memory plan of a measured process, for the tests that compar
 page.py         docs/performance.md and the table in README.md
 own_runs.py     its sections about runs of this package that are compared with each other
 markdown.py     tables of pages
-image.py      docs/performance.svg
+picture.py      docs/performance.svg
 busy_time.py    kernels and host functions of generation
 paths.py        paths that several benchmarks use
 
