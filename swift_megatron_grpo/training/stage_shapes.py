@@ -7,33 +7,27 @@ The first pass forward and the first one with backward still exchange them and c
 rely on the plan if all stages have agreed.
 
 Below megatron-core 0.18 the interleaved schedule frees what it sends before it has waited for the send. Only the wait
-for the GPU in the next exchange of shapes protects the message, so virtual stages go on to exchange there.
+for the GPU in the next exchange of shapes protects the message, so virtual stages continue to exchange there.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import megatron.core
 import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_pipelining_with_interleaving,
-    get_schedule_table,
-)
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from packaging.version import Version
 
 logger = logging.getLogger(__name__)
 Shape = list[int]
 _NO_TENSOR: Shape = [0, 0, 0]  # as Megatron writes it
-
-
-def sends_end_before_memory_is_freed() -> bool:
-    """Return True if the interleaved schedule waits for a send before it frees the tensor."""
-    wait = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:"
-    return wait in inspect.getsource(forward_backward_pipelining_with_interleaving)
+# The interleaved schedule waits for a send before it frees the tensor.
+SENDS_END_BEFORE_MEMORY_IS_FREED = Version(megatron.core.__version__) >= Version("0.18")
 
 
 class UnplannedShape(RuntimeError):
@@ -59,7 +53,7 @@ class StageShapes:
         self._group_size = group_size  # micro batches that the interleaved schedule processes together
         self._group = mpu.get_pipeline_model_parallel_group()
         # True: later passes rely on the plan. False: all passes exchange. None: the next pass compares.
-        at_first = None if chunks == 1 or sends_end_before_memory_is_freed() else False
+        at_first = None if chunks == 1 or SENDS_END_BEFORE_MEMORY_IS_FREED else False
         self._agreed: dict[bool, bool | None] = {False: at_first, True: at_first}  # by whether passes have backward
 
     @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
+from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
 from tests.support.interpreter import result_of
 
 
@@ -222,7 +222,7 @@ def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
 
 
 def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_for_the_gpu() -> None:
-    """training/stage_shapes.py replaces the method; training/passes.py switches off the wait after each tensor."""
+    """training/stage_shapes.py replaces the method; training/preparation.py switches off the wait after each tensor."""
     exchanged = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
     assert upstream()["communicate_shapes"] == exchanged
     compact = "".join(upstream()["communicate"].split())
@@ -234,5 +234,6 @@ def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_
 
 
 def test_the_interleaved_schedule_frees_what_it_sends_before_the_send_has_ended_below_0_18(core: Version) -> None:
-    """Once no supported version does, delete sends_end_before_memory_is_freed."""
-    assert sends_end_before_memory_is_freed() is (core >= Version("0.18"))
+    """Once no supported version does, delete SENDS_END_BEFORE_MEMORY_IS_FREED."""
+    wait = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:"
+    assert (wait in upstream()["schedules"]) is (core >= Version("0.18")) is SENDS_END_BEFORE_MEMORY_IS_FREED

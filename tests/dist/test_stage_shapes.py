@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.cli.check_layouts import Variant, task
-from swift_megatron_grpo.training.stage_shapes import sends_end_before_memory_is_freed
+from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
 from tests.dist.conftest import Ranks
 
 LAYOUTS = {2: ["pp2", "pp2+vpp2"], 4: ["pp4", "tp2+sp+pp2", "pp2+cp2", "pp2+vpp2+dp2+tokens64"]}
@@ -59,7 +59,7 @@ def runs_of(number: int, layout: str) -> list[str]:
 
 
 def needs_exchanges(layout: str) -> bool:
-    return "vpp2" in layout and not sends_end_before_memory_is_freed()
+    return "vpp2" in layout and not SENDS_END_BEFORE_MEMORY_IS_FREED
 
 
 def are_first(train: Sequence[bool]) -> list[bool]:
