@@ -150,9 +150,9 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, ge
     recording = config.recording
     training = training_engine(config, models)  # refuses what the model cannot do, before vLLM takes its minutes
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
-    if training.passes.prompts_repeated is not None:
+    if training.passes.reason_to_repeat_prompts is not None:
         run.logger.info(
-            f"--share_prompts auto repeats prompts for each completion: {training.passes.prompts_repeated}."
+            f"--share_prompts auto repeats prompts for each completion: {training.passes.reason_to_repeat_prompts}."
         )
     canary = _canary(config, models, run)
     sync = None

@@ -6,6 +6,7 @@ n: packed tokens, padding included; k: experts of a token. -1: the router choose
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,23 @@ from swift_megatron_grpo.packing.segments import PackedLayout
 from swift_megatron_grpo.types import ExpertRows, Sample
 
 ROUTER_CHOOSES = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """Sizes of a row of experts of one model."""
+
+    num_layers: int
+    with_experts: tuple[int, ...]  # layers that have experts, from 0
+    experts: int
+    k: int
+
+
+def layers_with_experts(num_layers: int, frequency: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the layers that have experts. `frequency`: Megatron's moe_layer_freq, every nth layer or a mask."""
+    if isinstance(frequency, int):
+        return tuple(range(0, num_layers, frequency))
+    return tuple(layer for layer, has_experts in enumerate(frequency) if has_experts)
 
 
 def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:

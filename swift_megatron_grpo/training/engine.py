@@ -33,15 +33,11 @@ from swift_megatron_grpo.training.memory.smaller_budget import (
     agreement_of,
     free_memory,
 )
-from swift_megatron_grpo.training.optimizer.adam_portions import step_adam_in_portions
 from swift_megatron_grpo.training.optimizer.flat_optimizer import flat, flatten
-from swift_megatron_grpo.training.optimizer.optimizer_copies import copy_without_search
 from swift_megatron_grpo.training.passes import Output, Passes
 from swift_megatron_grpo.training.planner import EngineSettings
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
-from swift_megatron_grpo.training.upstream_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import finalize_gradients
-from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
 from swift_megatron_grpo.training.upstream_fixes.moe_aux_losses import pop_moe_aux_losses
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
@@ -92,10 +88,6 @@ class MegatronEngine:
         self._memory_agreement = agreement_of(self.passes.models, config, self.parallel, settings.max_tokens)
         config.finalize_model_grads_func = _finalize_after(self._memory_agreement)
         config.grad_scale_func = optimizer.scale_loss
-        clip_with_transformer_engine()
-        bound_tensor_handles()
-        step_adam_in_portions()
-        copy_without_search()
         flatten(optimizer)
         # Megatron's rank order puts the last pipeline stage on the last rank.
         self._names_group = torch.distributed.new_group(backend="gloo") if self.parallel.pp_size > 1 else None
@@ -113,8 +105,10 @@ class MegatronEngine:
         if not math.isfinite(metrics["loss"]):
             raise NonFiniteStep(f"step {self.steps_done + 1}: the loss is {metrics['loss']}; nothing was updated")
 
-        out_of_memory = out_of_memory_advice("the optimizer's update", self.parallel.rank, _OPTIMIZER_MEMORY_ADVICE)
-        with out_of_memory, flat(self.optimizer):
+        with (
+            out_of_memory_advice("the optimizer's update", self.parallel.rank, lambda: _OPTIMIZER_MEMORY_ADVICE),
+            flat(self.optimizer),
+        ):
             updated, grad_norm, _ = self.optimizer.step()
         if not updated:
             raise OptimizerStepFailed(f"step {self.steps_done + 1}: Megatron's optimizer did not update the weights")
@@ -235,7 +229,8 @@ class MegatronEngine:
     def _step_in_errors(self) -> Iterator[None]:
         """Add step and rank to Megatron's error about a gradient that is not finite.
 
-        Megatron checks gradients before they are reduced, and its message has no step.
+        Megatron checks gradients before they are reduced, and its message has no step. It raises a plain RuntimeError,
+        so only the text tells the check from another failure.
         """
         try:
             yield

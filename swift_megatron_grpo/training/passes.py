@@ -15,16 +15,15 @@ from megatron.core.transformer.module import MegatronModule
 
 from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
-from swift_megatron_grpo.packing.routing import routing_shape
+from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.head.logprob import HeadSettings
-from swift_megatron_grpo.training.layers.shared_prompts import attend_to_shared_prompts, why_repeated
+from swift_megatron_grpo.training.layers.shared_prompts import share_prompts
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
 from swift_megatron_grpo.training.memory.smaller_budget import free_memory, halved, passes_are_independent
-from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.training.moe.recorded_routing import rows_by_sample
 from swift_megatron_grpo.training.moe.router_replay import PassRouters
 from swift_megatron_grpo.training.planner import EngineSettings, Planner
@@ -47,28 +46,21 @@ class Passes:
         self.expert_layers = _expert_layers(self.config)  # None: the model has no experts
         # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
-        self.prompts_repeated = self._share_prompts(settings)  # why, although prompts could be shared on request
-        self.settings = replace(settings, share_prompts_from=None) if self.prompts_repeated else settings
+        # Why prompts are repeated although the settings let completions share them; None: they do not, or share them.
+        self.reason_to_repeat_prompts = (
+            None
+            if settings.share_prompts_from is None
+            else share_prompts(unwrap_model(self.models), self.parallel.cp_size, settings.share_prompts_from == 0)
+        )
+        self.settings = (
+            settings if self.reason_to_repeat_prompts is None else replace(settings, share_prompts_from=None)
+        )
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
         self._stage_shapes = StageShapes(self.config.hidden_size, len(self.models), self._group_size)
-        if self.parallel.pp_size > 1:
-            self.config.batch_p2p_sync = False  # a wait for the GPU after each exchange, for a race in PyTorch 1
-
-    def _share_prompts(self, settings: EngineSettings) -> str | None:
-        """Prepare the models to share prompts, or return why they cannot."""
-        if settings.share_prompts_from is None:
-            return None
-        on_request = settings.share_prompts_from == 0
-        reason = why_repeated(self.config, self.parallel.cp_size, on_request)
-        if reason is None:
-            attend_to_shared_prompts(unwrap_model(self.models))
-        elif on_request:
-            raise ValueError(f"--share_prompts true: {reason}; use --share_prompts auto, which repeats prompts here")
-        return reason
 
     @property
     def fewest_samples(self) -> int:
-        """The number of samples of which every multiple gives all ranks complete micro batches."""
+        """Smallest number of samples that fills every rank; larger numbers must be multiples of it."""
         size = self.settings.micro_batch_size if self.settings.max_tokens is None else 1
         return self.parallel.dp_size * size * self._group_size
 
@@ -91,15 +83,17 @@ class Passes:
     ) -> tuple[list[Any], PassRouters | None]:
         """Run this rank's micro batches through the model; with `train` also backward.
 
-        Experts of samples with a given routing are those. Returns the values that `reduce` kept, one per micro batch,
-        on the last pipeline stage, and [] on the other stages; and the routers, if their choices were given or
-        recorded (`records`).
+        Returns the values that `reduce` kept, one per micro batch, on the last pipeline stage, and [] on the others.
+        Also returns the routers if samples have given experts or `records` asks for the choices.
         """
         if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
             raise ValueError(f"outputs must be ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
         head = HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
-        assigned, step, position = plan.of_rank(self.parallel.dp_rank), count(samples), self.parallel
-        device, routing = torch.device(torch.cuda.current_device()), routing_shape(samples)
+        position = self.parallel
+        assigned = plan.of_rank(position.dp_rank)
+        step = count(samples)
+        device = torch.device(torch.cuda.current_device())
+        routing = routing_shape(samples)
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
 
         def micro_batches() -> Iterator[MicroBatch]:
@@ -108,23 +102,29 @@ class Passes:
                     samples,
                     indices,
                     step,
-                    self._align,
-                    position.cp_rank,
-                    position.cp_size,
-                    device,
-                    routing,
-                    plan.share_prompts,
+                    align=self._align,
+                    cp_rank=position.cp_rank,
+                    cp_size=position.cp_size,
+                    device=device,
+                    routing=routing,
+                    share_prompts=plan.share_prompts,
                 )
 
+        phase = "the train phase" if train else "a log-prob pass"
         with (
-            out_of_memory_advice(
-                "the train phase" if train else "a log-prob pass", position.rank, self._memory_advice(samples, train)
-            ),
+            out_of_memory_advice(phase, position.rank, partial(self._memory_advice, samples, train)),
             nullcontext() if routers is None else routers.installed(),
             self._stage_shapes.of_pass(partial(self._rows, samples, plan), train),
         ):
             results = schedule.run(
-                self.models, micro_batches, plan.num_micro_batches, head, reduce, position, train, routers
+                self.models,
+                micro_batches,
+                plan.num_micro_batches,
+                head=head,
+                reduce=reduce,
+                parallel=position,
+                train=train,
+                routers=routers,
             )
         return results, routers
 
@@ -137,7 +137,8 @@ class Passes:
         ]
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
-        settings, longest = self.settings, max(len(sample.tokens) for sample in samples)
+        settings = self.settings
+        longest = max(len(sample.tokens) for sample in samples)
         if not train and settings.infer_max_tokens is not None:
             return smaller_micro_batches(
                 "--infer_max_tokens_per_micro_batch", settings.infer_max_tokens, 0, longest, train
@@ -165,16 +166,15 @@ class Passes:
         """
         values, plan, routers = self._infer(samples, ("logprob",), records=True)
         assert routers is not None
-        position = self.parallel
         rows = rows_by_sample(
             routers.choices,
-            plan.of_rank(position.dp_rank),
+            plan.of_rank(self.parallel.dp_rank),
             samples,
-            self._align,
-            plan.share_prompts,
-            self.config.sequence_parallel,
-            self.config.num_layers,
-            position,
+            align=self._align,
+            share_prompts=plan.share_prompts,
+            sequence_parallel=self.config.sequence_parallel,
+            num_layers=self.config.num_layers,
+            position=self.parallel,
         )
         return values, rows
 
@@ -193,7 +193,7 @@ class Passes:
     def _infer_within_memory(
         self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
     ) -> tuple[list[Any], StepPlan, PassRouters | None]:
-        """Run forward; after running out of memory again, with micro batches of half the size on this rank alone."""
+        """Run forward; while memory runs out, retry with half the token budget on this rank alone."""
         while True:
             plan = self._planner.plan_inference(samples, self.settings)
             try:
@@ -233,8 +233,12 @@ def _halved(budget: int | None, samples: Sequence[Sample]) -> int | None:
 def _expert_layers(config: ModelConfig) -> ExpertLayers | None:
     if config.num_moe_experts is None:
         return None
-    layers = layers_with_experts(config.num_layers, config.moe_layer_freq)
-    return ExpertLayers(config.num_layers, layers, config.num_moe_experts, config.moe_router_topk)
+    return ExpertLayers(
+        num_layers=config.num_layers,
+        with_experts=layers_with_experts(config.num_layers, config.moe_layer_freq),
+        experts=config.num_moe_experts,
+        k=config.moe_router_topk,
+    )
 
 
 def _split_by_sample(batch: MicroBatch, output: TokenOutput) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:

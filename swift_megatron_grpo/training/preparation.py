@@ -13,8 +13,11 @@ from swift_megatron_grpo.training.layers.fast_kernels import use_fast_kernels
 from swift_megatron_grpo.training.layers.sequence_bounds import leave_bounds_unread
 from swift_megatron_grpo.training.layers.torch_attention import attend_with_torch
 from swift_megatron_grpo.training.moe.grouped_experts import group_products
+from swift_megatron_grpo.training.optimizer.adam_portions import step_adam_in_portions
 from swift_megatron_grpo.training.upstream_fixes.expert_marks import mark_experts
+from swift_megatron_grpo.training.upstream_fixes.gradient_clipping import clip_with_transformer_engine
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import unmark_gathered_projections
+from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
 from swift_megatron_grpo.training.upstream_fixes.router_bias import freeze_router_bias
 from swift_megatron_grpo.training.vision_tower import guard_vision_towers
 
@@ -27,12 +30,10 @@ def prepare_trained(
     extra_kwargs: Mapping[str, Any] | None,  # --megatron_extra_kwargs
 ) -> str | None:
     """Correct marks and install kernels in the policy. Return a note for the log; None: there is nothing to note."""
+    prepare_optimizer()
     mark_experts(models)
     unmark_gathered_projections(models)
-    guard_vision_towers(models, frozen=False)
-    drop_stock_replay(models)
-    leave_bounds_unread(models)
-    attend_with_torch(models)
+    _prepare(models, frozen=False)
     if fast_kernels:
         add_adapters_in_place(models, gradients_have_hooks=overlap_grad_reduce)
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
@@ -42,13 +43,26 @@ def prepare_trained(
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
     """Install kernels in the frozen reference copy."""
-    guard_vision_towers(models, frozen=True)
-    drop_stock_replay(models)
-    leave_bounds_unread(models)
-    attend_with_torch(models)
+    _prepare(models, frozen=True)
     if fast_kernels:
         use_fast_kernels(models, trained=False, recompute_elementwise=False)
         group_products(models, gradients_have_hooks=False)
+
+
+def prepare_optimizer() -> None:
+    """Install the optimizer's kernels in this process; without them the same steps are slower or need more memory."""
+    clip_with_transformer_engine()
+    bound_tensor_handles()
+    step_adam_in_portions()
+
+
+def _prepare(models: Sequence[Any], frozen: bool) -> None:
+    guard_vision_towers(models, frozen)
+    drop_stock_replay(models)
+    leave_bounds_unread(models)
+    attend_with_torch(models)
+    for model in models:
+        model.config.batch_p2p_sync = False  # a wait for the GPU after each exchange of stages, for a race in PyTorch 1
 
 
 def drop_stock_replay(models: Sequence[Any]) -> None:

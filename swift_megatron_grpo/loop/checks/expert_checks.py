@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers
+from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.types import ExpertRows, Rollout
 
 _ADVICE = "use --router_replay_mode R2 or disabled, and --router_agreement_samples 0"

@@ -64,6 +64,16 @@ def packed_params(inputs: ModelInputs) -> PackedSeqParams:
     )
 
 
+def share_prompts(models: Sequence[nn.Module], cp_size: int, on_request: bool) -> str | None:
+    """Prepare models to share prompts; return why they cannot, which is an error if the user has asked for it."""
+    reason = why_repeated(models[0].config, cp_size, on_request)
+    if reason is None:
+        attend_to_shared_prompts(models)
+    elif on_request:
+        raise ValueError(f"--share_prompts true: {reason}; use --share_prompts auto, which repeats prompts here")
+    return reason
+
+
 def why_repeated(config: ModelConfig, cp_size: int, on_request: bool) -> str | None:
     """Return why this model and layout need a copy of the prompt for each completion; None: they share it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -18,11 +18,11 @@ RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute
 
 
 @contextmanager
-def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
+def out_of_memory_advice(phase: str, rank: int, advice: Callable[[], str]) -> Iterator[None]:
     """Add rank, phase and advice to torch's out-of-memory error, and log other processes that hold memory of the GPU.
 
-    The log has them also where the error is handled: a run that goes on with a smaller budget is slower than it could
-    be beside the rest of a killed one.
+    They are logged even if the error is handled: a run that continues with a smaller budget is slower than it needs to
+    be while the remains of a killed run hold memory.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def out_of_memory_advice(phase: str, rank: int, advice: str) -> Iterator[None]:
             logger.warning(
                 f"rank {rank} ran out of the GPU's memory, and {' and '.join(holders)}; end what is not of this run"
             )
-        raise torch.OutOfMemoryError(f"rank {rank} ran out of GPU memory in {phase}: {advice}. {error}") from error
+        raise torch.OutOfMemoryError(f"rank {rank} ran out of GPU memory in {phase}: {advice()}. {error}") from error
 
 
 def smaller_micro_batches(flag: str, tokens: int | None, completions: int, longest: int, train: bool) -> str:

@@ -180,12 +180,12 @@ class Residency:
         if free < needed:
             _release_unused_memory()  # activations of the last step, or what the weight sync used
             free = self._free_memory()
-        sizes = (
-            {group.name: group.nbytes() for group in self._movable if not group.is_offloaded} if free < needed else {}
-        )
+        on_gpu = [group for group in self._movable if not group.is_offloaded]
+        sizes = {group.name: group.nbytes() for group in on_gpu} if free < needed else {}
         added = groups_to_offload(needed - free, sizes)
         chosen = {group.name for group in self._movable if group.is_offloaded} | set(added)
-        if needed and self._movable and chosen != self._logged.get(moment, self._chosen):
+        logged = self._logged.get(moment, self._chosen)  # the other moment's decision, before the first at this one
+        if needed and self._movable and chosen != logged:
             missing = needed - free - sum(sizes[name] for name in added)
             self._log(_message(moment, needed, free, sorted(chosen), missing))
             self._logged[moment] = chosen

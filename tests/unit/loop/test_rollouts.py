@@ -25,6 +25,7 @@ from swift_megatron_grpo.output.recording.dump import RolloutDump
 from swift_megatron_grpo.output.recording.earlier import EarlierRollouts
 from swift_megatron_grpo.output.recording.folder import Settings
 from swift_megatron_grpo.output.recording.values import Limits
+from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import (
     CorrectionConfig,
@@ -34,7 +35,6 @@ from swift_megatron_grpo.settings.config import (
     RoutingConfig,
     SamplingConfig,
 )
-from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")

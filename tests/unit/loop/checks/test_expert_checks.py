@@ -9,7 +9,7 @@ import pytest
 
 from swift_megatron_grpo.loop.checks.expert_checks import WrongExperts, check_experts, check_reported, problem_of_rows
 from swift_megatron_grpo.loop.checks.router_agreement import equal_choices
-from swift_megatron_grpo.training.moe.expert_layers import ExpertLayers, layers_with_experts
+from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.types import ExpertRows, Prompt, Rollout
 
 LAYERS = ExpertLayers(num_layers=3, with_experts=(1, 2), experts=8, k=2)

@@ -11,7 +11,7 @@ from swift_megatron_grpo.training.memory.out_of_memory import RECOMPUTE, out_of_
 def test_an_out_of_memory_error_names_rank_phase_and_advice_and_keeps_torchs_message() -> None:
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"rank 3 ran out of GPU memory in training: less\. Tried"),
-        out_of_memory_advice("training", 3, "less"),
+        out_of_memory_advice("training", 3, lambda: "less"),
     ):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
@@ -23,14 +23,14 @@ def test_other_processes_on_the_gpu_are_logged(caplog: pytest.LogCaptureFixture)
         "memory in use. Process 4200 has 518.00 MiB memory in use."
     )
     for text in (error, "CUDA out of memory."):
-        with pytest.raises(torch.OutOfMemoryError), out_of_memory_advice("training", 3, "less"):
+        with pytest.raises(torch.OutOfMemoryError), out_of_memory_advice("training", 3, lambda: "less"):
             raise torch.OutOfMemoryError(text)
     [logged] = caplog.messages
     assert logged.startswith("rank 3 ran out of the GPU's memory, and process 2992 holds 29.07 GiB of it; end what")
 
 
 def test_other_errors_are_not_changed() -> None:
-    with pytest.raises(ValueError, match=r"^no$"), out_of_memory_advice("the train phase", 0, "less"):
+    with pytest.raises(ValueError, match=r"^no$"), out_of_memory_advice("the train phase", 0, lambda: "less"):
         raise ValueError("no")
 
 
