@@ -1,9 +1,9 @@
-"""Write the tables of refused flags and of refused settings of vLLM into README.md, between two comments.
+"""Write docs/limitations.md: the tables of refused flags and of refused settings of vLLM.
 
-    python scripts/write_support_table.py
+    python -m scripts.write_support_table
 
 The contents come from arguments/support_table.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
-tests/unit/test_readme.py compares them.
+tests/unit/docs/test_generated_pages.py compares them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from typing import Any
 from swift_megatron_grpo.arguments.support_table import NOT_YET, NOTED, Note, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
-README = Path(__file__).parents[1] / "README.md"
-BEGIN = "<!-- refused flags, by scripts/write_support_table.py -->\n"
-END = "<!-- end of refused flags -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"
+INTRODUCTION = """\
+Every flag of `megatron rlhf` either works, or is refused before a model loads, with the reason and a value that works.
+Where the last column says yes, ms-swift's own trainer supports the other values: `SWIFT_MEGATRON_GRPO=off` starts it.
+This page lists all refused flags and settings; `python -m scripts.write_support_table` writes it.
+"""
 
 
 def table(refused: Mapping[str, Refusal] = NOT_YET) -> str:
@@ -48,15 +51,26 @@ def engine_table(refused: Mapping[str, str] = REFUSED) -> str:
     return "\n".join(["| refused | why |", "| --- | --- |", *rows]) + "\n"
 
 
-def with_table(readme: str, refused: Mapping[str, Refusal] = NOT_YET) -> str:
-    before, rest = readme.split(BEGIN)
-    summary = f"<summary>The {len(refused)} flags that are refused, with the values that work</summary>"
-    of_engine = f"The {len(REFUSED)} settings of vLLM that --vllm_engine_kwargs refuses, also in swift rollout"
-    folded = [f"<details>\n{summary}\n\n{table(refused)}\n</details>\n"]
-    noted = f"<summary>The {len(NOTED)} flags that are accepted and change nothing, with a line in the log</summary>"
-    folded += [f"<details>\n{noted}\n\n{notes_table()}\n</details>\n"]
-    folded += [f"<details>\n<summary>{of_engine}</summary>\n\n{engine_table()}\n</details>\n"]
-    return before + BEGIN + "\n".join(folded) + END + rest.split(END)[1]
+def page(refused: Mapping[str, Refusal] = NOT_YET) -> str:
+    return f"""# Limitations
+
+{INTRODUCTION}
+## Refused flags
+
+The {len(refused)} flags that are refused, with the values that work in brackets.
+
+{table(refused)}
+## Flags without effect
+
+The {len(NOTED)} flags that are accepted and change nothing, with a line in the log.
+
+{notes_table()}
+## Refused settings of vLLM
+
+The settings that `--vllm_engine_kwargs` refuses, in `swift rollout` as well. A name that ends in `_` stands for all
+settings that begin with it. All other settings are passed to vLLM.
+
+{engine_table()}"""
 
 
 def _described(flag: str, refusal: Refusal) -> str:
@@ -70,4 +84,4 @@ def _as_typed(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text()))
+    PAGE.write_text(page())

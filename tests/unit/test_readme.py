@@ -1,4 +1,4 @@
-"""README.md and docs/architecture.md against the code: generated tables, commands and layers.
+"""README.md and docs/architecture.md against the code: commands and layers.
 
 tests/unit/docs checks the links, paths and line lengths of all pages.
 """
@@ -10,8 +10,7 @@ import tomllib
 
 import pytest
 
-from scripts.write_support_table import BEGIN, END, engine_table, table, with_table
-from swift_megatron_grpo.arguments.support_table import NOT_YET, Refusal
+from swift_megatron_grpo.arguments.support_table import NOT_YET
 from swift_megatron_grpo.settings.batch_sizes import BatchError, Sizes, check_sizes
 from tests.paths import REPOSITORY
 
@@ -40,29 +39,6 @@ def code_spans(text: str) -> list[str]:
 
 
 # ---- README.md
-
-
-def test_the_table_of_refused_flags_is_that_of_the_support_table() -> None:
-    assert with_table(README) == README, "run python scripts/write_support_table.py"
-
-
-def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
-    refused = {
-        "one": Refusal((None,), "not there"),
-        "two": Refusal((False, "a", "b"), "not there"),
-        "three": Refusal((True,), "not there", stock=False),
-    }
-    assert table(refused).splitlines()[2:] == [
-        "| `--one`, `--two` (a, b) | not there | yes |",
-        "| `--three` (true) | not there | no |",
-    ]
-    page = with_table(f"before\n{BEGIN}old\n{END}after\n", refused)
-    assert page.startswith(f"before\n{BEGIN}<details>") and page.endswith(f"{END}after\n")
-    assert f"{BEGIN}old" not in page
-    assert engine_table({"one": "not there", "two": "use --seed", "three": "not there"}).splitlines()[2:] == [
-        "| `one`, `three` | not there |",
-        "| `two` (`--seed`) | the flag in brackets sets it |",
-    ]
 
 
 def test_flags_that_the_readme_calls_gaps_are_refused() -> None:

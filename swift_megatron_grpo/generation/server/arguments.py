@@ -16,13 +16,7 @@ from swift.rollout import envs, multi_turns
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.server.limits import TrafficLimits
-from swift_megatron_grpo.generation.vllm.engine_kwargs import (
-    EXPERTS,
-    FLAG,
-    REFUSED_BY_SERVERS,
-    SERVED_BY_SERVERS,
-    check_engine_kwargs,
-)
+from swift_megatron_grpo.generation.vllm.engine_kwargs import EXPERTS, FLAG, REFUSED_BY_SERVERS, check_engine_kwargs
 from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
@@ -139,7 +133,7 @@ class GRPORolloutArguments(RolloutArguments):
     def _check_engine(self) -> None:
         """Refuse settings of vLLM that would change the policy that generates, as the trainer does in colocate."""
         settings = parse_json_object(FLAG, self.vllm_engine_kwargs)
-        check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS, SERVED_BY_SERVERS)
+        check_engine_kwargs(settings, self.vllm_enable_lora, REFUSED_BY_SERVERS)
         if self.vllm_quantization is not None:
             raise ValueError(
                 f"--vllm_quantization {self.vllm_quantization}: a server quantizes the weights that it receives; use "

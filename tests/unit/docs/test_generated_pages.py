@@ -6,8 +6,10 @@ import json
 
 import pytest
 
-from scripts import write_api_page, write_flags_page, write_memory_page
+from scripts import write_api_page, write_flags_page, write_memory_page, write_support_table
 from scripts.write_flags_page import Flag
+from scripts.write_support_table import engine_table, page, table
+from swift_megatron_grpo.arguments.support_table import Refusal
 
 
 def all_flags() -> list[Flag]:
@@ -23,6 +25,28 @@ def test_the_page_of_flags_is_that_of_the_code() -> None:
 
 def test_the_python_api_is_that_of_the_docstrings() -> None:
     assert write_api_page.page() == write_api_page.PAGE.read_text(), "run python -m scripts.write_api_page"
+
+
+def test_the_page_of_limitations_is_that_of_the_code() -> None:
+    assert page() == write_support_table.PAGE.read_text(), "run python -m scripts.write_support_table"
+
+
+def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
+    refused = {
+        "one": Refusal((None,), "not there"),
+        "two": Refusal((False, "a", "b"), "not there"),
+        "three": Refusal((True,), "not there", stock=False),
+    }
+    rows = [
+        "| `--one`, `--two` (a, b) | not there | yes |",
+        "| `--three` (true) | not there | no |",
+    ]
+    assert table(refused).splitlines()[2:] == rows
+    assert rows[0] in page(refused) and "The 3 flags" in page(refused)
+    assert engine_table({"one": "not there", "two": "use --seed", "three": "not there"}).splitlines()[2:] == [
+        "| `one`, `three` | not there |",
+        "| `two` (`--seed`) | the flag in brackets sets it |",
+    ]
 
 
 def test_the_table_of_memory_is_that_of_the_plan() -> None:
