@@ -79,10 +79,6 @@ class GRPOArguments(DerivedArguments):
         """Run the checks that need the model's config, which ms-swift has read by now."""
         checks.check_with_model_config(self)
 
-    def check_adopted(self) -> None:
-        """Raise what __post_init__ would have raised, for arguments that ms-swift's own class has parsed."""
-        checks.check_adopted(self)
-
     def set_grading_of_servers(self, environments_grade: bool) -> None:
         """Set whether the servers' environments grade, and repeat the checks that depend on it."""
         if self.servers_may_grade:

@@ -122,30 +122,6 @@ def _check_image_part(args: DerivedArguments) -> None:
     images.check_deepstack(vision, args.layout, args.model_shape.layers)
 
 
-def check_adopted(args: DerivedArguments) -> None:
-    """Check arguments that ms-swift's own class has parsed and resolved."""
-    check_all(
-        [
-            lambda: check_flags(args),
-            lambda: check_ranges(args),
-            lambda: check(GROUPS, vars(args), args.facts(args.model_shape)),
-            lambda: _check_json(args),
-            lambda: _check_checkpoints(args),
-            lambda: _check_callbacks(args),
-            lambda: check_layout(args),
-            lambda: _check_interleaving(args),
-            lambda: _check_model(args),
-            lambda: check_rewards(args),
-            lambda: _check_evaluation(args),
-            lambda: _check_turns(args),
-            lambda: check_recording(args),
-            lambda: _check_adapter_sync(args),
-            lambda: _check_quantization(args),
-            lambda: _check_reference_adapter(args),
-        ]
-    )
-
-
 def check_ranges(args: DerivedArguments) -> None:
     """Check numbers against their ranges, and the flags of the learning rate against each other."""
     given = {field.name: getattr(args, field.name) for field in fields(args)}

@@ -7,7 +7,6 @@ activation.py    hook later imports, or replace the process
 launcher.py      the `megatron` and `swift` scripts become the command that they start
 torchrun.py      torchrun passes signals on and lets its ranks stop
 refusals.py      a refused run ends with one message
-external/        the file for --external_plugins
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class
 
 Tested by tests/unit/plugin.

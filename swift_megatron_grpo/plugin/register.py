@@ -1,12 +1,11 @@
 """The one place that hooks into ms-swift: replace its Megatron GRPO trainer and arguments with this package's.
 
-Nothing is imported until ms-swift needs it, so `register()` may be called at any time: before ms-swift is imported, in
-the middle of its argument parsing (`--external_plugins`), or from a script. Other rlhf types are left unchanged.
+Nothing is imported until ms-swift needs it, so `register()` may be called before ms-swift is imported, or from a
+script. Other rlhf types are left unchanged.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from functools import cache
 from types import ModuleType
@@ -68,11 +67,17 @@ def _replace_arguments(rlhf: ModuleType) -> None:
     def run(self: Any) -> Any:
         if self.args.rlhf_type != "grpo":
             return stock_run(self)
+        from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
         from swift_megatron_grpo.arguments.resume import end_if_finished
         from swift_megatron_grpo.output.console.installing import reported
         from swift_megatron_grpo.runtime.stopping.report import exit_if_stopped
 
-        adopt(self.args)
+        if not isinstance(self.args, GRPOArguments):
+            raise ValueError(
+                f"a script passes {type(self.args).__name__} to ms-swift's GRPO on Megatron, which has neither the "
+                "flags nor the checks of swift_megatron_grpo; pass the flags as a list of strings, or "
+                "swift_megatron_grpo.arguments.grpo_arguments.GRPOArguments"
+            )
         with exit_if_stopped(), end_if_finished(), reported(self.args):
             return stock_run(self)
 
@@ -94,23 +99,3 @@ def _replace_arguments(rlhf: ModuleType) -> None:
 
     pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset
     pipeline._prepare_vllm_client, pipeline.prepare_trainer = prepare_vllm_client, prepare_trainer
-
-
-def adopt(args: Any) -> None:
-    """Add this package's flags, at their defaults, to arguments that ms-swift's own class has parsed.
-
-    This happens when `--external_plugins` loads the plugin in the middle of parsing, or when a script passes its own
-    MegatronRLHFArguments.
-    """
-    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-
-    if isinstance(args, GRPOArguments):
-        return
-    for field in dataclasses.fields(GRPOArguments):
-        if field.name not in vars(args):
-            if field.default_factory is dataclasses.MISSING:
-                setattr(args, field.name, field.default)
-            else:
-                setattr(args, field.name, field.default_factory())
-    args.__class__ = GRPOArguments
-    args.check_adopted()

@@ -6,8 +6,6 @@ If one of them changes upstream, a test fails here by name, before a run does.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
@@ -338,46 +336,6 @@ def test_register_replaces_only_the_flags_of_grpo() -> None:
         "list: dpo, command line: grpo": stock,
         "list: grpo, after the others": ours,
     }
-
-
-def test_the_external_plugin_registers_after_ms_swift_is_imported_and_shadows_no_standard_module() -> None:
-    """With --external_plugins ms-swift is already imported, and its own trainer may already have been resolved."""
-    result = result_of(
-        """
-        import os, subprocess, types
-        import swift.megatron.trainers as trainers
-        from swift.megatron.pipelines.train.rlhf import MegatronRLHF
-        from swift.utils import import_external_file
-        from swift_megatron_grpo.plugin.external import PATH
-
-        before = trainers.MegatronGRPOTrainer.__module__
-        import_external_file(PATH)
-        import_external_file(PATH)
-        child = [sys.executable, "-c", "import types; print(types.__file__)"]
-        environment = {**os.environ, "PYTHONPATH": sys.path[0]}
-        result = {
-            "trainer": [before, trainers.MegatronGRPOTrainer.__module__],
-            "run": MegatronRLHF.run.__module__,
-            "folder": sorted(name for name in os.listdir(sys.path[0]) if name.endswith(".py")),
-            "types": subprocess.check_output(child, env=environment, text=True).strip() == types.__file__,
-        }
-        """
-    )
-    assert result == {
-        "trainer": ["swift.megatron.trainers.grpo_trainer", "swift_megatron_grpo.trainer"],
-        "run": "swift_megatron_grpo.plugin.register",
-        "folder": ["__init__.py", "plugin.py"],
-        "types": True,
-    }
-
-
-def test_importing_the_external_plugin_in_a_data_loader_worker_imports_no_megatron() -> None:
-    """ms-swift imports external plugins again in spawned workers, which need neither the CPU platform nor Megatron."""
-    code = (
-        "import sys\nfrom swift_megatron_grpo.plugin.external import plugin\n"
-        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'mcore_bridge', 'swift')))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
 # ---- checks of vLLM's weights and log-probs

@@ -259,7 +259,6 @@ noted = copy(full)
 for flag, value in {"padding_free": False, "offload_bridge": True, "vllm_max_model_len": 500, "max_length": 100,
                     "expert_model_parallel_size": 2}.items():
     setattr(noted, flag, value)
-full.check_adopted()
 lora = parse("--output_dir", "out", "--tuner_type", "lora", "--beta", "0", "--steps_per_generation", "2",
              "--bad_reward", "drop", "--reward_weights", "0.5", "--add_version", "false")
 lora.save_args(lora.output_dir)
