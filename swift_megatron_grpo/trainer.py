@@ -27,7 +27,7 @@ from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
@@ -106,7 +106,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _check_checkpoints(self, args: GRPOArguments, template: Template) -> None:
         """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
         tokenizer = tokenizer_identity(template.tokenizer) if args.resumes else None
-        model, threads = read_model_identity(args.model_dir), threads_of_a_rank(_ranks_of_this_machine())
+        model, threads = model_identity(args.model_config), threads_of_a_rank(_ranks_of_this_machine())
         identity, ranks = (model, tokenizer, args.verify_checkpoint), self.coordinator
         for warning in check_or_fall_back(args, lambda used: check_sources(used, *identity, ranks, threads)):
             logger.warning(warning)
@@ -228,7 +228,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             warning = compare_datasets(args.checkpoint_sources, dataset)
             if warning is not None:
                 logger.warning(warning)
-        model, tokenizer = read_model_identity(args.model_dir), tokenizer_identity(self.template.tokenizer)
+        model, tokenizer = model_identity(args.model_config), tokenizer_identity(self.template.tokenizer)
         identity, ranks = Identity(model, tokenizer, dataset, args.experts_in_order), _ranks_of_this_machine()
         writer = CheckpointWriter(Path(args.output_dir), self.coordinator, ranks, identity, logger.info)
         if not self.settings.recording.only:

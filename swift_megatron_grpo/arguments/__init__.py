@@ -15,13 +15,11 @@ local_files.py       files and folders that must exist, and lines of datasets th
 named_paths.py       all flags that name files, folders, or entries of tables
 trained_parameters.py  flags that choose what is trained
 flag_names.py        names of ms-swift 3, and misspelt ones
-layout_checks.py     parallel sizes against the shape of the model
 model_checks.py      models with an image part or linear attention: supported types, and reasons for the others
 model_origin.py      whether ModelScope can tell if a model is the latest
 stacked_experts.py   a Qwen3-VL mixture of experts that transformers has saved again
 image_rows.py        the images of the datasets, counted and checked on all ranks
 image_checks.py      parts of a model that are trained, layouts and limits against images
-pipeline_stages.py   the stages of --pipeline_model_parallel_layout
 rope.py              positions that differ from the checkpoint's, for vLLM as for the trainer
 long_prompts.py      --truncation_strategy delete and raise
 rows_on_ranks.py     work on every row of a dataset, distributed over the ranks

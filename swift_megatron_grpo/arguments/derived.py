@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -15,8 +14,7 @@ from swift.utils import get_dist_setting
 
 from swift_megatron_grpo.arguments.advice import typed_value, use_flag
 from swift_megatron_grpo.arguments.flags import GRPOFlags
-from swift_megatron_grpo.arguments.layout_checks import shape_of
-from swift_megatron_grpo.arguments.pipeline_stages import virtual_stages
+from swift_megatron_grpo.arguments.model_checks import shape_of
 from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
 from swift_megatron_grpo.grading import gym_reward
@@ -25,21 +23,15 @@ from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import Batches
 from swift_megatron_grpo.settings.config import BatchPlan, RemoteTurnsConfig
-from swift_megatron_grpo.settings.facts import DataShape, ModelShape
-from swift_megatron_grpo.settings.flag import Facts, Flags
+from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
+from swift_megatron_grpo.settings.flag import Flags
 from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.parallel import Parallel, ReferenceSizes
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.settings.servers import Servers
 
 F = TypeVar("F", bound=Flags)
-_REFERENCE_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)  # --ref_<size> sets each of them for the frozen reference copy
 
 
 @dataclass
@@ -55,17 +47,25 @@ class DerivedArguments(GRPOFlags):
         """Return the flags of a class of settings/, as they are now."""
         return group.of(vars(self))
 
-    def facts(self, shape: ModelShape | None = None, rows: DataShape | None = None) -> Facts:
-        return Facts(self.layout, shape, rows)
+    def facts(self, rows: DataShape | None = None, *, typed: bool = False) -> Facts:
+        """Return what is known by now. The config of a hub's model is known once ms-swift has downloaded it."""
+        is_known = (self._model_folder / "config.json").is_file()
+        config, shape = (self.model_config, self.model_shape) if is_known else (None, None)
+        return Facts(self.layout, config, shape, rows, typed)
 
     @property
     def model_shape(self) -> ModelShape:
-        return shape_of(self.model_config, self.model_dir)
+        return shape_of(self.model_config, str(self._model_folder))
 
     @property
-    def model_config(self) -> dict[str, Any]:
-        """The model's config.json, read once."""
-        return _model_config(self.model_dir)
+    def model_config(self) -> Mapping[str, Any]:
+        """The content of the model's config.json."""
+        return read_model_config(self._model_folder)
+
+    @property
+    def _model_folder(self) -> Path:
+        """The folder of --model; once ms-swift has resolved the flags, that of its download."""
+        return Path(vars(self).get("model_dir") or self.model or "").expanduser()
 
     # ---- the run
 
@@ -129,50 +129,25 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def layout(self) -> Layout:
-        return Layout(
-            world_size=world_size(),
-            tensor_model_parallel_size=self.tensor_model_parallel_size,
-            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
-            context_parallel_size=self.context_parallel_size,
-            expert_model_parallel_size=self.expert_model_parallel_size,
-            expert_tensor_parallel_size=self.expert_tensor_parallel_size,
-            virtual_pipeline_model_parallel_size=self._virtual_stages,
-            microbatch_group_size_per_vp_stage=self.microbatch_group_size_per_vp_stage,
-            sequence_parallel=self.sequence_parallel,
-            vllm_tensor_parallel_size=1 if self.uses_servers else self.vllm_tensor_parallel_size,
-            first_stage_layers=self.decoder_first_pipeline_num_layers,
-            last_stage_layers=self.decoder_last_pipeline_num_layers,
-            stages=self.pipeline_model_parallel_layout,
-            extra_layers=self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split,
-        )
-
-    @property
-    def _virtual_stages(self) -> int:
-        if self.pipeline_model_parallel_layout is not None:
-            return virtual_stages(self.pipeline_model_parallel_layout, self.pipeline_model_parallel_size)
-        return self.virtual_pipeline_model_parallel_size or 1
+        return self.of(Parallel).layout(world_size())
 
     @property
     def reference_layout(self) -> Layout | None:
         """Layout of the frozen reference copy; None: the layout of training."""
-        if all(getattr(self, f"ref_{size}") is None for size in _REFERENCE_SIZES):
-            return None
-        return self.with_reference_sizes().layout
+        return self.of(ReferenceSizes).layout(self.layout)
 
     def with_reference_sizes(self) -> Self:
         """Copy these arguments with the sizes of the reference copy in place of the trained model's."""
-        other = copy(self)
-        sizes = {size: getattr(self, f"ref_{size}") for size in _REFERENCE_SIZES}
-        if all(size is None for size in sizes.values()):
+        other, layout = copy(self), self.reference_layout
+        if layout is None:
             return other
-        for size, value in sizes.items():
-            if value is not None:
-                setattr(other, size, value)
+        for size, value in self.of(ReferenceSizes).typed.items():
+            setattr(other, size, value)
         other.virtual_pipeline_model_parallel_size = other.pipeline_model_parallel_layout = None
         other.microbatch_group_size_per_vp_stage = None
-        other.sequence_parallel = other.tensor_model_parallel_size > 1
-        if other.pipeline_model_parallel_size != self.pipeline_model_parallel_size:
-            other.decoder_first_pipeline_num_layers = other.decoder_last_pipeline_num_layers = None
+        other.sequence_parallel = layout.sequence_parallel
+        other.decoder_first_pipeline_num_layers = layout.first_stage_layers
+        other.decoder_last_pipeline_num_layers = layout.last_stage_layers
         return other
 
     def for_reference_checkpoint(self) -> Self:
@@ -286,11 +261,6 @@ class DerivedArguments(GRPOFlags):
             recording.check_rollouts(
                 self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share
             )
-
-
-@cache
-def _model_config(folder: str) -> dict[str, Any]:
-    return read_model_config(folder)
 
 
 def world_size() -> int:

@@ -24,11 +24,6 @@ def check_flags(args: DerivedArguments) -> None:
             "tensor-parallel experts; use --expert_tensor_parallel_size 1, and distribute whole experts with "
             "--expert_model_parallel_size"
         )
-    if args.moe_pad_expert_input_to_capacity and args.expert_model_parallel_size > 1:
-        problems.append(
-            "--moe_pad_expert_input_to_capacity true: with --expert_model_parallel_size above 1, ranks exchange parts "
-            "of one size, and their micro batches differ in length; leave it out"
-        )
     if args.recompute_elementwise and not args.fast_kernels:
         problems.append(
             "--recompute_elementwise true needs the kernels that --fast_kernels false disables; leave one of them out"

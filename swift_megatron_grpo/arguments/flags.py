@@ -82,28 +82,6 @@ class GRPOFlags(AddedFlags):
             "of the time. It requires --fast_kernels. Default: false."
         },
     )
-    ref_tensor_model_parallel_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Tensor-parallel size of the frozen reference copy (full tuning with --beta above 0), which needs "
-            "less memory than the trained model. Every --ref_..._parallel_size flag that is omitted takes the size of "
-            "training. Default: as in training."
-        },
-    )
-    ref_pipeline_model_parallel_size: int | None = field(
-        default=None, metadata={"help": "Pipeline-parallel size of the frozen reference copy. Default: as in training."}
-    )
-    ref_context_parallel_size: int | None = field(
-        default=None, metadata={"help": "Context-parallel size of the frozen reference copy. Default: as in training."}
-    )
-    ref_expert_model_parallel_size: int | None = field(
-        default=None, metadata={"help": "Expert-parallel size of the frozen reference copy. Default: as in training."}
-    )
-    ref_expert_tensor_parallel_size: int | None = field(
-        default=None,
-        metadata={"help": "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."},
-    )
-
     sync_check: SyncCheckMode = field(
         default="canary",
         metadata={

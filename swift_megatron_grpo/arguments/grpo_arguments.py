@@ -157,7 +157,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
-        check(GROUPS, vars(self), self.facts(self.model_shape, DataShape(self.most_images)))  # with the iterations
+        check(GROUPS, vars(self), self.facts(DataShape(self.most_images)))  # with the iterations
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)

@@ -14,6 +14,7 @@ from typing import Any
 from packaging.version import Version
 
 from swift_megatron_grpo.generation.protocol.model_identity import language_config
+from swift_megatron_grpo.settings.facts import ModelShape
 
 _IMAGES_AND_VIDEOS = ("image", "video")
 
@@ -54,6 +55,27 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
     "qwen3_omni_moe": "it has audio and speech parts, which no test covers yet",
     "qwen4_exp": "its hyper connections and n-gram tables are not supported yet",
 }
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a config.json as transformers writes it; of a composed model, of its text part."""
+    text = language_config(config)
+
+    def number(*keys: str) -> int | None:
+        return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
+
+    latent = "kv_lora_rank" in text  # every rank holds the whole latent, and all heads are alike
+    linear = [number("linear_num_key_heads"), number("linear_num_value_heads")]
+    return ModelShape(
+        name=name,
+        attention_heads=number("num_attention_heads"),
+        kv_heads=None if latent else number("num_key_value_heads"),
+        ffn=number("intermediate_size"),
+        layers=number("num_hidden_layers"),
+        experts=number("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
+        expert_ffn=number("moe_intermediate_size"),
+        linear_heads=tuple(heads for heads in linear if heads is not None),
+    )
 
 
 def check_composite(

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.generation.protocol.model_identity import position_identity, read_model_config
+from swift_megatron_grpo.generation.protocol.model_identity import position_identity
 
 _EXAMPLE = """--rope_scaling '{"rope_type": "yarn", "factor": 4}'"""
 TYPES = ("default", "linear", "llama3", "yarn")  # that do not depend on the length of a sequence
@@ -51,10 +50,9 @@ def check_composite_rope(value: str | Mapping[str, Any] | None, config: Mapping[
 
 
 def config_overrides(
-    folder: str | Path, rope_scaling: Mapping[str, Any] | None, max_model_len: int | None
+    config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None, max_model_len: int | None
 ) -> dict[str, Any]:
-    """Return the values of the model's config that these flags change, as ms-swift has resolved them."""
-    config = read_model_config(folder)
+    """Return the values of config.json that these flags change, as ms-swift has resolved them."""
     overrides: dict[str, Any] = {}
     if rope_scaling:
         of_model = {**config, **(config.get("rope_parameters") or {})}

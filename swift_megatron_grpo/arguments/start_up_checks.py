@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import MISSING, Field, fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,13 @@ from swift.rollout import MultiTurnScheduler, envs, multi_turns
 from swift.utils import import_external_file
 
 from swift_megatron_grpo.arguments import image_checks as images
-from swift_megatron_grpo.arguments import layout_checks as layouts
 from swift_megatron_grpo.arguments import model_checks as models
 from swift_megatron_grpo.arguments import value_checks as values
 from swift_megatron_grpo.arguments.advice import typed_value
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.flag_combinations import STOCK_TRAINER, check_flags
 from swift_megatron_grpo.arguments.named_paths import check_paths
-from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_scaling
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
@@ -54,7 +52,7 @@ def check_command_line(args: DerivedArguments) -> None:
     check_all(
         [
             lambda: check_flags(args),
-            lambda: check(GROUPS, vars(args), args.facts()),
+            lambda: check(GROUPS, vars(args), args.facts(typed=True)),
             lambda: check_ranges(args),
             lambda: check_trained(vars(args)),
             lambda: _check_json(args),
@@ -62,8 +60,6 @@ def check_command_line(args: DerivedArguments) -> None:
             lambda: _check_model_path(args),
             lambda: check_paths(args),
             lambda: _check_checkpoints(args),
-            lambda: check_layout(args),
-            lambda: _check_interleaving(args),
             lambda: _check_reference(args),
             lambda: check_rewards(args),
             lambda: _check_evaluation(args),
@@ -83,8 +79,7 @@ def check_with_model_config(args: DerivedArguments) -> None:
         [
             lambda: check_flags(args),
             lambda: check_ranges(args),
-            lambda: check(GROUPS, vars(args), args.facts(args.model_shape)),
-            lambda: check_layout(args),
+            lambda: check(GROUPS, vars(args), args.facts()),
             lambda: _check_model(args),
             lambda: _check_precision(args),
             lambda: _check_quantization(args),
@@ -98,7 +93,7 @@ def check_images(args: DerivedArguments, most: int) -> None:
     """Check what depends on the images of the datasets. `most`: in one row."""
     check_all(
         [
-            lambda: check(GROUPS, vars(args), args.facts(args.model_shape, DataShape(most))),
+            lambda: check(GROUPS, vars(args), args.facts(DataShape(most))),
             lambda: images.check_parts(
                 most,
                 args.freeze_vit or not args.is_multimodal,
@@ -156,17 +151,6 @@ def check_recording(args: DerivedArguments) -> None:
         recording.check_replay(args.replay_folder, args.recording_settings())
 
 
-def check_layout(args: DerivedArguments) -> None:
-    """Check the layouts of training and of the reference copy against the model's config.json."""
-    checkpoint = Path(args.model_dir if "model_dir" in vars(args) else args.model or "").expanduser()
-    if not (checkpoint / "config.json").is_file():
-        return  # on a hub: checked again after ms-swift has downloaded it
-    layouts.check_layout(args.layout, layouts.read_model_shape(checkpoint))
-    if args.reference_layout is not None:
-        with prefix_problems("the reference copy (--ref_...)"):
-            layouts.check_layout(args.reference_layout, layouts.read_model_shape(checkpoint))
-
-
 def _check_json(args: DerivedArguments) -> None:
     """Check the flags that take JSON, and the settings of vLLM in the training processes among them."""
 
@@ -200,12 +184,6 @@ def _check_checkpoints(args: DerivedArguments) -> None:
         check_quickly(args.checkpoint_sources)
     if args.resumes and not args.no_load_optim:
         check_optimizer_state(source for source in args.checkpoint_sources if source.flag != "mcore_ref_model")
-
-
-def _check_interleaving(args: DerivedArguments) -> None:
-    micro_batches = None if args.max_tokens_per_micro_batch is not None else args.batch_plan().gradient_accumulation
-    layouts.check_interleaving(args.layout, micro_batches)
-    layouts.check_batched_messages(args.layout, args.overlap_p2p_comm)
 
 
 def _check_reference(args: DerivedArguments) -> None:

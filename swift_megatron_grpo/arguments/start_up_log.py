@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.arguments.layout_checks import expert_size_notes
 from swift_megatron_grpo.arguments.support_table import notes_on_flags
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batch_plan import format_table
+from swift_megatron_grpo.settings.parallel import expert_size_notes
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Engine

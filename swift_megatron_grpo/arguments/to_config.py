@@ -13,11 +13,7 @@ from swift_megatron_grpo.arguments.model_checks import text_only_limits
 from swift_megatron_grpo.arguments.rope import config_overrides
 from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
-from swift_megatron_grpo.generation.protocol.model_identity import (
-    position_identity,
-    precision_identity,
-    read_model_identity,
-)
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
@@ -96,7 +92,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             args.dump_folder,
             args.replay_folder,
             args.rollout_only,
-            read_model_identity(args.model_dir)["vocab_size"],
+            model_identity(args.model_config)["vocab_size"],
             args.resume != "never",
             dict(args.typed),
         ),
@@ -155,9 +151,10 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         sleep_level=args.sleep_level,
         seed=args.seed,
         lora_rank=_vllm_lora_rank(args),
-        hf_overrides=config_overrides(args.model_dir, args.rope_scaling, args.max_model_len),
+        hf_overrides=config_overrides(args.model_config, args.rope_scaling, args.max_model_len),
         returns_experts=args.of(Routing).settings().requested(1) > 0,
         quantization=args.rollout_quantization,
+        has_experts=args.model_shape.experts is not None,
     )
 
 
@@ -176,8 +173,8 @@ def _vllm_lora_rank(args: GRPOArguments) -> int | None:
 
 
 def _positions(args: GRPOArguments) -> dict[str, Any]:
-    overrides = config_overrides(args.model_dir, args.rope_scaling, args.max_model_len)
-    return position_identity(args.model_config | overrides)
+    overrides = config_overrides(args.model_config, args.rope_scaling, args.max_model_len)
+    return position_identity({**args.model_config, **overrides})
 
 
 def configure_server(args: GRPOArguments) -> ServerConfig | None:
@@ -193,7 +190,7 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         api_key=read_api_key(os.environ),
         bucket_bytes=int(os.environ.get(_BUCKET_VARIABLE, 512)) * 2**20,
         needed_length=(args.max_length or 1) + args.longest_completion,
-        model=read_model_identity(args.model_dir) | _positions(args) | precision_identity(args.torch_dtype),
+        model=model_identity(args.model_config) | _positions(args) | precision_identity(args.torch_dtype),
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
         images=args.most_images,

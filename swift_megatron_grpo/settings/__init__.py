@@ -4,7 +4,8 @@ flag.py          describe a flag, and the one function that checks all of them
 groups.py        all of these classes
 config.py        settings that the stages take
 layout.py        the parallel sizes of a run
-facts.py         facts that rules may know beyond the flags
+facts.py         facts that rules may know beyond the flags, such as the model's config.json
+parallel.py      the flags of the layout, and whether the model can be divided by it
 algorithm.py     loss, advantages, KL, entropy, dynamic sampling
 batches.py       batch sizes and micro batches (batch_plan.py, batch_sizes.py: their arithmetic and suggestions)
 sampling.py      sampling in training and in evaluation, lengths

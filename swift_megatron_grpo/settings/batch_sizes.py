@@ -47,9 +47,6 @@ _LAYOUT_FLAGS = ("context_parallel_size", "pipeline_model_parallel_size", "tenso
 
 def check_world_size(layout: Layout, sizes: Sizes) -> None:
     """Raise BatchError unless the world size is a multiple of the ranks that one copy of the model needs."""
-    for flag in (WORLD_SIZE, *_LAYOUT_FLAGS):
-        if getattr(layout, flag) <= 0:
-            raise BatchError(f"{flag} must be > 0, got {getattr(layout, flag)}", [{flag: 1}])
     if layout.world_size % layout.model_parallel == 0:
         return
     others = list(_other_layouts(layout))

@@ -25,7 +25,8 @@ class Batches(Flags):
 
     @rule
     def sizes_fit_together(self, layout: Layout) -> None:
-        self.plan(layout)
+        if layout.is_positive:
+            self.plan(layout)
 
     def plan(self, layout: Layout) -> BatchPlan:
         """Fill in the sizes that are not typed. Raises BatchError if they do not fit together."""

@@ -127,6 +127,7 @@ class VllmConfig:
     hf_overrides: dict[str, Any] = field(default_factory=dict)  # values of config.json that this run changes
     returns_experts: bool = False  # the engine reports which experts its routers choose
     quantization: Quantization = "none"
+    has_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

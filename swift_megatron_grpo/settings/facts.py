@@ -1,8 +1,12 @@
-"""Facts that rules may know beyond the flags: the shape of the model and that of the datasets."""
+"""Facts that rules may know beyond the flags: the layout, the model's config.json, and the images of the datasets."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from swift_megatron_grpo.settings.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +28,14 @@ class DataShape:
     """The datasets."""
 
     images: int  # the most in a row
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """State what is known beyond the flags; rules name the facts that they need as parameters."""
+
+    layout: Layout
+    config: Mapping[str, Any] | None = None  # the content of the model's config.json
+    shape: ModelShape | None = None  # of the model
+    rows: DataShape | None = None  # of the datasets
+    typed: bool = False  # the flags are as typed: ms-swift has filled nothing in yet

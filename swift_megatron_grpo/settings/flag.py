@@ -12,7 +12,7 @@
                 yield "--stop_grace ...: why; use --stop_grace 120"
 
 A rule runs as soon as its parameters are known: without one or with `layout` before ms-swift resolves the flags, with
-`shape` once the model's config.json is read, with `rows` once the datasets are. All faults of a moment are
+`config` or `shape` once the model's config.json is read, with `rows` once the datasets are. All faults of a moment are
 one error.
 """
 
@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints, overload
 
-from swift_megatron_grpo.settings.facts import DataShape, ModelShape
-from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.facts import Facts
 
 Faults = Iterator[str]
 Rule = TypeVar("Rule", bound=Callable[..., object])
@@ -87,15 +86,6 @@ def rule(method: Any = None, /, *, as_typed: bool = False) -> Any:
     return mark if method is None else mark(method)
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """State what is known beyond the flags; rules name the facts that they need as parameters."""
-
-    layout: Layout
-    shape: ModelShape | None = None  # of the model
-    rows: DataShape | None = None  # of the datasets
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """The flags of one stage, with their ranges and rules."""
@@ -111,7 +101,7 @@ class Flags:
         yield from self._range_faults()
         for method, names, as_typed in _rules(type(self)):
             known = {name: getattr(facts, name) for name in names}
-            if None in known.values() or (as_typed and facts.shape is not None):
+            if None in known.values() or (as_typed and not facts.typed):
                 continue
             try:
                 yield from method(self, **known) or ()

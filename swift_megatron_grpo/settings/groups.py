@@ -7,6 +7,7 @@ from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import Batches, MicroBatches
 from swift_megatron_grpo.settings.flag import Flags, Range, ranges
 from swift_megatron_grpo.settings.optimizer import LearningRate, Optimizer
+from swift_megatron_grpo.settings.parallel import Parallel, ReferenceSizes
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
@@ -15,7 +16,8 @@ from swift_megatron_grpo.settings.time_limits import TimeLimits, Trace
 from swift_megatron_grpo.settings.training import Data, Duration, Model
 
 GROUPS: tuple[type[Flags], ...] = (
-    Batches, MicroBatches, Sampling, Evaluation, Servers, Engine, Asynchronous, Recording, Routing, TimeLimits, Trace,
+    Parallel, ReferenceSizes, Batches, MicroBatches, Sampling, Evaluation, Servers, Engine, Asynchronous, Recording,
+    Routing, TimeLimits, Trace,
     Algorithm, LearningRate, Optimizer, Duration, Data, Model,
 )  # fmt: skip
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The sizes of every kind of parallelism, under ms-swift's flag names. arguments/ checks them."""
+    """The sizes of every kind of parallelism, under ms-swift's flag names. parallel.py checks them."""
 
     world_size: int
     tensor_model_parallel_size: int = 1
@@ -36,6 +36,11 @@ class Layout:
     @property
     def data_parallel(self) -> int:
         return self.world_size // self.model_parallel
+
+    @property
+    def is_positive(self) -> bool:
+        """True if no size is 0 or below, as a user may type them."""
+        return all(getattr(self, field.name) > 0 for field in fields(self) if field.name.endswith("_parallel_size"))
 
     def __str__(self) -> str:
         sequence = " with SP" if self.sequence_parallel else ""

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from swift_megatron_grpo.generation.interface import requests_for
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
@@ -46,7 +46,7 @@ def test_it_generates_with_the_weights_that_were_sent_and_reports_experts(server
     """The engine is a process of its own, which the environment alone gives vLLM's fixes for CPUs."""
     config = ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
-        needed_length=256, model=read_model_identity(moe),
+        needed_length=256, model=model_identity(read_model_config(moe)),
     )  # fmt: skip
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompt = Prompt("a", {"messages": [{"role": "user", "content": "question"}]})

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.generation.protocol.messages import RUN_IDLE_SECONDS, Routes
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig, SamplingConfig, ServerConfig
@@ -147,7 +147,7 @@ def test_requests_of_a_stuck_server_are_resent_and_cancelled_on_it(dense: Path, 
     stuck, healthy = servers
     config = ServerConfig(
         urls=(stuck.url, healthy.url), group_ports=(0, 0), timeout=120, request_timeout=15, api_key=KEY,
-        bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
+        bucket_bytes=2**20, needed_length=256, model=model_identity(read_model_config(dense)),
     )  # fmt: skip
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0)
     prompts = [Prompt(str(i), {"messages": [{"role": "user", "content": f"question {i}"}]}) for i in range(32)]
@@ -181,7 +181,7 @@ def test_a_server_serves_one_run_at_a_time(dense: Path, servers: list[RolloutSer
     """Every run counts its own versions: weights of another run with the same version must not generate."""
     config = ServerConfig(
         urls=(servers[1].url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY,
-        bucket_bytes=2**20, needed_length=256, model=read_model_identity(dense),
+        bucket_bytes=2**20, needed_length=256, model=model_identity(read_model_config(dense)),
     )  # fmt: skip
     weights = load_file(dense / "model.safetensors")
     ours, another = (RemoteVllm(config, WeightSender(torch.device("cpu"), 2**20), rank=0) for _ in range(2))
@@ -299,7 +299,7 @@ def test_an_unsuitable_server_is_refused(
 ) -> None:  # fmt: skip
     config = ServerConfig(
         urls=(servers[0].url,), group_ports=(0,), timeout=2, request_timeout=10, api_key=KEY, bucket_bytes=2**20,
-        needed_length=256, model=read_model_identity(dense),
+        needed_length=256, model=model_identity(read_model_config(dense)),
     )  # fmt: skip
     if change.get("urls") == "not ours":
         web = HTTPServer((HOST, free_port()), OtherServer)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from swift_megatron_grpo.generation.protocol.messages import Completion, Routes, RunIdentity
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import ServerConfig
@@ -47,7 +47,7 @@ def trainer(server: RolloutServer, dense: Path) -> Iterator[RemoteVllm]:
     """A trainer that has sent its weights, so that requests reach the engine."""
     config = ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
-        needed_length=256, model=read_model_identity(dense),
+        needed_length=256, model=model_identity(read_model_config(dense)),
     )  # fmt: skip
     engine = RemoteVllm(config, WeightSender(torch.device("cpu"), 2**18), rank=0)
     engine.check()

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.generation.protocol.messages import Completion, Routes
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
+from swift_megatron_grpo.generation.protocol.model_identity import model_identity, read_model_config
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
@@ -140,7 +140,8 @@ def test_conversations_are_generated_ahead_of_training(
 def config_of(server: RolloutServer, model: Path) -> ServerConfig:
     return ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=10, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
-        needed_length=256, model=read_model_identity(model), turns=RemoteTurnsConfig("--max_turns 3", max_turns=3),
+        needed_length=256, model=model_identity(read_model_config(model)),
+        turns=RemoteTurnsConfig("--max_turns 3", max_turns=3),
     )  # fmt: skip
 
 

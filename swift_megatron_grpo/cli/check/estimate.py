@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.layout_checks import check_layout, read_model_shape
 from swift_megatron_grpo.arguments.to_config import configure
 from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of, micro_batches, saved_by_sharing
 from swift_megatron_grpo.cli.check.model import Model
@@ -33,6 +32,7 @@ from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import Gpu
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.parallel import faults_of_layout
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,10 @@ def _filled(training: Training, packed: int) -> Training:
 
 
 def _divides(args: GRPOArguments) -> Callable[[Layout], bool]:
-    shape = read_model_shape(args.model_dir)
+    shape = args.model_shape
 
     def allows(layout: Layout) -> bool:
-        try:
-            check_layout(layout, shape)
-        except ValueError:
-            return False
-        return bool(args.global_batch_size % layout.data_parallel == 0)
+        return not any(faults_of_layout(layout, shape)) and args.global_batch_size % layout.data_parallel == 0
 
     return allows
 

@@ -13,20 +13,17 @@ import torch
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_identity
 from swift_megatron_grpo.settings.config import VllmConfig
 from swift_megatron_grpo.weights.load import quantization
 
 _FLAG = "--vllm_engine_kwargs"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # in a config.json
 
 
 def check_engine_settings(config: VllmConfig) -> None:
     """Raise ValueError if vLLM refuses the settings. It reads the model's config for this, and no weights."""
-    has_experts = any(name in _EXPERTS for name in read_model_identity(config.model_dir))
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     dtype = str(config.dtype).removeprefix("torch.")
-    device = quantization.refusal_of_device(capability, has_experts)
+    device = quantization.refusal_of_device(capability, config.has_experts)
     quantization.check_quantization(config.quantization, config.lora_rank is not None, dtype, device)
     problem = _problem(config, config.engine_kwargs)
     if problem is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,12 @@ def precision_identity(dtype: torch.dtype) -> dict[str, Any]:
     return {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-def read_model_config(folder: str | Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+def read_model_config(folder: str | Path) -> Mapping[str, Any]:
+    """Return the content of config.json in a folder. It is read once, because every stage asks for it."""
+    return _read(Path(folder).expanduser().resolve() / "config.json")
+
+
+@cache
+def _read(file: Path) -> Mapping[str, Any]:
+    config: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return config
-
-
-def read_model_identity(folder: str | Path) -> dict[str, Any]:
-    """Return the values of the config.json in this folder."""
-    return model_identity(read_model_config(folder))

@@ -97,7 +97,6 @@ def test_sizes_that_are_left_out_are_filled_in(typed: dict[str, int], generation
         ({"micro_batch_size": 0}, "micro_batch_size must be > 0, got 0; use --micro_batch_size 1"),
         ({"global_batch_size": -16}, "global_batch_size must be > 0, got -16; use --global_batch_size 8"),
         ({"num_generations": 0}, "num_generations must be > 0, got 0; use --num_generations 2"),
-        ({"context_parallel_size": 0}, "context_parallel_size must be > 0, got 0; use --context_parallel_size 1"),
         (
             {"world_size": 6, "tensor_model_parallel_size": 4, "global_batch_size": 24},
             "world size (6) must be divisible by tensor_model_parallel_size (4) * pipeline_model_parallel_size (1) * "

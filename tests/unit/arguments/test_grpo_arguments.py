@@ -110,8 +110,8 @@ def test_a_single_completion_per_prompt_is_refused(typed: dict[str, Any]) -> Non
         ("2", {"expert_model_parallel_size": 4}, "needs experts, and"),
         ("2", {"expert_tensor_parallel_size": 4}, "; use --expert_tensor_parallel_size 1"),
         ("4", {"vllm_tensor_parallel_size": 3}, "; use --vllm_tensor_parallel_size 1 or 2 or 4"),
-        ("1", {"vllm_tensor_parallel_size": 0}, "vllm_tensor_parallel_size must be > 0, got 0"),
-        ("1", {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size must be > 0, got 0"),
+        ("1", {"vllm_tensor_parallel_size": 0}, "--vllm_tensor_parallel_size 0 must be at least 1"),
+        ("1", {"tensor_model_parallel_size": 0}, "--tensor_model_parallel_size 0 must be at least 1"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(

@@ -18,13 +18,12 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048,
 @pytest.mark.parametrize(
     "config", [{"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
 )
-def test_the_base_of_the_checkpoint_is_kept(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_base_of_the_checkpoint_is_kept(config: dict[str, Any]) -> None:
     """transformers 4 writes it at the top of config.json, transformers 5 among the parameters that are replaced."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    overrides = config_overrides(tmp_path, YARN, 8192)
+    overrides = config_overrides(config, YARN, 8192)
     rope = {"rope_theta": 5e5, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
     assert overrides == {"rope_parameters": rope, "max_position_embeddings": 8192}
-    assert config_overrides(tmp_path, None, None) == {}
+    assert config_overrides(config, None, None) == {}
     assert position_identity(config | overrides) == {"rope_type": "yarn", "rope_factor": 4.0, "rope_theta": 5e5,
                                                      "rope_original_length": 2048}  # fmt: skip
     assert position_identity(config) == {"rope_type": "default", "rope_factor": None, "rope_theta": 5e5}
@@ -71,9 +70,8 @@ def test_a_server_of_the_same_checkpoint_has_the_same_positions(name: str, tmp_p
     "override",
     [{"rope_theta": 1e4}, {"factor": 2.0}, {"rope_type": "linear"}, {"original_max_position_embeddings": 4096}],
 )
-def test_a_server_that_was_started_with_another_scaling_is_refused(override: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"rope_theta": 5e5}))
-    trainer = config_overrides(tmp_path, YARN, 8192)
+def test_a_server_that_was_started_with_another_scaling_is_refused(override: dict[str, Any]) -> None:
+    trainer = config_overrides({"rope_theta": 5e5}, YARN, 8192)
     server = {"rope_parameters": trainer["rope_parameters"] | override}
     assert position_identity(server) != position_identity(trainer)
 

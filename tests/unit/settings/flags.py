@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from swift_megatron_grpo.settings.facts import DataShape, ModelShape
-from swift_megatron_grpo.settings.flag import Facts, Flags
+from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
+from swift_megatron_grpo.settings.flag import Flags
 from swift_megatron_grpo.settings.layout import Layout
 
 F = TypeVar("F", bound=Flags)
@@ -23,4 +23,4 @@ def of(group: type[F], **typed: Any) -> F:
 
 
 def faults(group: type[Flags], shape: ModelShape | None = None, rows: DataShape | None = None, **typed: Any) -> str:
-    return "\n".join(of(group, **typed).faults(Facts(Layout(1), shape, rows)))
+    return "\n".join(of(group, **typed).faults(Facts(Layout(1), None, shape, rows, typed=shape is None)))

@@ -64,8 +64,7 @@ def test_quantization_that_the_device_cannot_run_is_refused(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "this GPU has compute capability 8.0, and FP8 needs 8.9" in refuse(config, quantization="fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    Path(config.model_dir, "config.json").write_text(json.dumps(QWEN3 | {"num_experts": 4}))
-    assert "vLLM has no FP8 mixture of experts on a CPU" in refuse(config, quantization="fp8")
+    assert "vLLM has no FP8 mixture of experts on a CPU" in refuse(config, quantization="fp8", has_experts=True)
 
 
 def test_quantization_that_vllm_refuses_is_named(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> None:

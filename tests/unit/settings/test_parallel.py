@@ -1,4 +1,4 @@
-"""The checks of layouts and of single flags, on plain values."""
+"""Layouts must divide the model; and checks of single flags, on plain values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.layout_checks import (
-    check_batched_messages,
-    check_interleaving,
-    check_layout,
-    expert_size_notes,
-    read_model_shape,
-)
+from swift_megatron_grpo.arguments.model_checks import shape_of
 from swift_megatron_grpo.arguments.value_checks import (
     check_adapter_sync,
     check_distributed_cpu_optimizer,
@@ -23,8 +17,11 @@ from swift_megatron_grpo.arguments.value_checks import (
     check_reference_adapter,
     check_reward_functions,
 )
-from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
+from swift_megatron_grpo.settings.facts import Facts, ModelShape
 from swift_megatron_grpo.settings.layout import Layout, parse_stages
+from swift_megatron_grpo.settings.parallel import Parallel, expert_size_notes, faults_of_interleaving, faults_of_layout
+from tests.unit.settings.flags import of
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -34,6 +31,12 @@ def shape(**changes: Any) -> ModelShape:
 
 def layout(world_size: int = 16, **changes: Any) -> Layout:
     return Layout(world_size, **{"sequence_parallel": True} | changes)
+
+
+def check_layout(sizes: Layout, model: ModelShape) -> None:
+    faults = list(faults_of_layout(sizes, model))
+    if faults:
+        raise ValueError("\n".join(faults))
 
 
 def test_tensor_parallel_sizes_that_megatron_core_accepts() -> None:
@@ -135,7 +138,7 @@ def test_experts_are_divided_evenly_and_need_sequence_parallelism() -> None:
 
 def test_sizes_missing_in_a_config_are_not_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    unknown = read_model_shape(tmp_path)
+    unknown = shape_of(read_model_config(tmp_path), str(tmp_path))
     assert unknown == ModelShape(str(tmp_path), None, None, None, None, None, None)
     check_layout(layout(tensor_model_parallel_size=16), unknown)
 
@@ -143,7 +146,7 @@ def test_sizes_missing_in_a_config_are_not_checked(tmp_path: Path) -> None:
 def test_the_shape_of_composed_latent_and_sparse_models(tmp_path: Path) -> None:
     text = {"num_attention_heads": 8, "num_key_value_heads": 8, "kv_lora_rank": 16, "n_routed_experts": 4}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text, "num_hidden_layers": 6}))
-    model = read_model_shape(tmp_path)
+    model = shape_of(read_model_config(tmp_path), str(tmp_path))
     assert (model.attention_heads, model.kv_heads, model.experts, model.layers) == (8, None, 4, 6)
 
 
@@ -189,7 +192,7 @@ def test_the_shape_of_a_composed_model_is_that_of_its_language_model(parts: list
     for part in reversed(parts):
         config = {part: config, "num_hidden_layers": 99, "model_type": part}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    model = read_model_shape(tmp_path)
+    model = shape_of(read_model_config(tmp_path), str(tmp_path))
     assert (model.layers, model.experts, model.attention_heads) == (4, 8, 16)
 
 
@@ -225,28 +228,29 @@ def interleaved(group: int | None = None, virtual: int = 2) -> Layout:
     )
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, True), (2, 1, False), (4, 2, False), (1, 1, False)])
+@pytest.mark.parametrize("sizes", [(2, 2, True), (2, 1, False), (4, 2, False), (1, 1, False), (2, 3, False)])
 def test_messages_of_virtual_stages_are_not_batched_between_two_stages(sizes: tuple[int, int, bool]) -> None:
     stages, virtual, overlap = sizes
-    check_batched_messages(
-        layout(pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual), overlap
-    )
-    with pytest.raises(ValueError, match="use --overlap_p2p_comm true"):
-        check_batched_messages(layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=3), False)
+    group = of(
+        Parallel, pipeline_model_parallel_size=stages, virtual_pipeline_model_parallel_size=virtual,
+        overlap_p2p_comm=overlap, max_tokens_per_micro_batch=1,
+    )  # fmt: skip
+    faults = "\n".join(group.faults(Facts(group.layout(stages))))
+    assert ("use --overlap_p2p_comm true" in faults) == (sizes == (2, 3, False))
 
 
 def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
-    for micro_batches in (4, 8, None):
-        check_interleaving(interleaved(), micro_batches)
-    check_interleaving(interleaved(5), 9)  # the remaining 4 still fill the pipeline
-    check_interleaving(interleaved(virtual=1), 3)
-    for micro_batches in (2, 6):
-        with pytest.raises(ValueError, match=r"make it a multiple of 4 with --global_batch_size or --micro_batch_size"):
-            check_interleaving(interleaved(), micro_batches)
-    with pytest.raises(ValueError, match="use --microbatch_group_size_per_vp_stage 4, or leave it out"):
-        check_interleaving(interleaved(3), 12)
-    with pytest.raises(ValueError, match="has no effect without --virtual_pipeline_model_parallel_size"):
-        check_interleaving(interleaved(4, virtual=1), 12)
+    def faults(sizes: Layout, micro_batches: int | None) -> str:
+        return "\n".join(faults_of_interleaving(sizes, micro_batches))
+
+    assert [faults(interleaved(), number) for number in (4, 8, None)] == ["", "", ""]
+    assert faults(interleaved(5), 9) == ""  # the remaining 4 still fill the pipeline
+    assert faults(interleaved(virtual=1), 3) == ""
+    for number in (2, 6):
+        advice = "make it a multiple of 4 with --global_batch_size or --micro_batch_size"
+        assert advice in faults(interleaved(), number)
+    assert "use --microbatch_group_size_per_vp_stage 4, or leave it out" in faults(interleaved(3), 12)
+    assert "has no effect without --virtual_pipeline_model_parallel_size" in faults(interleaved(4, virtual=1), 12)
 
 
 @pytest.mark.parametrize(
