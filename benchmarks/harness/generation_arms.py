@@ -139,22 +139,23 @@ def _colocated_engine(model: str, job: GenerationJob) -> Any:
 
 def serve_behind_server(flags: list[str]) -> None:
     """Run `swift rollout`, which accepts requests for the checkpoint's weights: one GPU cannot send them to itself."""
-    from swift_megatron_grpo.generation.server import deploy, worker
+    from swift_megatron_grpo.generation.server import deploy, engine_process, routes
 
-    class CheckpointDeploy(deploy.GRPORolloutDeploy):
+    class CheckpointRoutes(routes.RolloutRoutes):
         def _require_weights(self, run: Any, version: int) -> None:
             assert version == WEIGHTS_VERSION
 
-    vars(deploy)["run_worker"] = _run_worker
-    assert worker.run_worker is not _run_worker
-    CheckpointDeploy(flags).main()
+    vars(deploy)["run_engine_process"] = _run_engine_process
+    assert engine_process.run_engine_process is not _run_engine_process
+    vars(deploy)["RolloutRoutes"] = CheckpointRoutes
+    deploy.GRPORolloutDeploy(flags).main()
 
 
-def _run_worker(*arguments: Any) -> None:
-    from swift_megatron_grpo.generation.server.worker import run_worker
+def _run_engine_process(*arguments: Any) -> None:
+    from swift_megatron_grpo.generation.server.engine_process import run_engine_process
 
     end_at_longest_length()
-    run_worker(*arguments)
+    run_engine_process(*arguments)
 
 
 def main() -> None:
@@ -168,7 +169,7 @@ def main() -> None:
         from swift_megatron_grpo.platforms.cpu import prepare_server_environment
 
         prepare_server_environment()
-    from swift_megatron_grpo.generation.server.end_at_signals import end_at_signals
+    from swift_megatron_grpo.generation.server.signals import end_at_signals
 
     with end_at_signals():
         serve_behind_server(arguments)

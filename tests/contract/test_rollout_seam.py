@@ -31,13 +31,13 @@ def upstream() -> dict[str, Any]:
         from vllm.v1.worker.gpu import model_runner
         import swift.cli.rollout as script
 
-        from swift_megatron_grpo.generation.server import ignore_interrupts
+        from swift_megatron_grpo.generation.server import signals
 
         deploy = rollout.SwiftRolloutDeploy
-        ignore_interrupts.ignore_interrupts()
+        signals.ignore_interrupts()
         aux_check = getattr(VllmConfig, "_verify_aux_output_compatibility", None)
         result = {
-            "ignoring": [name for _, _, name in ignore_interrupts._entries],
+            "ignoring": [name for _, _, name in signals._entries],
             "route": swift_cli.ROUTE_MAPPING["rollout"],
             "script": source(script),
             "rollout_main": source(rollout.rollout_main),
@@ -96,7 +96,7 @@ def test_swift_rollout_runs_this_script_and_this_class() -> None:
 
 
 def test_the_worker_builds_its_engine_from_names_in_its_module() -> None:
-    """generation/server/worker.py replaces the class, in a separate process."""
+    """generation/server/engine_process.py replaces the class, in a separate process."""
     source = upstream()["async_llm_worker"]
     assert "SwiftRolloutDeploy.get_infer_engine(args" in source
     assert "connection.send({'status': 'ready'})" in source and "command['type'] == 'shutdown'" in source
@@ -107,7 +107,7 @@ def test_the_worker_builds_its_engine_from_names_in_its_module() -> None:
 
 
 def test_the_worker_builds_its_scheduler_from_a_name_in_its_module() -> None:
-    """generation/server/worker.py runs conversations with the same scheduler."""
+    """generation/server/engine_process.py runs conversations with the same scheduler."""
     assert "get_rollout_engine_type(args, engine)" in upstream()["async_llm_worker"]
     source = upstream()["get_rollout_engine_type"]
     assert "if args.multi_turn_scheduler:" in source and "scheduler_cls(infer_engine=engine" in source
@@ -131,7 +131,7 @@ def test_the_server_starts_its_workers_in_init_and_waits_for_them_in_its_lifespa
 
 
 def test_uvicorn_limits_neither_idle_connections_nor_headers() -> None:
-    """generation/server/connections.py does both, with these attributes. If uvicorn does, remove it."""
+    """generation/server/gate.py does both, with these attributes. If uvicorn does, remove it."""
     source = upstream()["protocol"]
     assert all(f"self.{name} = " in source for name in ("connections", "cycle", "transport", "loop"))
     made = source.split("def connection_made", 1)[1].split("    def ", 1)[0]
@@ -139,7 +139,7 @@ def test_uvicorn_limits_neither_idle_connections_nor_headers() -> None:
 
 
 def test_the_output_handler_looks_its_processor_up_at_every_step() -> None:
-    """generation/server/prober.py replaces the method, to detect that the engine generates."""
+    """generation/server/health.py replaces the method, to detect that the engine generates."""
     assert "output_processor.process_outputs(" in upstream()["output_handler"]
 
 
@@ -149,7 +149,7 @@ def test_the_launcher_prints_the_command_with_all_arguments() -> None:
 
 
 def test_stock_routes_wait_for_the_engine_in_the_event_loop() -> None:
-    """generation/server/stock_routes.py runs them in a thread, one at a time."""
+    """generation/server/deploy.py runs them in a thread, one at a time."""
     assert "all_outputs = [connection.recv() for connection in self.connections]" in upstream()["infer"]
 
 
@@ -184,24 +184,24 @@ def test_the_engine_of_one_device_can_be_replaced_by_one_in_a_thread() -> None:
 
 
 def test_requests_can_select_a_replica_and_an_adapter() -> None:
-    """generation/server/worker.py computes the log-probs of a fixed text with every replica."""
+    """generation/server/engine_process.py computes the log-probs of a fixed text with every replica."""
     assert {"lora_request", "data_parallel_rank"} <= set(upstream()["generate"])
     assert upstream()["adapter"] == ["self", "adapter_request"]
 
 
 def test_vllm_aborts_a_request_when_its_task_is_cancelled() -> None:
-    """generation/server/cancel_on_disconnect.py relies on it when a client disconnects."""
+    """generation/server/responses.py relies on it when a client disconnects."""
     source = upstream()["generate_source"]
     assert "except (asyncio.CancelledError, GeneratorExit):" in source and "await self.abort(" in source
 
 
 def test_an_engine_whose_core_was_killed_reports_an_error() -> None:
-    """generation/server/worker.py watches this property and exits when it is set."""
+    """generation/server/engine_process.py watches this property and exits when it is set."""
     assert "self.engine_core.resources.engine_dead" in upstream()["errored"]
 
 
 def test_every_process_that_vllm_starts_ignores_ctrl_c() -> None:
-    """generation/server/ignore_interrupts.py finds the functions that they run."""
+    """generation/server/signals.py finds the functions that they run."""
     assert upstream()["ignoring"] == ["run_engine_core", "run_coordinator", "worker_main"]
 
 

@@ -12,7 +12,7 @@ def main() -> None:
 
         prepare_server_environment()  # before vLLM reads the environment, which its processes inherit
 
-    from swift_megatron_grpo.generation.server.end_at_signals import end_at_signals
+    from swift_megatron_grpo.generation.server.signals import end_at_signals
 
     with end_at_signals():
         from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,8 @@ from swift.rollout import envs, multi_turns
 
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
-from swift_megatron_grpo.generation.server.limits import TrafficLimits
+from swift_megatron_grpo.generation.server.gate import TrafficLimits
+from swift_megatron_grpo.generation.server.schema import ContentLimits, prompt_characters
 from swift_megatron_grpo.generation.vllm.engine_kwargs import EXPERTS, FLAG, REFUSED_BY_SERVERS, check_engine_kwargs
 from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
 from swift_megatron_grpo.types import Quantization
@@ -161,6 +163,17 @@ class GRPORolloutArguments(RolloutArguments):
             requests=self.max_requests,
             connections=self.max_connections,
             idle_seconds=self.idle_timeout,
+        )
+
+    def content_limits(self, engine_settings: Mapping[str, Any]) -> ContentLimits:
+        """Return the limits on the content of a request, which depend on the engine."""
+        return ContentLimits(
+            nesting=self.max_nesting,
+            messages=self.max_messages,
+            prompt_characters=prompt_characters(self.max_prompt_characters, engine_settings["max_model_len"]),
+            max_model_len=engine_settings["max_model_len"],
+            vocab_size=engine_settings["vocab_size"],
+            accepts_media=engine_settings["accepts_media"],
         )
 
     @property

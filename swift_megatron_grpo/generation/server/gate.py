@@ -1,4 +1,4 @@
-"""The gate in front of all routes: the key first, then the size and the content of the body.
+"""The gate in front of all routes: limits on connections, then the key, then the size and the content of the body.
 
 A request without the key is answered before its body is read. What reaches a route is complete, small enough and
 checked by schema.py. An exception in a route is logged with an id, and the client receives the id alone.
@@ -9,21 +9,43 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import resource
 import uuid
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swift.utils import get_logger
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from swift_megatron_grpo.generation.protocol.messages import INVALID
-from swift_megatron_grpo.generation.server.limits import ContentLimits, TrafficLimits
-from swift_megatron_grpo.generation.server.schema import SCHEMAS, STOCK_SCHEMAS, GenerateBatch, InvalidBody, parse
+from swift_megatron_grpo.generation.server.schema import (
+    SCHEMAS,
+    STOCK_SCHEMAS,
+    ContentLimits,
+    GenerateBatch,
+    InvalidBody,
+    parse,
+)
 
 logger = get_logger()
 OPEN_ROUTES = ("/health", "/health/")  # need no key
 _BODY = "swift_megatron_grpo.body"  # key of the scope
 _SCHEME = b"bearer "
+_HEADER_BYTES = 2**16
+_Base: Any = AutoHTTPProtocol  # uvicorn's protocol: which one depends on the installed packages
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficLimits:
+    """Limits on connections and on requests, whatever they contain."""
+
+    body_bytes: int
+    body_seconds: float  # to send one body
+    requests: int  # in progress
+    connections: int
+    idle_seconds: float  # of a connection without a request
 
 
 class Refused(Exception):
@@ -168,3 +190,54 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return replay
+
+
+def bounded_protocol(most: int, idle_seconds: float) -> type[asyncio.Protocol]:
+    """Return uvicorn's protocol, which closes idle connections and those beyond a number.
+
+    uvicorn leaves this to a proxy: timeout_keep_alive begins after the first request, limit_concurrency answers once
+    the headers are complete, and only h11, the slower of its two protocols, limits their size. Each connection costs a
+    file descriptor, and without a free one the server accepts no connection.
+    """
+
+    class BoundedProtocol(_Base):
+        _received = 0  # bytes since the last request began
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            if len(self.connections) > most:
+                transport.abort()
+            else:
+                self._close_later(None)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._received = self._received + len(data) if self._is_idle else 0
+            if self._received > _HEADER_BYTES:
+                self.transport.abort()
+
+        @property
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
+
+        def _close_later(self, last_request: object) -> None:
+            self.loop.call_later(idle_seconds, self._close_if_idle, last_request)
+
+        def _close_if_idle(self, last_request: object) -> None:
+            """Close the connection unless a request has begun since `last_request` or is in progress."""
+            if self.transport.is_closing():
+                return
+            if self._is_idle and self.cycle is last_request:
+                self.transport.abort()
+            else:
+                self._close_later(self.cycle)
+
+    return BoundedProtocol
+
+
+def allow_open_files(number: int) -> None:
+    """Raise this process's limit on open files as far as it may; each connection needs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

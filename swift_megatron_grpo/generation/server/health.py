@@ -10,9 +10,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from swift_megatron_grpo.generation.server.completions import Completer
 
 _CHECKS = 8  # in one timeout
 _LONGEST_PAUSE = 30.0  # seconds between two checks
+_PROBE = {"messages": [{"role": "user", "content": "?"}]}
+_SAMPLING = {"max_tokens": 1, "temperature": 0.0}  # greedy: it does not advance the random numbers of completions
+_GRACE = 1.0  # seconds for the probe to end after a token was generated
 
 
 class EngineHealth:
@@ -23,6 +29,7 @@ class EngineHealth:
 
     def __init__(self, probe: Callable[[], Awaitable[object]], timeout: float) -> None:
         self._probe, self._timeout = probe, timeout
+        self.failure: str | None = None  # why the engine has ended
         self._suspensions = 0
         self._generated = False
         self._last_failure = ""
@@ -72,3 +79,39 @@ class EngineHealth:
         else:
             self._last_failure = ""
             self._generated = True
+
+
+class Prober:
+    """Probes the engine, in its process: generates one token, unless others are generated anyway."""
+
+    def __init__(self, completer: Completer, engine: Any) -> None:
+        self._completer = completer
+        self._token = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        processor = engine.output_processor
+        process_outputs = processor.process_outputs
+
+        def process(outputs: Any, *arguments: Any, **options: Any) -> Any:
+            """Process what the engine's core has generated in one step; EngineThread calls this in its thread."""
+            if outputs and not self._token.is_set():
+                loop.call_soon_threadsafe(self._token.set)
+            return process_outputs(outputs, *arguments, **options)
+
+        processor.process_outputs = process
+
+    async def wait_for_token(self) -> None:
+        """Send a request, and return once the engine has generated a token for it or for another request.
+
+        Behind a long queue its own request may have to wait for minutes.
+        """
+        self._token.clear()
+        generating = asyncio.ensure_future(self._completer.complete(_PROBE, _SAMPLING))
+        waiting = asyncio.ensure_future(self._token.wait())
+        try:
+            await asyncio.wait([generating, waiting], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([generating], timeout=_GRACE)
+            if generating.done():
+                generating.result()
+        finally:
+            generating.cancel()
+            waiting.cancel()

@@ -1,7 +1,7 @@
 """The requests that a rollout server accepts, with the type, range and size of every field.
 
 Nothing else reaches vLLM: a value of a wrong type can end the engine's input thread without an error. Types are strict
-(True is no number, "1" is no number), numbers finite. An error names the field and does not repeat its value.
+(neither True nor "1" is a number), numbers finite. An error names the field and does not repeat its value.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -27,9 +28,10 @@ from pydantic_core import from_json
 
 from swift_megatron_grpo.data.images import check_sent
 from swift_megatron_grpo.generation.protocol.messages import MOST_IN_BATCH, Routes
-from swift_megatron_grpo.generation.server.limits import ContentLimits
 
 B = TypeVar("B", bound=BaseModel)
+_CHARACTERS_PER_TOKEN = 32  # more than any tokenizer needs for text
+_LEAST_CHARACTERS = 2**20
 _INT64 = 2**63
 _PROBE_IMAGE, _PROBE_PIXELS = 2**18, 2**16  # characters and pixels of the image that verifies weights
 _LEVELS_OF_BATCH = 2  # that a batch puts around its requests
@@ -50,6 +52,23 @@ Version = Annotated[int, Field(ge=-1, lt=_INT64)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{40}$")]
 Name = Annotated[str, Field(min_length=1, max_length=1024)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+@dataclass(frozen=True, slots=True)
+class ContentLimits:
+    """Limits on the content of one request."""
+
+    nesting: int  # levels of lists and objects
+    messages: int  # of one request
+    prompt_characters: int
+    max_model_len: int
+    vocab_size: int
+    accepts_media: bool  # the model has an image, video or audio part
+
+
+def prompt_characters(flag: int | None, max_model_len: int) -> int:
+    """Return the limit on the characters of one prompt: by default what can fill the engine's context."""
+    return flag if flag is not None else max(_LEAST_CHARACTERS, _CHARACTERS_PER_TOKEN * max_model_len)
 
 
 class InvalidBody(ValueError):
@@ -162,7 +181,7 @@ class Prompt(StockPrompt):
             try:
                 decoded[name] = json.loads(text)
             except (ValueError, RecursionError):
-                raise ValueError("a column is no JSON text") from None
+                raise ValueError("a column is not valid JSON") from None
         _check_values(decoded, _limits(info).nesting, allow_nan=True)
         return decoded
 

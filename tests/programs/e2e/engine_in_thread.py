@@ -17,8 +17,8 @@ async def observe(model: str) -> dict[str, Any]:
     from swift.infer_engine.protocol import RolloutInferRequest
 
     from swift_megatron_grpo.generation.server.completions import Completer
+    from swift_megatron_grpo.generation.server.engine_process import ServedEngine
     from swift_megatron_grpo.generation.server.engine_thread import EngineFailed, EngineThread
-    from swift_megatron_grpo.generation.server.worker import ServedEngine
 
     engine = ServedEngine(
         model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,

@@ -23,7 +23,7 @@ async def compare(model: str) -> dict[str, Any]:
     from swift.infer_engine.protocol import RolloutInferRequest
 
     from swift_megatron_grpo.generation.server.completions import Completer
-    from swift_megatron_grpo.generation.server.worker import WORKER_EXTENSION
+    from swift_megatron_grpo.generation.server.engine_process import WORKER_EXTENSION
 
     engine = GRPOVllmEngine(
         model, model_type="qwen3", template_type="qwen3", torch_dtype=torch.float32, use_async_engine=True,

@@ -7,9 +7,9 @@ import os
 from functools import wraps
 from typing import Any
 
-from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy
+from swift_megatron_grpo.generation.server.routes import RolloutRoutes
 
-generate = GRPORolloutDeploy.generate
+generate = RolloutRoutes.generate
 
 
 @wraps(generate)
@@ -18,4 +18,4 @@ async def generate_slowly(*args: Any, **kwargs: Any) -> Any:
     return response
 
 
-GRPORolloutDeploy.generate = generate_slowly  # type: ignore[method-assign]
+RolloutRoutes.generate = generate_slowly  # type: ignore[method-assign]

@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 
-from swift_megatron_grpo.generation.server.cancel_on_disconnect import while_connected
 from swift_megatron_grpo.generation.server.pipe import CommandError, Commands, serve
+from swift_megatron_grpo.generation.server.responses import while_connected
 
 
 class Work:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from swift.utils import get_logger
 
-from swift_megatron_grpo.generation.server import engine_thread, worker
+from swift_megatron_grpo.generation.server import engine_process, engine_thread
 from swift_megatron_grpo.generation.server.engine_thread import EngineFailed, EngineThread
 
 
@@ -166,8 +166,8 @@ def test_the_prefix_cache_of_older_weights_is_reset_once_no_batch_is_on_the_devi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Draining(batches=2)
-    asyncio.run(worker.reset_prefix_cache(engine))
+    asyncio.run(engine_process.reset_prefix_cache(engine))
     assert engine.batches == -1
-    monkeypatch.setattr(worker, "_DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(engine_process, "_DRAIN_SECONDS", 0.05)
     with pytest.raises(RuntimeError, match="values of older weights would stay"):
-        asyncio.run(worker.reset_prefix_cache(Draining(batches=10**9)))
+        asyncio.run(engine_process.reset_prefix_cache(Draining(batches=10**9)))

@@ -13,8 +13,8 @@ from fastapi import FastAPI, Request
 from swift.utils import get_logger
 
 from swift_megatron_grpo.generation.protocol.messages import Routes
-from swift_megatron_grpo.generation.server.gate import Gate
-from swift_megatron_grpo.generation.server.limits import ContentLimits, TrafficLimits
+from swift_megatron_grpo.generation.server.gate import Gate, TrafficLimits
+from swift_megatron_grpo.generation.server.schema import ContentLimits
 
 KEY = "schlüssel"
 TRAFFIC = TrafficLimits(body_bytes=100, body_seconds=1, requests=2, connections=10, idle_seconds=1)

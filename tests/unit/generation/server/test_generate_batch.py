@@ -10,12 +10,10 @@ from typing import Any
 from starlette.requests import Request
 
 from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RunIdentity
-from swift_megatron_grpo.generation.server.deploy import GRPORolloutDeploy
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
-from swift_megatron_grpo.generation.server.limits import ContentLimits
-from swift_megatron_grpo.generation.server.run_lease import RunLease
-from swift_megatron_grpo.generation.server.schema import GenerateBatch, parse
+from swift_megatron_grpo.generation.server.routes import RolloutRoutes
+from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, parse
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False)
 RUN = RunIdentity("run", "secret")
@@ -35,16 +33,17 @@ class Engine:
         return {"text": "hi"}
 
 
-def served(engine: Engine) -> Any:
-    """Return a server with weights 3, without its processes."""
-    server: Any = GRPORolloutDeploy.__new__(GRPORolloutDeploy)
-    server.lease, server.weights_version, server.commands = RunLease(), 3, engine
-    server.lease.touch(RUN, time.monotonic())
-    server.engine_health = EngineHealth(lambda: engine.call("probe"), 60)
-    return server
+def served(engine: Engine) -> RolloutRoutes:
+    """Return the routes of a server with weights 3, without its processes."""
+    arguments: Any = None
+    commands: Any = engine
+    routes = RolloutRoutes(arguments, commands, EngineHealth(lambda: engine.call("probe"), 60), engine_settings={})
+    routes._lease.touch(RUN, time.monotonic())
+    routes.weights_version = 3
+    return routes
 
 
-async def answers(server: Any, arrives: int | None) -> list[dict[str, Any]]:
+async def answers(server: RolloutRoutes, arrives: int | None) -> list[dict[str, Any]]:
     """Send a batch of two. `arrives`: version of weights that arrive after the batch was accepted; None: no weights."""
     scope = {"type": "http", _BODY: parse(json.dumps({"requests": [REQUEST] * 2}).encode(), GenerateBatch, LIMITS)}
     response = await server.generate_batch(Request(scope), RUN)

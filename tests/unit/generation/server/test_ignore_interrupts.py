@@ -43,7 +43,7 @@ class WorkerProc:
 """
 _SERVER = """
 import multiprocessing, sys
-from swift_megatron_grpo.generation.server.ignore_interrupts import ignore_interrupts
+from swift_megatron_grpo.generation.server.signals import ignore_interrupts
 
 if __name__ == "__main__":
     ignore_interrupts()

@@ -15,9 +15,8 @@ from swift_megatron_grpo.data.images import check_sent
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Routes
 from swift_megatron_grpo.generation.remote.client import Refused
 from swift_megatron_grpo.generation.remote.image_uploads import ImageUploads
-from swift_megatron_grpo.generation.server.image_store import ImageStore, MissingImages
-from swift_megatron_grpo.generation.server.limits import ContentLimits
-from swift_megatron_grpo.generation.server.schema import SCHEMAS, InvalidBody, parse
+from swift_megatron_grpo.generation.server.engine_process import ImageStore, MissingImages
+from swift_megatron_grpo.generation.server.schema import SCHEMAS, ContentLimits, InvalidBody, parse
 
 LIMITS = ContentLimits(
     nesting=16, messages=8, prompt_characters=2000, max_model_len=256, vocab_size=300, accepts_media=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swift_megatron_grpo.generation.protocol.messages import RUN_IDLE_SECONDS, RunIdentity
-from swift_megatron_grpo.generation.server.run_lease import RunLease
+from swift_megatron_grpo.generation.server.routes import RunLease
 
 A, B = RunIdentity("a", "secret of a"), RunIdentity("b", "secret of b")
 

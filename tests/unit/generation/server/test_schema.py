@@ -16,14 +16,15 @@ from vllm import SamplingParams
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.protocol.messages import Routes
 from swift_megatron_grpo.generation.requests import conversation_payload, infer_request, request_config
-from swift_megatron_grpo.generation.server.limits import ContentLimits, prompt_characters
 from swift_megatron_grpo.generation.server.schema import (
     SCHEMAS,
     STOCK_SCHEMAS,
+    ContentLimits,
     GenerateRequest,
     InvalidBody,
     StockInfer,
     parse,
+    prompt_characters,
 )
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt

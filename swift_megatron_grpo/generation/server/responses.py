@@ -1,21 +1,22 @@
-"""The answers to a batch of requests, as lines of JSON: each is sent as soon as it is known, in any order.
+"""Responses to requests that take long: each part is sent as soon as it is known, and a client may leave before.
 
-A line has `place`, the request's place in the batch, and either `completion` or `status` and `detail`, with which the
-request alone would have been refused.
+The response to a batch is lines of JSON, in any order. A line has `place`, the request's place in the batch, and either
+`completion` or `status` and `detail`, with which the request alone would have been refused.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from swift.utils import get_logger
 
 T = TypeVar("T")
 logger = get_logger()
+_CLIENT_CLOSED_REQUEST = 499  # the status that web servers log for it; it is never received
 
 
 async def answer_lines(
@@ -49,3 +50,21 @@ async def _outcome(completing: Awaitable[dict[str, Any]]) -> dict[str, Any]:
     except Exception:
         logger.exception("a request of a batch failed")
         return {"status": 500, "detail": "the server failed; its log has the reason"}
+
+
+async def while_connected(client: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await the work, and cancel it if the client disconnects. The request body must have been read."""
+    working, disconnecting = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(client))
+    try:
+        await asyncio.wait([working, disconnecting], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise HTTPException(_CLIENT_CLOSED_REQUEST, "the client has disconnected")
+        return working.result()
+    finally:
+        working.cancel()
+        disconnecting.cancel()
+
+
+async def _disconnect(client: Request) -> None:
+    while (await client.receive())["type"] != "http.disconnect":
+        pass

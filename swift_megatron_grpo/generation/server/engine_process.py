@@ -7,6 +7,7 @@ import base64
 import os
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,16 +18,15 @@ from swift.infer_engine import GRPOVllmEngine, vllm_engine
 from swift.pipelines.infer import rollout
 
 from swift_megatron_grpo.data.images import portable_images
-from swift_megatron_grpo.generation.protocol.messages import packed_logprobs
+from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, packed_logprobs
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.generation.server import pipe
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from swift_megatron_grpo.generation.server.completions import Completer
 from swift_megatron_grpo.generation.server.conversations import ConversationEngine, Conversations
 from swift_megatron_grpo.generation.server.engine_thread import ServerEngine
-from swift_megatron_grpo.generation.server.ignore_interrupts import ignore_interrupts
-from swift_megatron_grpo.generation.server.image_store import ImageStore
-from swift_megatron_grpo.generation.server.prober import Prober
+from swift_megatron_grpo.generation.server.health import Prober
+from swift_megatron_grpo.generation.server.signals import ignore_interrupts
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.generation.vllm.fast_logprobs import speed_up_logprobs
 from swift_megatron_grpo.generation.vllm.images import has_vision_tower, images_per_prompt
@@ -39,7 +39,7 @@ _DRAIN_SECONDS, _DRAIN_POLL_SECONDS = 10.0, 0.01  # for batches on the device, o
 WORKER_EXTENSION = "swift_megatron_grpo.generation.server.weight_receiver.WeightReceiver"
 
 
-def run_worker(
+def run_engine_process(
     args: GRPORolloutArguments,
     data_parallel_rank: int,
     master_port: int,
@@ -124,6 +124,36 @@ async def reset_prefix_cache(engine: Any) -> None:
                 "vLLM still holds blocks of requests, so values of older weights would stay in its cache"
             )
         await asyncio.sleep(_DRAIN_POLL_SECONDS)
+
+
+class MissingImages(pipe.InvalidRequest):
+    """An image that the request names is not here; the client sends it again."""
+
+    status = MISSING_IMAGES
+
+
+class ImageStore:
+    """Images that a trainer has sent, by digest, each named by several requests: the last used, up to a size."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._images: OrderedDict[str, str] = OrderedDict()  # base64, as ms-swift's requests take it
+        self._bytes = 0
+
+    def put(self, digest: str, image: str) -> None:
+        self._bytes += len(image) - len(self._images.pop(digest, ""))
+        self._images[digest] = image
+        while self._bytes > self._max_bytes and len(self._images) > 1:
+            self._bytes -= len(self._images.popitem(last=False)[1])
+
+    def get(self, digests: Sequence[str]) -> list[str]:
+        """Return images in order. Raises MissingImages if any was never sent, or has had to make room."""
+        missing = [digest for digest in digests if digest not in self._images]
+        if missing:
+            raise MissingImages(f"{len(missing)} of the images that the request names are not here; send them again")
+        for digest in digests:
+            self._images.move_to_end(digest)
+        return [self._images[digest] for digest in digests]
 
 
 class EngineCommands:

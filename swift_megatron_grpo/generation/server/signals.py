@@ -1,7 +1,11 @@
-"""SIGTERM and SIGINT end the server with all of its processes within seconds.
+"""SIGTERM and SIGINT end the server with all of its processes within seconds, and in order.
 
 uvicorn alone would wait for requests in progress, which may take minutes, and handle no signal while the model loads.
 Trainers retry unfinished requests on other servers.
+
+Ctrl-C sends SIGINT to every process of the server, but only the web server handles it. vLLM's processes end at it by
+themselves, whatever handler they inherit; one that ends before the web server closes the engine looks like a failure,
+and vLLM logs a traceback about it.
 """
 
 from __future__ import annotations
@@ -11,15 +15,24 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from types import FrameType
+from typing import Any
 
 import psutil
 import uvicorn
 
 _REQUESTS_SECONDS = 1  # for requests in progress
 _EXIT_SECONDS = 6.0  # for the engine to exit; then it is killed
+# The functions that vLLM's processes run. A version of vLLM without one of them has no such process.
+ENTRIES = (
+    ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core"),
+    ("vllm.v1.engine.coordinator", "DPCoordinatorProc", "run_coordinator"),
+    ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_main"),
+)
+_entries: dict[tuple[str, str, str], Callable[..., Any]] = {}  # vLLM's functions, before they are replaced
 
 
 @contextmanager
@@ -75,3 +88,41 @@ def _end_now(number: int) -> None:
         with suppress(psutil.NoSuchProcess):
             process.kill()
     os._exit(128 + number)
+
+
+class _Uninterrupted:
+    """One of vLLM's functions. It is sent to a new process by name, because vLLM may spawn instead of fork."""
+
+    def __init__(self, entry: tuple[str, str, str]) -> None:
+        self._entry = entry
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        ignore_interrupts()
+        return _entries[self._entry](*args, **kwargs)
+
+
+def ignore_interrupts() -> None:
+    """Ignore SIGINT from now on, in this process and in all of vLLM's that it starts. Idempotent."""
+    if not isinstance(signal.signal, _KeepIgnored):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal = _KeepIgnored(signal.signal)  # type: ignore[assignment]
+    for entry in ENTRIES:
+        module_name, class_name, name = entry
+        try:
+            owner = getattr(import_module(module_name), class_name)
+            function = getattr(owner, name)
+        except (ImportError, AttributeError):
+            continue
+        if not isinstance(function, _Uninterrupted):
+            _entries[entry] = function
+            setattr(owner, name, _Uninterrupted(entry))
+
+
+class _KeepIgnored:
+    """`signal.signal` without effect on SIGINT: vLLM sets its own handlers, for it and for SIGTERM."""
+
+    def __init__(self, set_handler: Callable[..., Any]) -> None:
+        self._set_handler = set_handler
+
+    def __call__(self, number: int, handler: Any) -> Any:
+        return signal.SIG_IGN if number == signal.SIGINT else self._set_handler(number, handler)

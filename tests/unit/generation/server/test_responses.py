@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from swift_megatron_grpo.generation.server.batch import answer_lines
+from swift_megatron_grpo.generation.server.responses import answer_lines
 
 
 class Engine:

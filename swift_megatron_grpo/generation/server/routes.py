@@ -1,0 +1,317 @@
+"""This package's routes: status, completions, images, weights; and the state that they share.
+
+One request is one completion, or one conversation with --multi_turn_scheduler; vLLM batches concurrent requests.
+Weights have a version. The server generates nothing while new weights arrive, and a failed transfer leaves it without
+weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Request
+from fastapi.responses import StreamingResponse
+from swift.utils import get_logger
+
+from swift_megatron_grpo import __version__
+from swift_megatron_grpo.data.images import MAX_PIXELS, check_sent, digest_of
+from swift_megatron_grpo.generation.protocol.messages import (
+    CONFLICT,
+    ENGINE_GONE,
+    INVALID,
+    NO_WEIGHTS,
+    PROTOCOL,
+    RUN_HEADER,
+    RUN_IDLE_SECONDS,
+    RUN_SECRET_HEADER,
+    TAKEN,
+    ConversationSettings,
+    Routes,
+    RunIdentity,
+    ServerStatus,
+    serves_another,
+)
+from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
+from swift_megatron_grpo.generation.server.gate import checked_body
+from swift_megatron_grpo.generation.server.health import EngineHealth
+from swift_megatron_grpo.generation.server.pipe import CommandError, Commands, EngineGone
+from swift_megatron_grpo.generation.server.responses import answer_lines, while_connected
+from swift_megatron_grpo.generation.server.schema import (
+    GenerateBatch,
+    GenerateRequest,
+    JoinRequest,
+    ReceiveRequest,
+    ScoreRequest,
+)
+from swift_megatron_grpo.weights.transport.rendezvous import Hub, Rendezvous, new_secret
+
+logger = get_logger()
+_EVERY_INTERFACE = ("", "0.0.0.0", "::")
+_LONGEST_NAME = 256  # of a run
+
+
+def run_of(client: Request) -> RunIdentity | None:
+    """Return the run that sends a request, None for a client without one."""
+    name, secret = client.headers.get(RUN_HEADER), client.headers.get(RUN_SECRET_HEADER)
+    if name is None or not secret:
+        return None
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise HTTPException(INVALID, f"the header {RUN_HEADER} must be printable and short")
+    return RunIdentity(name, secret)
+
+
+Run = Annotated[RunIdentity | None, Depends(run_of)]
+
+
+class RunLease:
+    """A lease that at most one run holds, because a server has one set of weights. `now`: seconds of a monotonic clock.
+
+    The status shows the name of the run. Its secret is sent by the run alone and identifies it.
+    """
+
+    def __init__(self) -> None:
+        self._run: RunIdentity | None = None
+        self._last_seen = 0.0
+
+    def touch(self, run: RunIdentity | None, now: float) -> bool:
+        """Record a request from `run`. Returns True if it acquires the lease, that is, no other run is active."""
+        acquires = run is not None and not self.is_held_by(run) and self.holder(now) is None
+        if acquires:
+            self._run = run
+        if self.is_held_by(run):
+            self._last_seen = now
+        return acquires
+
+    def release(self, run: RunIdentity | None) -> None:
+        """Release the lease if `run` holds it, so that another run can acquire it at once."""
+        if self.is_held_by(run):
+            self._run = None
+
+    def is_held_by(self, run: RunIdentity | None) -> bool:
+        """Return True if `run` acquired the lease last. It may have expired since, but no other run has acquired it."""
+        if run is None or self._run is None:
+            return False
+        return run.name == self._run.name and hmac.compare_digest(run.secret.encode(), self._run.secret.encode())
+
+    def holder(self, now: float) -> str | None:
+        """Return the name of the run that holds the lease; None if that run has been idle for RUN_IDLE_SECONDS."""
+        return self._run.name if self._run is not None and now - self._last_seen < RUN_IDLE_SECONDS else None
+
+
+class RolloutRoutes:
+    """The routes of one server, for the engine that it has started."""
+
+    def __init__(
+        self,
+        args: GRPORolloutArguments,
+        commands: Commands,
+        health: EngineHealth,
+        engine_settings: Mapping[str, Any],  # as the engine process describes them
+    ) -> None:
+        self._args, self._commands, self._health, self._engine_settings = args, commands, health, engine_settings
+        self._instance = uuid.uuid4().hex
+        self._lease = RunLease()
+        self.weights_version = NO_WEIGHTS
+        self._hub: Hub | None = None  # at which the processes of the current group meet
+        self._joining: asyncio.Task[Any] | None = None
+        self.router = APIRouter()
+        self.router.get(Routes.STATUS)(self.status)
+        self.router.post(Routes.GENERATE)(self.generate)
+        self.router.post(Routes.GENERATE_BATCH)(self.generate_batch)
+        self.router.put(Routes.IMAGES + "{digest}")(self.put_image)
+        self.router.post(Routes.SCORE)(self.score_text)
+        self.router.get(Routes.HELD_WEIGHTS)(self.held_weights)
+        self.router.post(Routes.JOIN)(self.join)
+        self.router.post(Routes.RECEIVE)(self.receive)
+        self.router.post(Routes.LEAVE)(self.leave)
+
+    async def status(self, run: Run) -> dict[str, Any]:
+        """Return the server's status. A run that requests it acquires the lease if no other run holds it."""
+        refuse_if_failed(self._health)
+        now = time.monotonic()
+        if self._lease.touch(run, now):
+            self.weights_version, self._joining = NO_WEIGHTS, None  # they belong to another run
+        return asdict(
+            ServerStatus(
+                plugin=__version__,
+                protocol=PROTOCOL,
+                instance=self._instance,
+                run=self._lease.holder(now),
+                weights_version=self.weights_version,
+                world_size=self._world_size,
+                max_model_len=self._engine_settings["max_model_len"],
+                max_num_seqs=self._engine_settings["max_num_seqs"],
+                max_logprobs=self._engine_settings["max_logprobs"],
+                enable_lora=self._args.vllm_enable_lora,
+                max_lora_rank=self._args.vllm_max_lora_rank,
+                has_vision_tower=self._engine_settings["has_vision_tower"],
+                images_per_prompt=self._engine_settings["images_per_prompt"],
+                quantization=self._args.rollout_quantization,
+                returns_experts=self._args.returns_experts,
+                conversations=self._conversation_settings,
+                model=self._engine_settings["model"],
+            )
+        )
+
+    async def generate(self, client: Request, run: Run) -> dict[str, Any]:
+        """Generate a completion with the weights that the trainer expects."""
+        body: GenerateRequest = checked_body(client.scope)
+        self._require_weights(run, body.weights_version)
+        return await while_connected(client, self._complete(run, body))
+
+    async def generate_batch(self, client: Request, run: Run) -> StreamingResponse:
+        """Generate completions, and send each as soon as it ends. Starlette cancels the rest if the client leaves."""
+        body: GenerateBatch = checked_body(client.scope)
+        for version in {request.weights_version for request in body.requests}:
+            self._require_weights(run, version)
+        lines = answer_lines(body.requests, partial(self._complete, run))
+        return StreamingResponse(lines, media_type="application/x-ndjson")
+
+    async def _complete(self, run: RunIdentity | None, body: GenerateRequest) -> dict[str, Any]:
+        self._require_weights(run, body.weights_version)  # again: the event loop has served others in between
+        included = {"request", "sampling", "tokens_of_all_turns", "image_digests", "experts"}
+        arguments = body.model_dump(include=included, exclude_unset=True)
+        completion = await self._call_engine("generate", **arguments)
+        self._health.record_token()
+        return {**completion, "weights_version": body.weights_version}
+
+    async def put_image(self, digest: str, client: Request, run: Run) -> dict[str, Any]:
+        """Keep an image, which requests may name by its digest until others need the room."""
+        self._require_lease(run)
+        content = await client.body()
+        if not self._engine_settings["accepts_media"]:
+            raise HTTPException(INVALID, "this server's model takes text only")
+        if digest_of(content) != digest:
+            raise HTTPException(INVALID, "the body does not have the digest in the path")
+        try:
+            check_sent(content, MAX_PIXELS)
+        except ValueError as error:
+            raise HTTPException(INVALID, f"the body {error}") from None
+        return await self._call_engine("put_image", digest=digest, image=base64.b64encode(content).decode("ascii"))
+
+    async def score_text(self, client: Request, run: Run) -> dict[str, Any]:
+        """Return the log-probs of every token but the first, from each replica of the model."""
+        body: ScoreRequest = checked_body(client.scope)
+        self._require_weights(run, body.weights_version)
+        return await self._call_engine("score_text", tokens=body.tokens, image=body.image)
+
+    async def held_weights(self, run: Run) -> dict[str, Any]:
+        """Return what each worker has of the weights that it received last."""
+        if run is not None:  # a client without a run may read them
+            self._require_lease(run)
+        return await self._call_engine("held_weights")
+
+    async def leave(self, run: Run) -> dict[str, Any]:
+        """Release the lease, so that the next run need not wait for it to expire."""
+        self._lease.release(run)
+        return {}
+
+    def _require_weights(self, run: RunIdentity | None, version: int) -> None:
+        self._require_lease(run)
+        if self.weights_version == NO_WEIGHTS or self.weights_version != version:
+            raise HTTPException(CONFLICT, f"this server has weights {self.weights_version}, not {version}")
+
+    def _require_lease(self, run: RunIdentity | None) -> None:
+        self._refuse_if_taken(run)
+        if not self._lease.is_held_by(run):
+            raise HTTPException(CONFLICT, f"this server has no weights of this run; POST {Routes.JOIN} first")
+
+    def _refuse_if_taken(self, run: RunIdentity | None) -> None:
+        holder = self._lease.holder(time.monotonic())
+        if holder is not None and not self._lease.is_held_by(run):
+            raise HTTPException(TAKEN, serves_another(holder))
+
+    async def join(self, client: Request, run: Run) -> dict[str, Any]:
+        """Open a rendezvous, to which the trainer connects next. It replaces an earlier one."""
+        body: JoinRequest = checked_body(client.scope)
+        if run is None:
+            raise HTTPException(INVALID, f"the headers {RUN_HEADER} and {RUN_SECRET_HEADER} are missing")
+        self._refuse_if_taken(run)
+        self._lease.touch(run, time.monotonic())
+        self.weights_version = NO_WEIGHTS
+        everywhere = self._args.host in _EVERY_INTERFACE
+        if self._hub is not None:
+            self._hub.close()
+        size, secret = self._world_size + 1, new_secret()
+        try:
+            self._hub = Hub(self._args.host or "::", body.port, size, secret)
+        except OSError as error:
+            reason = f"'port': cannot listen on it: {error.strerror}; use 0, any free port"
+            raise HTTPException(INVALID, reason) from error
+        host = body.host if everywhere else self._args.host
+        rendezvous = Rendezvous(host, self._hub.port, size, secret, body.timeout)
+        self._joining = asyncio.create_task(self._without_tokens("join", rendezvous=asdict(rendezvous)))
+        self._joining.add_done_callback(_log_failure)
+        return asdict(rendezvous) | {"host": body.host}
+
+    async def receive(self, client: Request, run: Run) -> dict[str, Any]:
+        """Receive the weights that the trainer is sending; respond once all are loaded."""
+        body: ReceiveRequest = checked_body(client.scope)
+        self._require_lease(run)
+        if self._joining is None:
+            raise HTTPException(CONFLICT, f"no trainer has joined this server; POST {Routes.JOIN} first")
+        self.weights_version = NO_WEIGHTS
+        with _engine_errors():
+            try:
+                await self._joining
+                report: dict[str, Any] = await self._without_tokens(
+                    "receive", lora=body.lora, collect_checksums=body.collect_checksums
+                )
+            except CommandError:
+                self._joining = None  # the workers have left the group
+                raise
+        if self._lease.is_held_by(run):
+            self.weights_version = body.version
+        return report
+
+    async def _without_tokens(self, command: str, **arguments: Any) -> Any:
+        """Run a command during which the engine generates nothing."""
+        with self._health.suspended():
+            return await self._commands.call(command, **arguments)
+
+    async def _call_engine(self, command: str, **arguments: Any) -> dict[str, Any]:
+        with _engine_errors():
+            result: dict[str, Any] = await self._commands.call(command, **arguments)
+            return result
+
+    @property
+    def _conversation_settings(self) -> ConversationSettings | None:
+        args = self._args
+        if not args.multi_turn_scheduler:
+            return None
+        return ConversationSettings(args.multi_turn_scheduler, args.max_turns, args.gym_env, bool(args.use_gym_env))
+
+    @property
+    def _world_size(self) -> int:
+        size: int = self._args.vllm_tensor_parallel_size * self._args.vllm_data_parallel_size
+        return size
+
+
+def refuse_if_failed(health: EngineHealth) -> None:
+    """Refuse a request for the status of a server whose engine is stuck: it is about to end."""
+    if health.failure is not None:
+        raise HTTPException(ENGINE_GONE, health.failure)
+
+
+@contextmanager
+def _engine_errors() -> Iterator[None]:
+    try:
+        yield
+    except CommandError as error:
+        raise HTTPException(error.status, str(error)) from error
+    except EngineGone as error:
+        raise HTTPException(ENGINE_GONE, str(error)) from error
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error(f"a trainer requested a rendezvous but did not connect: {task.exception()}")
