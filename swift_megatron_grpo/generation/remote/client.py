@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ class RequestTimeout(Unreachable):
 
 
 class InvalidResponse(ServerFailure):
-    """The server sent a response that it cannot have meant: no JSON, other types, impossible values."""
+    """The server sent a response that it cannot have meant: invalid JSON, other types, impossible values."""
 
 
 class Refused(ServerFailure):
@@ -157,6 +157,34 @@ class Client:
             raise Unreachable(f"{type(error).__name__}: {error}") from error
 
 
+class ImageUploads:
+    """Images on their way to one server: each is sent once, however many requests name it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._sent: dict[str, asyncio.Task[None]] = {}  # by digest
+
+    async def send(self, files: Mapping[str, bytes], timeout: float) -> None:
+        """Send what has not been sent. Requests that need the same image wait for one upload."""
+        for digest, content in files.items():
+            if digest not in self._sent:
+                self._sent[digest] = asyncio.create_task(self._client.put_image(digest, content, timeout))
+        for digest in files:
+            upload = self._sent.get(digest)
+            if upload is None:
+                continue
+            try:
+                await asyncio.shield(upload)
+            finally:
+                if upload.done() and (upload.cancelled() or upload.exception() is not None):
+                    self._sent.pop(digest, None)
+
+    def forget(self, files: Mapping[str, bytes]) -> None:
+        """Send these images again when they are needed: the server does not have them."""
+        for digest in files:
+            self._sent.pop(digest, None)
+
+
 @contextmanager
 def _as_invalid(what: str) -> Iterator[None]:
     """Raise InvalidResponse for whatever the conversion of a response raises."""
@@ -170,9 +198,9 @@ def _json_object(text: str) -> dict[str, Any]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
-        raise InvalidResponse(f"its response is no JSON: {text[:100]!r}") from None
+        raise InvalidResponse(f"its response is not valid JSON: {text[:100]!r}") from None
     if not isinstance(body, dict):
-        raise InvalidResponse(f"its response is no JSON object: {text[:100]!r}")
+        raise InvalidResponse(f"its response is not a JSON object: {text[:100]!r}")
     return body
 
 

@@ -23,19 +23,21 @@ from swift_megatron_grpo.generation.interface import (
 )
 from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, SERVER_UNUSABLE
 from swift_megatron_grpo.generation.remote.client import InvalidResponse, Refused, ServerFailure
-from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers
-from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
+from swift_megatron_grpo.generation.remote.compatibility import (
+    conflicts_between_servers,
+    notes_on,
+    refusal,
+    vision_tower_conflicts,
+)
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
 from swift_megatron_grpo.generation.remote.servers import (
     MAX_ATTEMPTS,
+    EventLoopThread,
     NoServer,
     Server,
     Servers,
     do_nothing,
-    notes_on,
-    refusal,
 )
-from swift_megatron_grpo.generation.remote.vision_tower_conflicts import vision_tower_conflicts
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection, WeightSender
 from swift_megatron_grpo.settings.config import SamplingConfig, ServerConfig
 from swift_megatron_grpo.types import ScoredText

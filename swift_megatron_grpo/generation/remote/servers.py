@@ -13,7 +13,10 @@ import socket
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from threading import Thread
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -28,20 +31,46 @@ from swift_megatron_grpo.generation.protocol.messages import (
     ServerStatus,
     serves_another,
 )
-from swift_megatron_grpo.generation.remote.client import Client, Refused, RequestTimeout, ServerFailure, make_session
-from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_with_run
-from swift_megatron_grpo.generation.remote.image_uploads import ImageUploads
+from swift_megatron_grpo.generation.remote.client import (
+    Client,
+    ImageUploads,
+    Refused,
+    RequestTimeout,
+    ServerFailure,
+    make_session,
+)
+from swift_megatron_grpo.generation.remote.compatibility import problems_of, unreachable
 from swift_megatron_grpo.generation.remote.weight_sender import WeightConnection
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.settings.config import ServerConfig
-from swift_megatron_grpo.weights.load.quantization import mismatch
 
+T = TypeVar("T")
 logger = get_logger()
 
 MAX_ATTEMPTS = 2  # per request or weight transfer that healthy servers refuse, before the run stops
 _POLL_SECONDS = 1.0
 _ANSWERED = 20_000  # requests, for a trace
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+class EventLoopThread:
+    """An asyncio event loop in a daemon thread, for callers that are not asynchronous."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine and wait for it. Return its result or raise its exception."""
+        return self.submit(coroutine).result()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 class NoServer(SharedFailure):
@@ -59,7 +88,7 @@ class Server:
         self.weights_version = NO_WEIGHTS
         self.verified = False  # those weights are known to be the trainer's
         self.checked_instance: str | None = None  # the instance that has completed a checksummed load
-        self.excluded_instance: str | None = None  # not used again, because its answers were wrong
+        self.excluded_instance: str | None = None  # not used again, because its responses were wrong
         self.connection: WeightConnection | None = None
         self.requests_in_flight = 0  # of all generations
         self.images = ImageUploads(client)
@@ -109,7 +138,7 @@ class Servers:
         name = f"{socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
         self.run = RunIdentity(name, secrets.token_hex(16))
         self.all: list[Server] = []
-        self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has a free slot
+        self.listeners: list[Callable[[], None]] = []  # called after a server was lost, came back, or has free capacity
         self.answered: deque[AnsweredRequest] = deque(maxlen=_ANSWERED)  # the newest, for --trace_steps
         self._polling: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession | None = None
@@ -178,7 +207,7 @@ class Servers:
             except ServerFailure as failure:
                 waited = time.monotonic() - began
                 if waited >= self.config.timeout:
-                    raise NoServer(_unreachable(server.url, waited, str(failure))) from failure
+                    raise NoServer(unreachable(server.url, waited, str(failure))) from failure
             await asyncio.sleep(_POLL_SECONDS)
 
     async def wait_for_any(self) -> None:
@@ -273,98 +302,3 @@ class Servers:
             server.loss_reason = problems
             logger.warning(f"rollout server {server.url} responds again but cannot be used: {problems}")
         return not problems
-
-
-def _unreachable(url: str, waited: float, reason: str) -> str:
-    names = [name for proxy in _PROXIES for name in (proxy, proxy.upper())]
-    proxies = {name: os.environ[name] for name in names if name in os.environ}
-    settings = ", ".join(f"{name}={value}" for name, value in proxies.items())
-    hint = f" ({settings} is set but not used: servers are contacted directly)" if proxies else ""
-    return (
-        f"rollout server {url} did not answer within {waited:.0f} s{hint}: {reason}. Start it with `swift rollout "
-        "--model ... --port ...` (with --host, if it runs on another machine: it listens on 127.0.0.1 only), see "
-        "--vllm_server_base_url or --vllm_server_host and _port, or wait longer with --vllm_server_timeout"
-    )
-
-
-def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> list[str]:
-    """Return the reasons why a server with this status cannot serve this run."""
-    problems = []
-    if status.protocol != protocol:
-        return [
-            f"it runs swift_megatron_grpo {status.plugin}, which uses another protocol version; "
-            "install the same version"
-        ]
-    different = {
-        key: f"{key} is {value!r} there and {config.model[key]!r} here"
-        for key, value in status.model.items()
-        if key in config.model and config.model[key] != value
-    }
-    if different:
-        advice = "start it with the --model of this run"
-        if "torch_dtype" in different:
-            advice += f", and with --torch_dtype {config.model['torch_dtype']}"
-        if any(key.startswith("rope_") for key in different):
-            advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
-            advice += "--rope_scaling"
-        problems.append(f"it runs another model: {', '.join(different.values())}; {advice}")
-    if status.max_model_len < config.least_length:
-        problems.append(
-            f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
-            f"start it with --vllm_max_model_len {config.needed_length}"
-        )
-    if status.images_per_prompt < config.images:
-        problems.append(
-            f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
-            f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'"""
-        )
-    if status.max_logprobs == 0:
-        problems.append(
-            "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
-            "tokens, which measure how far the policy has moved since; leave that setting out"
-        )
-    if config.returns_experts and not status.returns_experts:
-        problems.append(
-            "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
-            "--router_agreement_samples read; start it with --vllm_engine_kwargs "
-            """'{"enable_return_routed_experts": true}'"""
-        )
-    if (differs := mismatch(config.quantization, status.quantization)) is not None:
-        problems.append(differs)
-    problems += conflicts_with_run(status.conversations, config.turns)
-    if config.lora_rank is not None and not status.enable_lora:
-        problems.append(
-            "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true"
-        )
-    elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:
-        problems.append(
-            f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {config.lora_rank}; start it with "
-            f"--vllm_max_lora_rank {config.lora_rank}"
-        )
-    return problems
-
-
-def notes_on(status: ServerStatus, config: ServerConfig) -> list[str]:
-    """Return what a user should know about a server that can serve this run."""
-    if status.max_model_len >= config.needed_length:
-        return []
-    return [
-        f"its vllm_max_model_len ({status.max_model_len}) is less than max_length and max_completion_length together "
-        f"({config.needed_length}): completions of longer prompts are cut, and a prompt that leaves no room stops the "
-        f"run; started with --vllm_max_model_len {config.needed_length} it has room for all"
-    ]
-
-
-def refusal(url: str, failure: Refused) -> str:
-    """Describe why a server rejected the first status request, and what to do."""
-    if failure.status == 404:
-        return (
-            f"rollout server {url} has no swift_megatron_grpo, or it is disabled there; pip install "
-            "swift-megatron-grpo in its environment and start `swift rollout` again"
-        )
-    if failure.status == 401:
-        return (
-            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY or "
-            "SWIFT_ROLLOUT_API_KEY_FILE in this run's environment, or --vllm_server_api_key"
-        )
-    return f"rollout server {url} rejected the status request: {failure}"

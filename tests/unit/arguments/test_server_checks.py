@@ -11,7 +11,7 @@ import pytest
 
 from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, Completion, ConversationSettings, ServerStatus
 from swift_megatron_grpo.generation.remote.client import Refused
-from swift_megatron_grpo.generation.remote.servers import notes_on, problems_of, refusal
+from swift_megatron_grpo.generation.remote.compatibility import notes_on, problems_of, refusal
 from swift_megatron_grpo.settings.config import ServerConfig
 from swift_megatron_grpo.settings.servers import _OF_ENGINE, Engine, Servers
 from tests.unit.settings.flags import faults, of

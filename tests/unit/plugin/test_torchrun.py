@@ -172,7 +172,8 @@ def test_an_error_of_the_set_up_is_one_message_of_the_rank_that_failed(tmp_path:
     torchrun = Torchrun(tmp_path, "cannot-be-set-up")
     code, output, seconds = torchrun.finish()
     assert code == 1 and seconds < 15
-    message = "this run was refused while it was set up:\nnum_iterations must be > 0, got 0; use --num_iterations 1\n"
+    why = "--reward_funcs soft_overlong penalises the last tokens before the limit; use --soft_cache_length 1"
+    message = f"this run was refused while it was set up:\n--soft_cache_length is not set: {why}\n"
     assert output == f"swift_megatron_grpo: {message}"
     assert torchrun.ranks_are_gone()
 

@@ -13,9 +13,8 @@ from aiohttp import web
 
 from swift_megatron_grpo.generation.interface import requests_for
 from swift_megatron_grpo.generation.protocol.messages import INVALID, Completion, Routes
-from swift_megatron_grpo.generation.remote.event_loop import EventLoopThread
 from swift_megatron_grpo.generation.remote.generation import RemoteGeneration
-from swift_megatron_grpo.generation.remote.servers import Server, Servers
+from swift_megatron_grpo.generation.remote.servers import EventLoopThread, Server, Servers
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.unit.arguments.test_server_checks import CONFIG, status

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher
-from swift_megatron_grpo.generation.remote.lost_requests import LostRequests
+from swift_megatron_grpo.generation.remote.dispatcher import Assignment, Dispatcher, LostRequests
 
 
 def test_requests_go_in_order_to_the_server_with_the_largest_free_share() -> None:

@@ -13,8 +13,7 @@ from PIL import Image
 
 from swift_megatron_grpo.data.images import check_sent
 from swift_megatron_grpo.generation.protocol.messages import MISSING_IMAGES, Routes
-from swift_megatron_grpo.generation.remote.client import Refused
-from swift_megatron_grpo.generation.remote.image_uploads import ImageUploads
+from swift_megatron_grpo.generation.remote.client import ImageUploads, Refused
 from swift_megatron_grpo.generation.server.engine_process import ImageStore, MissingImages
 from swift_megatron_grpo.generation.server.schema import SCHEMAS, ContentLimits, InvalidBody, parse
 

@@ -1,4 +1,4 @@
-"""Multi-turn flags of a server against those of the run."""
+"""Conflicts between the flags of a run and of its servers: conversations, and who holds the vision tower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 
 from swift_megatron_grpo.generation.protocol.messages import ConversationSettings
-from swift_megatron_grpo.generation.remote.conversation_settings import conflicts_between_servers, conflicts_with_run
+from swift_megatron_grpo.generation.remote.compatibility import (
+    conflicts_between_servers,
+    conflicts_with_run,
+    vision_tower_conflicts,
+)
 from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 
 SERVER = ConversationSettings("gym_scheduler", max_turns=3, gym_env="riddles", use_gym_env=True)
@@ -47,3 +51,16 @@ def test_all_servers_of_a_run_must_have_the_same_settings() -> None:
     assert conflicts_between_servers({"http://a": SERVER, "http://b": replace(SERVER)}) == []
     [conflict] = conflicts_between_servers({"http://a": SERVER, "http://b": None})
     assert "http://a: --multi_turn_scheduler gym_scheduler --max_turns 3" in conflict and "http://b: none" in conflict
+
+
+def test_servers_that_are_alike_are_accepted() -> None:
+    assert (
+        vision_tower_conflicts({"http://a": True, "http://b": True})
+        == vision_tower_conflicts({"http://a": False})
+        == []
+    )
+
+
+def test_servers_that_differ_are_refused_with_the_flag() -> None:
+    [problem] = vision_tower_conflicts({"http://a": True, "http://b": False})
+    assert "(http://a)" in problem and """--vllm_limit_mm_per_prompt '{"image": 0, "video": 0}'""" in problem

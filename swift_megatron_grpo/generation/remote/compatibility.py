@@ -1,0 +1,200 @@
+"""Why a server cannot serve a run: what differs between their flags, models and versions, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from swift_megatron_grpo.generation.protocol.messages import ConversationSettings, ServerStatus
+from swift_megatron_grpo.generation.remote.client import Refused
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig, ServerConfig
+from swift_megatron_grpo.weights.load.quantization import mismatch
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_NO_IMAGES = '--vllm_limit_mm_per_prompt \'{"image": 0, "video": 0}\''
+_SEVERAL_SAMPLES = ("thinking_tips_scheduler",)  # schedulers that return several samples per request
+_PLUGIN_HINT = "and --external_plugins with the file that registers whatever is not part of ms-swift"
+
+
+def problems_of(status: ServerStatus, config: ServerConfig, protocol: int) -> list[str]:
+    """Return the reasons why a server with this status cannot serve this run."""
+    problems = []
+    if status.protocol != protocol:
+        return [
+            f"it runs swift_megatron_grpo {status.plugin}, which uses another protocol version; "
+            "install the same version"
+        ]
+    different = {
+        key: f"{key} is {value!r} there and {config.model[key]!r} here"
+        for key, value in status.model.items()
+        if key in config.model and config.model[key] != value
+    }
+    if different:
+        advice = "start it with the --model of this run"
+        if "torch_dtype" in different:
+            advice += f", and with --torch_dtype {config.model['torch_dtype']}"
+        if any(key.startswith("rope_") for key in different):
+            advice += """, and with --vllm_engine_kwargs '{"hf_overrides": {"rope_parameters": {...}}}' if that has """
+            advice += "--rope_scaling"
+        problems.append(f"it runs another model: {', '.join(different.values())}; {advice}")
+    if status.max_model_len < config.least_length:
+        problems.append(
+            f"its vllm_max_model_len ({status.max_model_len}) is shorter than the text that verifies its weights; "
+            f"start it with --vllm_max_model_len {config.needed_length}"
+        )
+    if status.images_per_prompt < config.images:
+        problems.append(
+            f"it accepts {status.images_per_prompt} images in a prompt, and a row of the dataset has {config.images}; "
+            f"""start it with --vllm_limit_mm_per_prompt '{{"image": {config.images}, "video": 0}}'"""
+        )
+    if status.max_logprobs == 0:
+        problems.append(
+            "it was started with max_logprobs 0 in --vllm_engine_kwargs, so it cannot return the log-probs of sampled "
+            "tokens, which measure how far the policy has moved since; leave that setting out"
+        )
+    if config.returns_experts and not status.returns_experts:
+        problems.append(
+            "it does not report the experts that its routers choose, which --router_replay_mode R3 and "
+            "--router_agreement_samples read; start it with --vllm_engine_kwargs "
+            """'{"enable_return_routed_experts": true}'"""
+        )
+    if (differs := mismatch(config.quantization, status.quantization)) is not None:
+        problems.append(differs)
+    problems += conflicts_with_run(status.conversations, config.turns)
+    if config.lora_rank is not None and not status.enable_lora:
+        problems.append(
+            "--vllm_enable_lora true must be set for the server as well; start it with --vllm_enable_lora true"
+        )
+    elif config.lora_rank is not None and status.max_lora_rank < config.lora_rank:
+        problems.append(
+            f"its vllm_max_lora_rank ({status.max_lora_rank}) is below --lora_rank {config.lora_rank}; start it with "
+            f"--vllm_max_lora_rank {config.lora_rank}"
+        )
+    return problems
+
+
+def notes_on(status: ServerStatus, config: ServerConfig) -> list[str]:
+    """Return what a user should know about a server that can serve this run."""
+    if status.max_model_len >= config.needed_length:
+        return []
+    return [
+        f"its vllm_max_model_len ({status.max_model_len}) is less than max_length and max_completion_length together "
+        f"({config.needed_length}): completions of longer prompts are cut, and a prompt that leaves no room stops the "
+        f"run; started with --vllm_max_model_len {config.needed_length} it has room for all"
+    ]
+
+
+def refusal(url: str, failure: Refused) -> str:
+    """Describe why a server rejected the first status request, and what to do."""
+    if failure.status == 404:
+        return (
+            f"rollout server {url} has no swift_megatron_grpo, or it is disabled there; pip install "
+            "swift-megatron-grpo in its environment and start `swift rollout` again"
+        )
+    if failure.status == 401:
+        return (
+            f"rollout server {url} requires its --api_key: {failure}; set SWIFT_ROLLOUT_API_KEY or "
+            "SWIFT_ROLLOUT_API_KEY_FILE in this run's environment, or --vllm_server_api_key"
+        )
+    return f"rollout server {url} rejected the status request: {failure}"
+
+
+def unreachable(url: str, waited: float, reason: str) -> str:
+    """Describe a server that has not responded in time, and what to do."""
+    names = [name for proxy in _PROXIES for name in (proxy, proxy.upper())]
+    proxies = {name: os.environ[name] for name in names if name in os.environ}
+    settings = ", ".join(f"{name}={value}" for name, value in proxies.items())
+    hint = f" ({settings} is set but not used: servers are contacted directly)" if proxies else ""
+    return (
+        f"rollout server {url} did not answer within {waited:.0f} s{hint}: {reason}. Start it with `swift rollout "
+        "--model ... --port ...` (with --host, if it runs on another machine: it listens on 127.0.0.1 only), see "
+        "--vllm_server_base_url or --vllm_server_host and _port, or wait longer with --vllm_server_timeout"
+    )
+
+
+# ---- servers of one run
+
+
+def vision_tower_conflicts(has_vision_tower: Mapping[str, bool]) -> list[str]:
+    """Return the conflicts between the servers of a run, which all receive the same tensors."""
+    if len(set(has_vision_tower.values())) < 2:
+        return []
+    holding = ", ".join(url for url, held in has_vision_tower.items() if held)
+    return [
+        f"some rollout servers hold the image and video parts of the model ({holding}) and others do not; start all of "
+        f"them with {_NO_IMAGES}, or all without"
+    ]
+
+
+# ---- multi-turn conversations
+
+
+def conflicts_with_run(server: ConversationSettings | None, run: RemoteTurnsConfig | None) -> list[str]:
+    """Return the conflicts between one server and this run. Settings that the run leaves out are the server's."""
+    if run is None:
+        return [] if server is None else [_not_requested(server)]
+    if server is None:
+        return [_not_configured(run)]
+    if server.scheduler in _SEVERAL_SAMPLES:
+        return [
+            f"its --multi_turn_scheduler {server.scheduler} returns several samples of one request, but here a "
+            "conversation is one sample; start it with another scheduler"
+        ]
+    values = {
+        "multi_turn_scheduler": (server.scheduler, run.scheduler),
+        "max_turns": (server.max_turns, run.max_turns),
+        "gym_env": (server.gym_env, run.gym_env),
+    }
+    return [
+        f"its --{flag} is {'not set' if of_server is None else of_server}, and this run's is {of_run}; give both the "
+        "same, or leave it out here"
+        for flag, (of_server, of_run) in values.items()
+        if of_run is not None and of_server != of_run
+    ]
+
+
+def conflicts_between_servers(conversations: Mapping[str, ConversationSettings | None]) -> list[str]:
+    """Return the conflicts between the servers of one run, given their settings by URL."""
+    if len(set(conversations.values())) < 2:
+        return []
+    listed = "; ".join(
+        f"{url}: {'none' if settings is None else _as_flags(settings)}" for url, settings in conversations.items()
+    )
+    return [f"the rollout servers have different multi-turn flags; start all of them with the same ones ({listed})"]
+
+
+def _not_requested(server: ConversationSettings) -> str:
+    return (
+        f"it runs multi-turn conversations ({_as_flags(server)}), but this run requests single-turn completions; add "
+        f"--multi_turn_scheduler {server.scheduler} here (or --vllm_server_pass_dataset true, as scripts for "
+        "ms-swift's trainer do), or start it without"
+    )
+
+
+def _not_configured(run: RemoteTurnsConfig) -> str:
+    flags = [
+        f"--multi_turn_scheduler {run.scheduler or 'NAME'}",
+        *([] if run.max_turns is None else [f"--max_turns {run.max_turns}"]),
+        *([] if run.gym_env is None else [f"--gym_env {run.gym_env}"]),
+    ]
+    if run.requested_by is None:
+        return (
+            "it was started without --multi_turn_scheduler, but this run has no reward function, so an environment of "
+            "the server must grade; use --reward_funcs here, or start it with --multi_turn_scheduler gym_scheduler "
+            f"--use_gym_env true --gym_env NAME, {_PLUGIN_HINT}"
+        )
+    return (
+        f"it was started without --multi_turn_scheduler, but this run requests multi-turn conversations "
+        f"({run.requested_by}); start it with {' '.join(flags)}, {_PLUGIN_HINT}, or leave {run.requested_by} out here"
+    )
+
+
+def _as_flags(settings: ConversationSettings) -> str:
+    """Format settings as on the server's command line."""
+    values = {
+        "multi_turn_scheduler": settings.scheduler,
+        "max_turns": settings.max_turns,
+        "gym_env": settings.gym_env,
+        "use_gym_env": "true" if settings.use_gym_env else None,
+    }
+    return " ".join(f"--{flag} {value}" for flag, value in values.items() if value is not None)
