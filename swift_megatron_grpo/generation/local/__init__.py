@@ -2,10 +2,8 @@
 
 engine.py           the engine: weights, memory, single-turn completions
 engine_settings.py  refuse settings that vLLM does not accept, before a model loads
-sampling.py         one vLLM batch from requests to rollouts
-give_up.py          gives up a generation when the run stops
+sampling.py         one vLLM batch from requests to rollouts, which is given up when the run stops
 conversations.py    the engine for multi-turn conversations
-turn_loop.py        ms-swift's multi-turn loop around the engine, with the tokens of every turn recorded
 
 Tests: tests/unit/generation/local, and in tests/e2e test_generation.py, test_multi_turn.py and test_sync_check.py.
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Sequence
 from copy import copy
 from functools import partial
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from swift.rlhf_trainers.utils import (
 )
 from swift.template import Template
 from swift.utils import get_logger
-from vllm.device_allocator.cumem import CuMemAllocator
+from vllm.device_allocator import cumem
 from vllm.platforms import current_platform
 
 from swift_megatron_grpo.generation.interface import (
@@ -34,8 +35,7 @@ from swift_megatron_grpo.generation.local.engine_settings import (
     reporting_settings,
     shared_settings,
 )
-from swift_megatron_grpo.generation.local.give_up import GiveUp
-from swift_megatron_grpo.generation.local.sampling import sample
+from swift_megatron_grpo.generation.local.sampling import GiveUp, sample
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
 from swift_megatron_grpo.generation.vllm.fast_decoding import speed_up_decoding
@@ -92,7 +92,7 @@ class LocalVllm:
     def memory_to_wake(self) -> int:
         if not self._asleep:
             return 0
-        pool = [(data.tag, data.handle[1]) for data in CuMemAllocator.get_instance().pointer_to_data.values()]
+        pool = [(data.tag, data.handle[1]) for data in cumem.CuMemAllocator.get_instance().pointer_to_data.values()]
         return bytes_to_wake(pool, self._asleep, _share_of_gpu(self._memory_share))
 
     @property
@@ -177,8 +177,7 @@ class LocalVllm:
 
     def _wake(self, tag: str) -> None:
         try:
-            with _keep_memory_cache():
-                self._engine.engine.wake_up(tags=[tag])
+            self._engine.engine.wake_up(tags=[tag])
         except RuntimeError as error:
             free = torch.cuda.mem_get_info()[0] / GIB
             raise RuntimeError(
@@ -191,8 +190,7 @@ class LocalVllm:
     def sleep(self) -> None:
         if self._sleep_level:
             self._reset_prefix_cache()
-            with _keep_memory_cache():
-                vllm_sleep(self._engine.engine, self._sleep_level)
+            vllm_sleep(self._engine.engine, self._sleep_level)
             set_expandable_segments(True)
             self._asleep = _ASLEEP
             if self._sleep_level == 2:
@@ -205,19 +203,26 @@ class LocalVllm:
         self._engine.engine.engine_core.shutdown()
 
 
-@contextmanager
-def _keep_memory_cache() -> Iterator[None]:
-    """Keep torch's memory cache while vLLM wakes or sleeps, which would empty it.
+def keep_memory_cache() -> None:
+    """Keep torch's memory cache when vLLM's allocator sleeps or wakes, which would empty it.
 
     Emptying takes a hundred and more calls that wait for the GPU, and training then allocates the same memory again.
     Residency empties the cache where the memory is needed.
     """
-    originals = torch.cuda.empty_cache, torch.accelerator.empty_cache
-    torch.cuda.empty_cache = torch.accelerator.empty_cache = _do_nothing
-    try:
-        yield
-    finally:
-        torch.cuda.empty_cache, torch.accelerator.empty_cache = originals
+    vars(cumem)["torch"] = _WithoutEmptyCache(torch)
+
+
+class _WithoutEmptyCache:
+    """A module of torch as vLLM's allocator sees it, and nothing else in this process."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "empty_cache":
+            return _do_nothing
+        value = getattr(self._module, name)
+        return _WithoutEmptyCache(value) if name in ("cuda", "accelerator") else value
 
 
 def _do_nothing() -> None: ...
@@ -246,6 +251,7 @@ def _share_of_gpu(share: float) -> int:
 
 def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) -> GRPOVllmEngine:
     speed_up_logprobs()
+    keep_memory_cache()
     template = copy(template)
     template.padding_free = False
     template.sequence_parallel_size = 1
