@@ -38,7 +38,6 @@ from swift_megatron_grpo.loop.assemble import (
     assemble_loop,
     evaluation,
     reference_engine_settings,
-    reference_policy,
     training_engine,
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
@@ -58,7 +57,7 @@ from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
-from swift_megatron_grpo.training.reference import FrozenCopy, Reference, load_reference_adapter
+from swift_megatron_grpo.training.reference import FrozenCopy, load_reference_adapter
 from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
@@ -214,7 +213,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             is_last_rank=is_last_rank(),
             logger=logger,
         )
-        return assemble_loop(config, self._loaded_models(), inputs, self.state, args.train_iters)
+        return assemble_loop(config, self.loaded_models(), inputs, self.state, args.train_iters)
 
     @property
     def _rollouts_done(self) -> int:
@@ -238,7 +237,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             writer.announce_size(min(next_save, args.train_iters), size)
         return writer
 
-    def _loaded_models(self) -> LoadedModels:
+    def loaded_models(self) -> LoadedModels:
         return LoadedModels(
             wrapped=self.wrapped_models,
             unwrapped=self.unwrapped_models,
@@ -250,10 +249,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         )
 
     def build_engine(self) -> MegatronEngine:
-        return training_engine(self.settings, self._loaded_models())
-
-    def build_reference(self, training: MegatronEngine, coordinator: Coordinator) -> Reference | None:
-        return reference_policy(self.settings, self._loaded_models(), training, coordinator)
+        return training_engine(self.settings, self.loaded_models())
 
     def save_checkpoint(self) -> None:
         if not (self.args.no_save_optim and self.args.save_safetensors):  # Megatron writes nothing otherwise

@@ -3,17 +3,14 @@
 step.py             one step, top to bottom: start reading here
 rollouts.py         its first half, from prompts to graded completions, also ahead of training
 evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
-random_numbers.py   keeps the random numbers of training as they are during an evaluation
-samples.py          graded completions as training samples, with the images of their prompts
+samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 weight_sync.py      sends weights to the engine and verifies that it runs them
 checks/             compare the engine with the trainer
 kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions
-token_selection.py  selects the tokens of highest entropy for the policy loss
 stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models
-frozen_heap.py      keeps the objects of set-up out of the garbage collector's full collections
-phase_timer.py      the time of each phase of a step
+step_context.py     the step in progress: its metrics, and the time and memory of each phase
 trace.py            phases of all ranks and requests of servers on one time line (--trace_steps)
 completion_log.py   writes completions to completions.jsonl, wandb and swanlab
 

@@ -21,14 +21,14 @@ class CompletionLog:
         decode: Callable[[list[int]], str],
         write: Callable[[list[dict[str, Any]]], None],
         writes_here: bool,  # True on the one rank that reports to trackers
-        rollouts_done: int = 0,  # before this run, which may resume another
+        first_new_rollout: int = 0,  # the number of the first one that this run generates
     ) -> None:
         self._config = config
         self._reward_names = list(reward_names)
         self._decode = decode
         self._write = write
         self._active = config.enabled and writes_here
-        self._rollout = rollouts_done  # the number of the next one
+        self._rollout = first_new_rollout  # the number of the next one
 
     def append(self, graded: Sequence[Graded]) -> None:
         if not self._active:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
+
+import numpy as np
+import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.grading import outcome_metrics
 from swift_megatron_grpo.grading.statistics import usable
 from swift_megatron_grpo.grading.tries import Try, answer_of, tries_metrics
-from swift_megatron_grpo.loop.random_numbers import same_random_numbers_afterwards
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Outcome, Prompt
 
@@ -94,3 +98,23 @@ class Evaluation:
                 f"no completion of the evaluation{f' on {name}' if name else ''} has an answer in <answer>, \\boxed or "
                 f"after ####, so there is no maj@{size}"
             )
+
+
+@contextmanager
+def same_random_numbers_afterwards() -> Iterator[None]:
+    """Restore the states of the default generators of this process and its GPU, also after an error.
+
+    vLLM in the training processes draws from torch's generators, on a CPU even for completions with seeds of their own,
+    and reward functions may draw from any.
+    """
+    python = random.getstate()
+    arrays = np.random.get_state()
+    cpu = torch.get_rng_state()
+    gpu = torch.cuda.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state(gpu)

@@ -28,9 +28,9 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.checks.expert_checks import check_experts
-from swift_megatron_grpo.loop.phase_timer import PhaseTimer
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
+from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.earlier import Recorded
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.runtime.failures import SharedFailure
@@ -38,15 +38,6 @@ from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig, Sa
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """The optimizer step in progress, with its timer and metrics."""
-
-    version: int  # of the trainer's weights
-    timer: PhaseTimer
-    metrics: dict[str, float] = field(default_factory=dict)  # for its log
 
 
 @dataclass(slots=True)
@@ -80,7 +71,7 @@ class Rollouts:
         self._engine_version = NO_WEIGHTS  # of the last weights sent
         self._uses_earlier = config.recording.continues and stages.dump is not None
 
-    def take(self, step: Step) -> list[Graded]:
+    def take(self, step: StepContext) -> list[Graded]:
         """Return the next rollout with its total rewards."""
         number, resamples = self._next, self._config.grading.max_resample_times > 0
         self._next += 1
@@ -104,7 +95,7 @@ class Rollouts:
         """Leave out the next rollout, which the checkpoint of a resumed run contains."""
         self._next += 1
 
-    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: Step) -> list[Graded]:
+    def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
         for pending in self._pending:
             for groups in self._collect(pending, step):
@@ -123,7 +114,7 @@ class Rollouts:
         source.taken = rollout * size
         return source.take(size)
 
-    def _start_ahead(self, training: int, step: Step) -> None:
+    def _start_ahead(self, training: int, step: StepContext) -> None:
         """Start the rollouts that may be generated while rollout `training` is trained."""
         while self._ahead.in_window(rollout := training + 1 + len(self._pending), training):
             if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
@@ -131,7 +122,7 @@ class Rollouts:
             self._pending.append(self._start_rollout(rollout, 0, self._prompts(rollout), step))
 
     def _draw(
-        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step, on_generated: Callable[[], None]
+        self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, on_generated: Callable[[], None]
     ) -> list[Graded]:
         """Generate and grade, and dump with --rollout_dump; or read the dump of another run."""
         stages, num_generations = self._stages, self._config.grading.num_generations
@@ -152,7 +143,7 @@ class Rollouts:
                 stages.coordinator.all_gather_or_raise(write, "--rollout_dump")
         return graded
 
-    def _replace_uniform_groups(self, rollout: int, graded: list[Graded], step: Step) -> list[Graded]:
+    def _replace_uniform_groups(self, rollout: int, graded: list[Graded], step: StepContext) -> list[Graded]:
         """Replace groups of equal rewards by groups of spare prompts."""
         grading, per_rollout = self._config.grading, self._config.batch.rollout_prompts
         # The position in the spare prompts depends on the rollout's number only, so a resumed run draws the same ones.
@@ -174,13 +165,13 @@ class Rollouts:
 
     # ---- generation
 
-    def _start_rollout(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> _PendingRollout:
+    def _start_rollout(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> _PendingRollout:
         """Start the generation of what no earlier run has dumped of a rollout."""
         earlier = self._earlier(rollout, draw, prompts, step)
         generations, sampling = self._config.grading.num_generations, self._config.sampling
         return self._start(prompts, generations, sampling, step, earlier=earlier)
 
-    def _earlier(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: Step) -> Recorded:
+    def _earlier(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> Recorded:
         """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
 
         They are used up to the first rollout that is not complete: its other completions differ from those with which
@@ -213,7 +204,7 @@ class Rollouts:
         prompts: Sequence[Prompt],
         num_generations: int,
         sampling: SamplingConfig,
-        step: Step,
+        step: StepContext,
         for_training: bool = True,
         earlier: Recorded | None = None,
     ) -> _PendingRollout:
@@ -243,7 +234,7 @@ class Rollouts:
         running = any(pending.generation.is_running for pending in self._pending)
         return not (self._pending and any(self._stages.coordinator.all_gather(running)))
 
-    def _collect(self, pending: _PendingRollout, step: Step) -> Iterator[dict[int, Rollout]]:
+    def _collect(self, pending: _PendingRollout, step: StepContext) -> Iterator[dict[int, Rollout]]:
         """Yield whole groups of completions as they finish, on every rank, until the rollout is complete."""
         if pending.kept:
             with step.timer("generation"):  # takes no time, but the log then has a 0 for the phase
@@ -259,7 +250,7 @@ class Rollouts:
             if finished:
                 yield finished
 
-    def _wait(self, pending: _PendingRollout, step: Step) -> list[Progress]:
+    def _wait(self, pending: _PendingRollout, step: StepContext) -> list[Progress]:
         """Wait for the progress of a generation, on all ranks."""
         coordinator = self._stages.coordinator
 
@@ -287,7 +278,7 @@ class Rollouts:
             assert layers is not None  # settings/routing.py refuses other models
             check_experts(rollouts, layers)
 
-    def _resend(self, pending: _PendingRollout, step: Step) -> None:
+    def _resend(self, pending: _PendingRollout, step: StepContext) -> None:
         """Resend weights to a restarted server.
 
         If no server still has the version this rollout started with, its remaining requests are answered with the
@@ -305,7 +296,7 @@ class Rollouts:
     def _grade(
         self,
         pending: _PendingRollout,
-        step: Step,
+        step: StepContext,
         on_generated: Callable[[], None] = _do_nothing,
         append: Callable[[list[Graded]], None] | None = None,
     ) -> list[Graded]:
@@ -329,7 +320,7 @@ class Rollouts:
         order = range(len(rollouts))
         return total_rewards([rollouts[i] for i in order], [rewards[i] for i in order], self._config.grading)
 
-    def _release_engine(self, step: Step) -> None:
+    def _release_engine(self, step: StepContext) -> None:
         """Put an engine that shares GPUs to sleep, and start to reload the policy while rewards are computed."""
         assert self._stages.generation is not None
         with step.timer("phase_switch"):

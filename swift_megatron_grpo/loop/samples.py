@@ -1,9 +1,11 @@
-"""Graded completions as training samples, with the images of their prompts."""
+"""Graded completions as training samples, with the images of their prompts, and the tokens that are trained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.types import Graded, ModelImage, PlacedImage, Rollout, Sample
@@ -64,3 +66,18 @@ def _to_sample(graded: Graded, group: int, overlong_filter: bool, images: tuple[
         left_out=rollout.length if too_long else 0,
         images=images,
     )
+
+
+def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float:
+    """Return the threshold above which the share `quantile` of all tokens lies, or 0 without tokens.
+
+    Beyond the 80/20 rule, https://arxiv.org/abs/2506.01939, interpolated as in torch and numpy. There is one threshold
+    for the whole step, so that the selection does not depend on how completions were packed or distributed. ms-swift
+    computes one per micro batch and rank.
+    """
+    values = [array for array in entropies if array.size]
+    return float(np.quantile(np.concatenate(values), 1 - quantile)) if values else 0.0
+
+
+def select_tokens(sample: Sample, entropies: np.ndarray, threshold: float) -> None:
+    sample.selected = (entropies >= threshold).tolist()

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -43,13 +43,12 @@ from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.expert_checks import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
-from swift_megatron_grpo.loop.phase_timer import PhaseTimer
-from swift_megatron_grpo.loop.rollouts import Rollouts, Step
+from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.samples import samples_of, without_routing
+from swift_megatron_grpo.loop.samples import entropy_threshold, samples_of, select_tokens, without_routing
 from swift_megatron_grpo.loop.stages import Stages
-from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
-from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished
+from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
+from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished, shared_settings
 from swift_megatron_grpo.settings.config import CorrectionConfig, GRPOConfig
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.passes import Output
@@ -138,16 +137,16 @@ class GRPOLoop:
         graded = self._rollouts.evaluate(prompts, self.config.evaluation, step)
         return graded, step.metrics | step.timer.seconds()
 
-    def _begin_step(self) -> Step:
+    def _begin_step(self) -> StepContext:
         self.stages.stop.raise_if_requested()
-        return Step(self._weights_version, PhaseTimer(self._phase))
+        return StepContext(self._weights_version, PhaseTimer(self._phase))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         with self.stages.watchdog.phase(name), self.stages.trace.phase(name):
             yield
 
-    def _roll_out(self, step: Step) -> None:
+    def _roll_out(self, step: StepContext) -> None:
         """Fill the queue of batches with the samples of one rollout."""
         if self._unfinished is not None:
             self._continue(self._unfinished, step)
@@ -161,7 +160,7 @@ class GRPOLoop:
         self._add_reference(batches, step.timer)
         self._queue(graded, batches, from_engine)
 
-    def _continue(self, rest: UnfinishedRollout, step: Step) -> None:
+    def _continue(self, rest: UnfinishedRollout, step: StepContext) -> None:
         """Queue the steps that are left of a rollout that a checkpoint has interrupted, with its old log-probs."""
         self._rollouts.skip()
         batches = self._batches_of(rest.graded)
@@ -193,7 +192,7 @@ class GRPOLoop:
         if coordinator.rank == 0:
             save_unfinished(Path(folder), current, image_digests)
 
-    def _graded_rollout(self, step: Step) -> list[Graded]:
+    def _graded_rollout(self, step: StepContext) -> list[Graded]:
         """Take the next rollout and compute its rewards, KL penalty and advantages."""
         grading = self.config.grading
         graded = self._rollouts.take(step)
@@ -262,7 +261,7 @@ class GRPOLoop:
     def _replays_engine(self) -> bool:
         return self.config.routing.replay == "R3"
 
-    def _measure_agreement(self, samples: Sequence[Sample], graded: Sequence[Graded], step: Step) -> None:
+    def _measure_agreement(self, samples: Sequence[Sample], graded: Sequence[Graded], step: StepContext) -> None:
         """Compare the experts that trainer and engine choose for some completions of this rollout."""
         if self.stages.router_agreement is None:
             return
@@ -272,7 +271,7 @@ class GRPOLoop:
         if share is not None:
             step.metrics["rollout/router_agreement"] = share
 
-    def _subtract_kl(self, graded: list[Graded], step: Step) -> list[Graded]:
+    def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
         """Return completions with reward - beta KL.
 
         Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
@@ -316,18 +315,6 @@ class GRPOLoop:
     def _reward_metrics(self, graded: list[Graded], num_generations: int) -> dict[str, float]:
         grading = self.config.grading
         return reward_metrics(graded, self.stages.rewards.names, num_generations, grading.scale_rewards)
-
-
-def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
-    """Return the settings that a run must share to continue a rollout of another one, by flag."""
-    batch = config.batch
-    return {
-        "num_generations": batch.num_generations,
-        "generation_batch_size": batch.generation_batch_size,
-        "global_batch_size": batch.global_batch_size,
-        "num_iterations": config.num_iterations,
-        "temperature": config.sampling.temperature,
-    }
 
 
 def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:

@@ -9,7 +9,7 @@ from itertools import chain
 
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.loop.checks.canary import Canary
-from swift_megatron_grpo.loop.phase_timer import PhaseTimer
+from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import SyncCheckConfig
 from swift_megatron_grpo.training.memory.residency import Residency

@@ -27,7 +27,7 @@ from swift_megatron_grpo.generation.interface import (
 )
 from swift_megatron_grpo.generation.local.engine import LocalVllm
 from swift_megatron_grpo.loop import step as loop
-from swift_megatron_grpo.loop.phase_timer import PhaseTimer
+from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
 from swift_megatron_grpo.trainer import MegatronGRPOTrainer

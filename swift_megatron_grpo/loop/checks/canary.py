@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from io import BytesIO
+from typing import Any
 
 from PIL import Image
 
+from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.settings.config import CANARY_TOKENS
+from swift_megatron_grpo.training.engine import EngineSettings
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.types import PlacedImage, Sample, ScoredText
 
@@ -18,6 +22,7 @@ CANARY_TEXT = (
     "If 3x + 5 = 20, then x = 5, because 3 * 5 = 15 and 15 + 5 = 20. def add(a, b): return a + b\n"
     "Water boils at 100 degrees Celsius at sea level, and freezes at 0. Paris is the capital of France. "
 )
+_LEAST_TEXT = 32  # tokens behind the image, however many the image has
 
 
 def canary_image(width: int, height: int) -> bytes:
@@ -64,3 +69,29 @@ class Canary:
                 "expands the text's image to another number of tokens than the trainer"
             )
         return [value for value, compared in zip(logprobs, self._compared[1:], strict=True) if compared]
+
+
+def build_canary(
+    tokenizer: Any,  # of the template
+    image_reader: ImageReader | None,  # None: the run has no images
+    longest: int | None,  # sequence of the engine; None: unknown
+    trained_models: Sequence[Any],
+    coordinator: Coordinator,
+) -> Canary:
+    """Return the canary of a run: CANARY_TOKENS of text, with images one image and what text fits behind it."""
+    passes = Passes(trained_models, EngineSettings(temperature=1.0, micro_batch_size=1))
+    text: list[int] = tokenizer.encode(CANARY_TEXT, add_special_tokens=False)[:CANARY_TOKENS]
+    room = None if longest is None else longest - 1  # vLLM samples one more token
+    if image_reader is None:
+        text = text[:room]
+        return Canary(ScoredText(text), text, (), passes, coordinator)
+    content = canary_image(*image_reader.format.small_size)
+    image = image_reader.exact(content)
+    shown = image_reader.placeholder_in_text(content)  # as a request has it
+    expanded = image_reader.expand(shown, [image])  # as the model reads it
+    behind = max(CANARY_TOKENS - len(expanded), _LEAST_TEXT)
+    if room is not None and room > len(expanded):  # a limit of less does not count the tokens of images
+        behind = min(behind, room - len(expanded))
+    text = text[:behind]
+    placed = image_reader.place("of the check of weights", [image], expanded)
+    return Canary(ScoredText([*shown, *text], content), [*expanded, *text], placed, passes, coordinator)

@@ -15,6 +15,7 @@ from typing import Any
 from swift_megatron_grpo.output.disk.durable import write_durably
 from swift_megatron_grpo.output.recording.rows import Digests, check_line, from_line, once_per_prompt, to_line
 from swift_megatron_grpo.output.recording.values import BadRow, Limits
+from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Prompt
 
 FILE = "unfinished_rollout.jsonl"
@@ -29,6 +30,18 @@ class UnfinishedRollout:
     graded: Sequence[Graded]
     old_logprobs: Sequence[list[float] | None]  # by completion; None: the step computes them itself
     from_engine: bool  # True: older weights generated it, so the engine's log-probs are the old ones
+
+
+def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
+    """Return the settings that a run must share to continue a rollout of another one, by flag."""
+    batch = config.batch
+    return {
+        "num_generations": batch.num_generations,
+        "generation_batch_size": batch.generation_batch_size,
+        "global_batch_size": batch.global_batch_size,
+        "num_iterations": config.num_iterations,
+        "temperature": config.sampling.temperature,
+    }
 
 
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Digests) -> None:

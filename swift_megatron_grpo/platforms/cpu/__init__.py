@@ -95,8 +95,3 @@ def activate_engine() -> None:
         if module_name.startswith("vllm."):
             after_import(module_name, fix)
     _engine_active = True
-
-
-def is_active() -> bool:
-    """Return True if this process runs on the CPU platform."""
-    return _active

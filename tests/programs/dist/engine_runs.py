@@ -127,15 +127,18 @@ def error_of(call: Callable[[], object]) -> str:
     return ""
 
 
+def make_reference(trainer: Any, engine: Any) -> Any:
+    """Return the reference policy of a trainer's run."""
+    from swift_megatron_grpo.loop.assemble import reference_policy
+
+    return reference_policy(trainer.settings, trainer.loaded_models(), engine, trainer.coordinator)
+
+
 def reference(out: str, flags: list[str]) -> None:
     """Run the frozen copy in its own layout before and after a training step, and the trained model before it."""
-    from datetime import timedelta
-
-    from swift_megatron_grpo.runtime.parallel import Coordinator
-
     trainer = make_trainer(flags)
     engine = trainer.build_engine()
-    frozen = trainer.build_reference(engine, Coordinator(timedelta(minutes=5)))
+    frozen = make_reference(trainer, engine)
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)
     report: Report = {"trained": {index: v.logprobs for index, v in engine.infer(samples).items()}}
     report["before"] = {index: v.logprobs for index, v in frozen.infer(samples).items()}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.cli.torn_down import megatron_torn_down
-from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import LossConfig, ResidencyConfig
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export.export import export_weights
+from tests.programs.dist.engine_runs import make_reference
 
 STEPS, SHORT_STEPS = 3, 2
 EVERYTHING = ResidencyConfig(offload_model=True, offload_optimizer=True, offload_grad=True)
@@ -77,7 +76,7 @@ class Run:
         self.trainer = MegatronRLHF(flags).prepare_trainer()
         self.trainer.setup_model_training()
         self.engine = self.trainer.build_engine()
-        self.reference = self.trainer.build_reference(self.engine, Coordinator(timedelta(minutes=5)))
+        self.reference = make_reference(self.trainer, self.engine)
         self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
         self.decisions: list[str] = []
         self.spare = 0  # bytes of the GPU that are free while nothing is offloaded

@@ -10,7 +10,7 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts import fixed_samples
 from swift_megatron_grpo.weights.export.export import export_weights
-from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
+from tests.programs.dist.engine_runs import make_loss, make_reference, make_trainer, write_report
 
 
 def main(out: str, flags: list[str], policy: str, reference: str) -> None:
@@ -21,7 +21,7 @@ def main(out: str, flags: list[str], policy: str, reference: str) -> None:
 
     trainer = make_trainer([*flags, "--adapters", policy, "--ref_adapters", reference])
     engine = trainer.build_engine()
-    frozen = trainer.build_reference(engine, trainer.coordinator)
+    frozen = make_reference(trainer, engine)
     trained = {name for name, parameter in parameters(trainer).items() if parameter.requires_grad}
     before = exported(trainer)
     report: dict[str, Any] = {

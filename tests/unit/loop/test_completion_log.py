@@ -21,7 +21,7 @@ def completion_log(folder: Path) -> CompletionLog:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     config = CompletionLogConfig(enabled=True, output_dir=str(folder), report_to=(), unique_prompts=False)
-    return CompletionLog(config, ["letters"], str, write, writes_here=True, rollouts_done=3)
+    return CompletionLog(config, ["letters"], str, write, writes_here=True, first_new_rollout=3)
 
 
 def completions(count: int) -> list[Graded]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import evaluation_requests
-from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
+from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset, same_random_numbers_afterwards
 from swift_megatron_grpo.settings.config import EvaluationConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
@@ -104,3 +107,19 @@ def test_seeds_of_an_evaluation_depend_on_the_prompt_alone() -> None:
     assert together == alone and len({seed for _, seed in together}) == 6
     assert [request.index for request in evaluation_requests(prompts, 2, seed=7)] == list(range(6))
     assert not together & {(r.prompt.prompt_id, r.seed) for r in evaluation_requests(prompts, 2, seed=8)}
+
+
+def draw() -> list[float]:
+    gpu = torch.rand(1, device=torch.cuda.current_device())
+    return [random.random(), float(np.random.rand()), float(torch.rand(1)), float(gpu)]
+
+
+def test_an_evaluation_leaves_the_random_numbers_of_training_alone() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = [draw(), draw()]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    first = draw()
+    with pytest.raises(ZeroDivisionError), same_random_numbers_afterwards():
+        draw()
+        raise ZeroDivisionError
+    assert [first, draw()] == expected

@@ -12,7 +12,7 @@ import pytest
 
 from swift_megatron_grpo.cli.torn_down import megatron_torn_down
 from swift_megatron_grpo.loop import assemble
-from swift_megatron_grpo.loop.frozen_heap import freeze_heap
+from swift_megatron_grpo.loop.assemble import freeze_heap
 
 
 class Node:

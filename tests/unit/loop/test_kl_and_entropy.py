@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swift_megatron_grpo.grading import add_advantages, subtract_kl, total_rewards
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
-from swift_megatron_grpo.loop.token_selection import entropy_threshold, select_tokens
+from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
 from swift_megatron_grpo.settings.config import GradingConfig, KlConfig
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues

@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from swift_megatron_grpo.platforms.cpu import activate, is_active
+from swift_megatron_grpo.platforms import cpu
+from swift_megatron_grpo.platforms.cpu import activate
 from tests.forking.client import run_code
 from tests.paths import IMPORT_PATH
 
@@ -34,7 +35,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def test_activation_is_idempotent_and_cuda_stays_unavailable() -> None:
     start, mode_count = threading.Thread.start, len(sys.meta_path)
     activate()
-    assert is_active()
+    assert cpu._active
     assert threading.Thread.start is start and len(sys.meta_path) == mode_count
     assert not torch.cuda.is_available()
 
@@ -42,9 +43,9 @@ def test_activation_is_idempotent_and_cuda_stays_unavailable() -> None:
 def test_activation_on_a_machine_with_cuda_is_refused() -> None:
     code = (
         "import torch; torch.cuda.is_available = lambda: True\n"
-        "from swift_megatron_grpo.platforms.cpu import activate, is_active\n"
-        "try: activate()\n"
-        "except RuntimeError as error: print(is_active(), error)\n"
+        "import swift_megatron_grpo.platforms.cpu as cpu\n"
+        "try: cpu.activate()\n"
+        "except RuntimeError as error: print(cpu._active, error)\n"
     )
     assert "False the CPU platform would hide a usable CUDA device" in run_code("plain", code)
 
@@ -67,7 +68,7 @@ def test_cuda_stays_unavailable_in_torchs_cuda_build_when_vllm_makes_it_count_de
 def test_a_process_that_does_not_activate_is_unchanged() -> None:
     code = (
         "import sys, threading, torch, swift_megatron_grpo.platforms.cpu as cpu\n"
-        "assert not cpu.is_active()\n"
+        "assert not cpu._active\n"
         "assert torch.cuda.device_count() == 0 and torch.cuda.device_count.__module__.startswith('torch')\n"
         "assert threading.Thread.start.__module__ == 'threading'\n"
         "assert 'transformer_engine' not in sys.modules and 'megatron' not in sys.modules\n"

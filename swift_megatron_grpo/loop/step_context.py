@@ -1,4 +1,4 @@
-"""The time that each phase of a step takes, and the GPU memory at its end."""
+"""The optimizer step in progress: the time and GPU memory of its phases, and its metrics."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,3 +51,12 @@ class PhaseTimer:
     def memory(self) -> dict[str, float]:
         """Return the GiB in use at the end of each phase, the most if it was entered several times."""
         return {f"memory/{phase}": used for phase, used in self._memory.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """The optimizer step in progress, or the evaluation between two steps."""
+
+    version: int  # of the trainer's weights: the optimizer steps behind them
+    timer: PhaseTimer
+    metrics: dict[str, float] = field(default_factory=dict)  # for the log

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.loop.phase_timer import PhaseTimer
+from swift_megatron_grpo.loop.step_context import PhaseTimer
 
 
 def test_a_phase_has_the_sum_of_its_times_and_the_most_of_its_memory() -> None:
