@@ -58,6 +58,7 @@ step() { # step NAME COMMAND...
     "${@:2}" || status=$?
     if [ "$status" != 0 ]; then
         echo "== $1 failed after $((SECONDS - began)) s" >&2
+        [[ $1 != ruff* ]] || echo "== run scripts/fix, which mends most findings" >&2
         exit "$status"
     fi
     echo "== $1 passed in $((SECONDS - began)) s"

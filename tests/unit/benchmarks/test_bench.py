@@ -292,7 +292,7 @@ def test_the_page_shows_ratios_losses_and_failures() -> None:
 def test_the_committed_page_matches_the_committed_results() -> None:
     runs = page.read_runs(REPOSITORY)
     assert runs, "benchmarks/ has no results"
-    advice = "run python -m benchmarks.bench report"
+    advice = "run scripts/fix"
     assert (REPOSITORY / page.PAGE).read_text() == page.page(runs), advice
     assert (REPOSITORY / page.PICTURE).read_text() == draw(runs), advice
     for path, marks, table in other_pages.tables(runs):

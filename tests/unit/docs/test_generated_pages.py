@@ -20,7 +20,7 @@ def all_flags() -> list[Flag]:
 
 
 def test_the_page_of_flags_is_that_of_the_code() -> None:
-    assert write_flags_page.page() == write_flags_page.PAGE.read_text(), "run python scripts/write_flags_page.py"
+    assert write_flags_page.page() == write_flags_page.PAGE.read_text(), "run scripts/fix"
 
 
 def test_the_python_api_is_that_of_the_docstrings() -> None:
@@ -51,7 +51,7 @@ def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
 
 def test_the_table_of_memory_is_that_of_the_plan() -> None:
     page = write_memory_page.PAGE.read_text()
-    assert write_memory_page.with_table(page) == page, "run python -m scripts.write_memory_page"
+    assert write_memory_page.with_table(page) == page, "run scripts/fix"
 
 
 def test_every_flag_of_the_table_of_memory_changes_the_plan() -> None:

@@ -9,8 +9,8 @@ from swift_megatron_grpo.runtime.gpus import find_gpu
 def test_the_page_has_the_settings_of_the_dense_model() -> None:
     """The table of one model, which takes 5 s; the others come from the same functions."""
     page = PAGE.read_text()
-    assert all(line in page for line in table(["Qwen3-8B"]).splitlines())
-    assert all(name in page for name in MODELS)
+    assert all(line in page for line in table(["Qwen3-8B"]).splitlines()), "run scripts/fix"
+    assert all(name in page for name in MODELS), "run scripts/fix"
 
 
 def test_more_memory_needs_no_more_parallelism() -> None:

@@ -210,4 +210,4 @@ def test_any_value_of_any_key_is_converted_or_listed(name: str, data: st.DataObj
 
 
 def test_the_page_has_the_tables() -> None:
-    assert with_tables(PAGE.read_text()) == PAGE.read_text(), "run python scripts/write_migration_tables.py"
+    assert with_tables(PAGE.read_text()) == PAGE.read_text(), "run scripts/fix"
