@@ -33,7 +33,7 @@ measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
   completions are generated from a seed, with the same tokens for both trainers, and vLLM does not start.
 * *Step*: everything, with vLLM in the training processes. Each completion stops at a length drawn from the seed.
 * *Settings*: *mbs4* is `--micro_batch_size 4` and *tokens16384* is `--max_tokens_per_micro_batch 16384`. The other
-  parts of a setting are its layout, written as for `python -m swift_megatron_grpo.cli.check_layouts`; without
+  parts of a setting are its layout, written as for `swift-megatron-grpo check-layouts`; without
   *shared*, every completion has a copy of its prompt (`--share_prompts false`).
 * *MFU*: the FLOPs that forward and backward of these tokens require, divided by the time of forward and backward and by
   the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the

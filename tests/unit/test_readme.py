@@ -11,6 +11,7 @@ import tomllib
 import pytest
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET
+from swift_megatron_grpo.cli.main import COMMANDS
 from swift_megatron_grpo.settings.batch_sizes import BatchError, Sizes, check_sizes
 from tests.paths import REPOSITORY
 
@@ -56,17 +57,8 @@ def test_the_refused_batch_size_in_the_readme_is_what_the_check_prints() -> None
 
 
 def test_commands_of_the_readme_exist() -> None:
-    modules = re.findall(r"python -m (swift_megatron_grpo[\w.]+)", README)
-    assert {module.rsplit(".", 1)[1] for module in modules} == {
-        "check_layouts",
-        "check_script",
-        "convert",
-        "doctor",
-        "templates",
-    }
-    for module in modules:
-        path = REPOSITORY / module.replace(".", "/")
-        assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file()
+    commands = re.findall(r"swift-megatron-grpo ([a-z][\w-]*)", README)
+    assert commands and set(commands) <= COMMANDS.keys()
     for script in re.findall(r"(?:bash )?(scripts/\w+\.\w+)", README):
         assert (REPOSITORY / script).is_file()
 
