@@ -1,7 +1,7 @@
 """Hooks of mkdocs.yml: the pages are written for GitHub, and this makes a site of them.
 
-README.md becomes the first page, and other pages of the root join it. A link to a file outside docs/ leads to a copy of
-the file in the site; a link to a folder becomes its text.
+README.md becomes the first page, and other pages outside docs/ join it. A link to a file outside docs/ leads to a copy
+of the file in the site; a link to a folder becomes its text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from pymdownx.slugs import slugify
 from pymdownx.superfences import fence_code_format
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}}
+PAGES = {
+    "README.md": "index.md",
+    **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")},
+    "benchmarks/README.md": "measurements.md",
+    **{f"benchmarks/results/{path.name}": f"results-{path.name}" for path in ROOT.glob("benchmarks/results/*.md")},
+}  # pages outside docs/, and their places in the site
 COPIES = "files/"  # MkDocs leaves out a folder templates/
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")

@@ -11,10 +11,12 @@ processes.py    starts `megatron rlhf` for each trainer and setting, and collect
 instrument/     external plugin inside those processes: timers, fixed completions, fixed lengths
 results.py      the JSON file of a run, and the numbers derived from it
 planned.py      the memory plan of a measured process, for the tests that compare both
-page.py         docs/performance.md and the table in README.md
-own_runs.py     its sections about runs of this package that are compared with each other
+page.py         docs/performance.md, and all files that a report writes
+results_pages.py the pages of benchmarks/results
+other_pages.py  tables of README.md and of other pages
+own_runs.py     sections about runs of this package that are compared with each other
 markdown.py     tables of pages
-picture.py      docs/performance.svg
+picture.py      docs/performance.svg and benchmarks/results/phases.svg
 busy_time.py    kernels and host functions of generation
 paths.py        paths that several benchmarks use
 

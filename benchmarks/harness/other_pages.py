@@ -8,23 +8,23 @@ from pathlib import Path
 
 from .cells import both, gpus, has_images, images_per_second, in_words, model, peak, percent
 from .markdown import table
-from .results import NAMES, Comparison, Run
+from .results import NAMES, PEERS, Comparison, Measured, Run
 
 README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
 OF_PEERS = ("<!-- TRL and verl, by benchmarks/bench.py report -->\n", "<!-- end of TRL and verl -->\n")
 MEASURED = ("<!-- measured, by benchmarks/bench.py report -->\n", "<!-- end of measured -->\n")
 SHARED_PAGE, IMAGES_PAGE = Path("docs/shared_prompts.md"), Path("docs/multimodal.md")
 EXPERTS_PAGE, MODELS_PAGE = Path("docs/moe.md"), Path("docs/models.md")
-HEADLINES = ("step-best-1.7b", "step-lora-8b", "fixed-1.7b", "long-0.6b", "long-1.7b", "long-4b", "dp4-1.7b",
-             "pp2-1.7b", "tp2-1.7b", "moe-4.5b", "qwen2.5-vl-3b", "qwen3-vl-2b-lora")  # fmt: skip
+HEADLINES = ("step-best-1.7b", "step-lora-8b", "qwen2.5-vl-3b", "moe-4.5b-step", "long-4b")
 BEST, PEER = "each at its best", "with a peer"
+Columns = dict[str, Callable[[Comparison], str]]
 
 
 def tables(runs: Sequence[Run]) -> list[tuple[Path, tuple[str, str], str]]:
     """Return the path, the lines around the table, and the table."""
     return [
         (README, IN_README, headlines(runs)),
-        (README, OF_PEERS, beside_peers(runs)),
+        (README, OF_PEERS, peers_in_words(runs)),
         (SHARED_PAGE, MEASURED, shared_prompts(runs)),
         (IMAGES_PAGE, MEASURED, with_ms_swift([run for run in runs if has_images(run)])),
         (EXPERTS_PAGE, MEASURED, with_ms_swift([run for run in runs if run.workload["shape"].endswith("-moe")])),
@@ -40,41 +40,65 @@ def with_table(text: str, marks: tuple[str, str], table: str) -> str:
 
 def headlines(runs: Sequence[Run]) -> str:
     by_name = {run.name: run for run in runs}
-    rows = [pair for name in HEADLINES for pair in by_name[name].comparisons() if pair.what == BEST]
-    return table(
-        {
-            "": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind],
-            "model": lambda row: model(row.ours.run),
-            "completions": lambda row: str(row.ours.run.workload["completions"]),
-            "tokens of each": lambda row: in_words(row.ours.run.workload["lengths"]),
-            "GPUs": lambda row: gpus(row.ours),
-            "ms-swift": lambda row: f"{row.other.median:.2f} s",
-            "this package": lambda row: f"{row.ours.median:.2f} s",
-            "speedup": lambda row: f"**{row.ratio:.2f}**",
-        },
-        rows,
-    )
+    pairs = [pair for name in HEADLINES for pair in by_name[name].comparisons() if pair.what == BEST]
+    first: Columns = {"": lambda row: {"train": "train phase", "step": "whole step"}[row.ours.run.kind]}
+    return table(first | _columns(), pairs)
+
+
+def compared(pairs: Sequence[Comparison]) -> str:
+    """Return the table of this package and ms-swift."""
+    return table(_columns() | {"peak GB": lambda row: f"{peak(row.other)} / {peak(row.ours)}"}, pairs)
+
+
+def _columns() -> Columns:
+    """Return the columns of a comparison, with the speedup where a narrow screen shows it."""
+    return {
+        "model": lambda row: model(row.ours.run),
+        "speedup": lambda row: f"**{row.ratio:.2f}**",
+        "ms-swift": lambda row: f"{row.other.median:.2f} s",
+        "this package": lambda row: f"{row.ours.median:.2f} s",
+        "completions x tokens": lambda row: _work(row.ours.run),
+        "GPUs": lambda row: _devices(row.ours),
+    }
+
+
+def _work(run: Run) -> str:
+    return f"{run.workload['completions']} x {in_words(run.workload['lengths']).removeprefix('long-tailed, ')}"
+
+
+def _devices(measured: Measured) -> str:
+    served = " and a server" if "server" in measured.run.processes[0].flags else ""
+    return gpus(measured) + (" H100" if "H100" in measured.run.device else "") + served
 
 
 def beside_peers(runs: Sequence[Run]) -> str:
-    """Return the table of whole steps beside those of TRL and verl, on H200 where one measured them."""
+    """Return the table of whole steps next to those of TRL and verl, on H200 where one measured them."""
     pairs = [pair for run in runs for pair in run.comparisons() if pair.what == PEER]
     on_h200 = {_work_beside(pair) for pair in pairs if _on_h200(pair)}
     return table(
         {
             "model": lambda row: model(row.ours.run),
-            "completions": lambda row: str(row.ours.run.workload["completions"]),
-            "prompt tokens": lambda row: in_words(row.ours.run.workload["prompt_lengths"]),
-            "tokens of each": lambda row: in_words(row.ours.run.workload["lengths"]),
-            "GPU": lambda row: "H200" if _on_h200(row) else "H100",
-            "beside": lambda row: NAMES[row.other.arm],
+            "speedup": lambda row: f"**{row.ratio:.2f}**",
+            "over": lambda row: NAMES[row.other.arm],
             "its step": lambda row: f"{row.other.median:.2f} s",
             "this package": lambda row: f"{row.ours.median:.2f} s",
-            "speedup": lambda row: f"**{row.ratio:.2f}**",
+            "completions x tokens": lambda row: _work(row.ours.run),
+            "prompt tokens": lambda row: in_words(row.ours.run.workload["prompt_lengths"]),
+            "GPU": lambda row: "H200" if _on_h200(row) else "H100",
         },
         [pair for pair in pairs if _on_h200(pair)]
         + [pair for pair in pairs if not _on_h200(pair) and _work_beside(pair) not in on_h200],
     )
+
+
+def peers_in_words(runs: Sequence[Run]) -> str:
+    """Return the range of speedups over each peer, as a sentence."""
+    pairs = [pair for run in runs for pair in run.comparisons() if pair.what == PEER]
+    ranges = []
+    for arm in PEERS:
+        ratios = [pair.ratio for pair in pairs if pair.other.arm == arm]
+        ranges += [f"{min(ratios):.2f} to {max(ratios):.2f} times as fast as in {NAMES[arm]}"] if ratios else []
+    return f"On the same work, a whole step is {' and '.join(ranges)}.\n"
 
 
 def _on_h200(pair: Comparison) -> bool:
@@ -85,8 +109,8 @@ def _work_beside(pair: Comparison) -> tuple[str, str]:
     return json.dumps(pair.ours.run.workload, sort_keys=True), pair.other.arm
 
 
-def shared_prompts(runs: Sequence[Run]) -> str:
-    """Return the table of this package with and without shared prompts, beside ms-swift's best setting."""
+def shared_prompts(runs: Sequence[Run], names: Sequence[str] | None = None) -> str:
+    """Return the table of shared and repeated prompts and of ms-swift's best setting, for all runs or those named."""
     return table(
         {
             "model": lambda row: model(row[0].run),
@@ -100,7 +124,13 @@ def shared_prompts(runs: Sequence[Run]) -> str:
                 f"{side.peak_gb:.1f}" for side in (row[1], row[0], row[2])
             ),
         },
-        [(*pair, best) for run in runs for pair in run.shared_and_repeated() if (best := run.best("stock"))],
+        [
+            (*pair, best)
+            for run in runs
+            if names is None or run.name in names
+            for pair in run.shared_and_repeated()
+            if (best := run.best("stock"))
+        ],
     )
 
 
@@ -113,7 +143,7 @@ def with_ms_swift(runs: Sequence[Run]) -> str:
     """Return the table of a family of models; cells with two figures have the form `this package / ms-swift`."""
     rows = [pair for run in runs for pair in run.comparisons() if pair.what == BEST]
     columns: dict[str, Callable[[Comparison], str]] = {
-        "run": lambda row: f"[{row.ours.run.name}](performance.md)",
+        "run": lambda row: f"[{row.ours.run.name}](../benchmarks/results/runs.md)",
         "vLLM": lambda row: _engine(row.ours.run),
         "train phase": lambda row: f"{both(row, lambda side: f'{side.train_median:.2f}')} s",
         "ratio": lambda row: f"**{row.train_ratio:.2f}**",

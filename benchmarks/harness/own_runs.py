@@ -1,4 +1,4 @@
-"""Sections of docs/performance.md about runs of this package that are compared with each other, by their names.
+"""Sections of benchmarks/results/own.md about runs of this package that are compared with each other, by their names.
 
 two-colocated-MODEL-COMPLETIONS   both GPUs train and generate; with four- all four do
 two-server-MODEL-COMPLETIONS      one trains, a server on the other one generates the next rollout; four-: two and two
@@ -55,16 +55,6 @@ active parameters. Routers have random weights, except in runs with `even` in th
 
 def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     by_name = {run.name: run for run in runs}
-    pairs = [
-        (_ours(by_name[colocated]), _ours(run))
-        for name, run in by_name.items()
-        if re.match("(two|four)-server-", name) and (colocated := name.replace("-server-", "-colocated-")) in by_name
-    ]
-    ranks = [
-        (_ours(by_name[one]), _ours(run))
-        for name, run in by_name.items()
-        if re.match(r"[dtp]p\d+-", name) and (one := _on_one_gpu(name)) in by_name
-    ]
     syncs = [_ours(run) for name, run in by_name.items() if name.startswith("sync-")]
     precisions = [
         (_ours(by_name[bf16]), _ours(run))
@@ -72,18 +62,36 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
         if "-fp8" in name and (bf16 := name.replace("-fp8", "")) in by_name
     ]
     apart = [_ours(run) for name, run in by_name.items() if run.kind == "train" and re.search(r"-ep\d+(-|$)", name)]
-    sections: list[str] = []
-    if pairs:
-        sections += [AHEAD, _ahead(pairs)]
-    if len(ranks) > 1:
-        sections += [RANKS, _costs_of_ranks(ranks)]
-    if syncs:
-        sections += [SYNC, _syncs(syncs)]
-    if precisions:
-        sections += [EIGHT_BITS, _in_8_bits(precisions)]
-    if apart:
-        sections += [APART, _experts_apart(apart)]
-    return sections
+    tables = {
+        AHEAD: ahead(runs),
+        RANKS: costs_of_ranks(runs),
+        SYNC: _syncs(syncs),
+        EIGHT_BITS: _in_8_bits(precisions),
+        APART: _experts_apart(apart),
+    }
+    return [text for section in tables.items() for text in section]
+
+
+def ahead(runs: Sequence[Run]) -> str:
+    """Return the table of servers that generate ahead of training, against colocated ranks."""
+    by_name = {run.name: run for run in runs}
+    pairs = [
+        (_ours(by_name[colocated]), _ours(run))
+        for name, run in by_name.items()
+        if re.match("(two|four)-server-", name) and (colocated := name.replace("-server-", "-colocated-")) in by_name
+    ]
+    return _ahead(pairs)
+
+
+def costs_of_ranks(runs: Sequence[Run]) -> str:
+    """Return the table of layouts on several GPUs, against the same model on one."""
+    by_name = {run.name: run for run in runs}
+    ranks = [
+        (_ours(by_name[one]), _ours(run))
+        for name, run in by_name.items()
+        if re.match(r"[dtp]p\d+-", name) and (one := _on_one_gpu(name)) in by_name
+    ]
+    return _costs_of_ranks(ranks)
 
 
 def _on_one_gpu(name: str) -> str:

@@ -1,88 +1,98 @@
-"""Write docs/performance.md and the tables of other pages from benchmarks/*/*.json."""
+"""Write docs/performance.md, the pages of benchmarks/results and the tables of other pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from .cells import both, has_images, images_per_second, model, peak, percent, seconds
-from .markdown import table
-from .other_pages import shared_prompts, tables, with_table
-from .own_runs import sections_of_own_runs
-from .picture import draw
-from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
+from .other_pages import BEST, beside_peers, compared, shared_prompts, tables, with_table
+from .own_runs import ahead, costs_of_ranks
+from .picture import draw, draw_headlines
+from .results import Comparison, Run
+from .results_pages import PICTURE as PHASES_PICTURE
+from .results_pages import WRITTEN, pages
 
 PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
-TITLES = {
-    "equal flags": "equal flags",
-    "each at its best": "each at its best setting, of those tried under the same memory cap",
-    "chosen pair": "chosen pairs of settings",
-}
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Performance
 
-<!-- Written by `python -m benchmarks.bench report` from benchmarks/*/*.json. Do not edit: a test compares them. -->
+{WRITTEN}
 
-This page compares this package with ms-swift's own Megatron GRPO trainer. Both run the same command line on the same
-machine, with the same random weights, prompts and completion lengths. Their processes run one at a time, in
-alternation. Each number is the median over the measured steps, with the minimum and maximum in brackets. The first
-steps of each process are warm-up and are not counted. `python -m benchmarks.bench train --help` describes how to
-measure, and `benchmarks/bench_h200.sh` repeats all measurements on H200.
+How long a step takes in this package and in other trainers on the same machine, with random weights of real sizes.
+[benchmarks/README.md](../benchmarks/README.md) has the method, every setting that was tried, losses, gradient norms,
+MFU and versions. [performance-log.md](performance-log.md) lists what was changed, and what each change gave.
 
-* *Train phase*: all log-prob passes, forward and backward, gradient reduction and the optimizer. In these runs the
-  completions are generated from a seed, with the same tokens for both trainers, and vLLM does not start.
-* *Step*: everything, with vLLM in the training processes. Each completion stops at a length drawn from the seed.
-* *Settings*: *mbs4* is `--micro_batch_size 4` and *tokens16384* is `--max_tokens_per_micro_batch 16384`. The other
-  parts of a setting are its layout, written as for `swift-megatron-grpo check-layouts`; without
-  *shared*, every completion has a copy of its prompt (`--share_prompts false`).
-* *MFU*: the FLOPs that forward and backward of these tokens require, divided by the time of forward and backward and by
-  the peak bf16 throughput of the GPUs. `training_flops` in `benchmarks/harness/workload.py` counts half of the
-  attention scores, the output layer on completion tokens only, and no recomputation. The formula is the same for both.
-  Tokens of images count, the image part of a model does not. A prompt that completions share counts once.
-* *MFU as verl counts*: by the formula of verl's FLOPs counter, to compare with published figures: all attention
-  scores, and embedding and output layer on all tokens. Earlier runs have no figure.
-* *Peak*: the maximum memory that PyTorch allocated in the train phase, on the GPU that used most. It includes a vLLM
-  that stays awake, but not one that sleeps, except in earlier runs, which did not record how much of it was asleep.
-* *Images/s*: completions of a step, each of which shows its prompt's image, divided by the seconds of the train phase.
-* *Losses* and *gradient norms* are those of the first measured step. On policy the ratio is 1 and the advantages of a
-  group sum to 0, so the loss is 0 up to rounding if all completions of a group have the same weight; the gradient norm
-  shows that both trainers did the same work. With more than one tensor-parallel rank, ms-swift's gradient norm omits
-  some shards (docs/architecture.md). In runs with vLLM each trainer samples its own completions. Models before
-  revision 5f8e02c had a padding token whose embedding is zero. Where a random completion contains it, RMSNorm
-  amplifies the gradient of that row, and norms of both Megatron trainers rise from 1.8 to 60; transformers drops this
-  gradient.
+![Seconds of a step by phase](performance.svg)
+
+* Both trainers generate completions of the same lengths, drawn from a seed, in groups of 8 or 16, without a KL term.
+* Processes alternate on one machine. Each number is the median of the measured steps.
+* Each trainer has its best setting, of those tried under the same memory cap.
+* *GPUs* are H200 unless H100 is named. *Peak* is what PyTorch allocated in the train phase, as ms-swift / this package.
 """
+STEP = """\
+## Whole step
 
-WHO_RAN = {
-    "trl": """\
-The authors of this package ran TRL's `GRPOTrainer`, through `benchmarks/peers/trl_arm.py` and in alternation with the
-other trainers; TRL's authors have not reviewed the settings. Prompts, completion lengths, rewards, loss, optimizer and
-LoRA are the same, vLLM runs in the training process, and the time is that of the whole step with the weight sync.
-`benchmarks/peers/trl_settings.py` has every flag. Without *fp32* in a setting, TRL keeps weights and optimizer state in
-bf16, which costs less than the fp32 copies that both Megatron trainers keep.
-""",
-    "verl": """\
-The authors of this package ran verl's trainer with FSDP and vLLM on the same GPU, through
-`benchmarks/peers/verl_arm.py` and in alternation with the other trainers; verl's authors have not reviewed the
-settings. Prompt and completion lengths, rewards and loss are the same, and the time is that of the whole step with the
-weight sync, by verl's own timers. `benchmarks/peers/verl_settings.py` has every override. There is no flash-attn, so
-attention is torch's.
-""",
-}  # by arm; the lines above its tables
-SHARED_PROMPTS = """\
+Generation, weight sync, rewards and training, with vLLM in the training processes or behind a server on another GPU.
+The step is 1.2 to 3.6 times as fast. It gains least where generation takes most of it: with 8B LoRA, and with Qwen3.5
+in a run without CUDA graphs (1.24).
+"""
+TRAIN = """\
+## Train phase
+
+Log-prob passes, forward and backward, gradient reduction and the optimizer, without generation. Dense models train
+about twice as fast: no pass for old log-probs on policy, micro batches packed by tokens, and a head that never holds
+all logits. Mixtures of experts gain more, mostly because one kernel multiplies all experts of a layer.
+"""
+OTHERS = """\
+## TRL and verl
+
+Whole steps next to TRL 0.29.1 and verl 0.9.1. The authors of this package ran both, at the best of one or two settings;
+their authors have not reviewed them. Losses, optimizer and LoRA are the same. With one long completion among 127 short
+ones, padding makes TRL 4.75 times as slow.
+"""
+SHARED = """\
 ## Shared prompts
 
-Seconds of the train phase and peak GB, by tokens of the prompt, tokens of each completion and completions of a group.
+Completions of a group share one copy of their prompt in forward and backward. The longer the prompt, the more it saves:
+[shared_prompts.md](shared_prompts.md). Seconds of the train phase, and peak GB.
 """
+AHEAD = """\
+## Servers ahead of training
+
+Half of two or four GPUs train while servers on the others generate the next rollout, against colocated ranks on all of
+them. It pays at 8B, and not for 1.7B with a vLLM that stays awake: [async.md](async.md#generate-ahead-of-training).
+"""
+LAYOUTS = """\
+## Layouts of one model
+
+8B LoRA on several GPUs, with as many completions on each. Data parallelism costs nothing; a pipeline costs 17 to 34 %
+and tensor parallelism 22 to 43 %. Use them only where the model does not fit: [scaling.md](scaling.md).
+"""
+END = """\
+## More
+
+* Weight syncs, FP8 rollouts and expert parallelism: [own.md](../benchmarks/results/own.md).
+* Seconds of each phase: [phases.md](../benchmarks/results/phases.md).
+* How a step is divided, and what limits it now: [performance-log.md](performance-log.md#remaining-bottlenecks).
+* Measure on your machine: `python -m benchmarks.bench train --help`.
+"""
+LEFT_OUT = ("train-tiny", "share-", "memory-", "held-out", "step-equal")  # beginnings of names: in the results only
+SHARING = [f"share-{model}-{prompt}-8" for model in ("1.7b", "8b-lora") for prompt in (512, 2048, 8192)]
 
 
 def write_page(repository: Path) -> None:
     runs = read_runs(repository)
-    (repository / PAGE).write_text(page(runs))
-    (repository / PICTURE).write_text(draw(runs))
+    for path, text in files(runs).items():
+        (repository / path).parent.mkdir(exist_ok=True)
+        (repository / path).write_text(text)
     for path, marks, text in tables(runs):
         file = repository / path
         file.write_text(with_table(file.read_text(), marks, text))
+
+
+def files(runs: Sequence[Run]) -> dict[Path, str]:
+    """Return every file that is written as a whole, by its path in the repository."""
+    return {PAGE: page(runs), PICTURE: draw_headlines(runs), PHASES_PICTURE: draw(runs), **pages(runs)}
 
 
 def read_runs(repository: Path) -> list[Run]:
@@ -90,106 +100,20 @@ def read_runs(repository: Path) -> list[Run]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    sections = [INTRODUCTION, f"![Seconds of a step by phase]({PICTURE.name})\n"]
-    for kind, title in (("train", "Train phase"), ("step", "Step")):
-        comparisons = [comparison for run in runs if run.kind == kind for comparison in run.comparisons()]
-        for what, heading in TITLES.items():
-            rows = [comparison for comparison in comparisons if comparison.what == what]
-            if rows:
-                sections += [f"## {title}: {heading}\n", _ratios(rows), _costs(rows)]
-        for arm in PEERS:
-            rows = [pair for pair in comparisons if pair.other.arm == arm]
-            if rows:
-                sections += [f"## {title}: {NAMES[arm]}, each at its best setting\n", WHO_RAN[arm], _tried(arm, rows)]
-                sections += [_ratios(rows), _costs(rows)]
-    if any(run.shared_and_repeated() for run in runs):
-        sections += [SHARED_PROMPTS, shared_prompts(runs)]
-    sections += sections_of_own_runs(runs)
-    sections += ["## Phases\n\nMedian seconds.\n", _phases(runs), "## All settings\n", _all_settings(runs)]
-    sections += ["## Runs\n", *map(_describe, runs)]
-    return "\n".join(sections)
-
-
-def _ratios(rows: Sequence[Comparison]) -> str:
-    columns: dict[str, Callable[[Comparison], str]] = {
-        "run": lambda row: row.ours.run.name,
-        "this package": lambda row: row.ours.setting,
-        "seconds": lambda row: seconds(row.ours),
-        NAMES[rows[0].other.arm]: lambda row: row.other.setting,
-        "seconds ": lambda row: seconds(row.other),
-        "ratio": lambda row: f"**{row.ratio:.2f}**",
-    }
-    if rows[0].ours.run.kind == "step":
-        columns["train phase"] = lambda row: both(row, lambda side: f"{side.train_median:.2f}")
-        columns["its ratio"] = lambda row: "-" if row.train_ratio is None else f"{row.train_ratio:.2f}"
-    columns |= {
-        "goal": lambda row: row.ours.run.goal,
-        "losses": lambda row: both(row, lambda side: f"{side.steps[0].loss:.2e}"),
-        "gradient norms": lambda row: both(row, lambda side: f"{side.steps[0].grad_norm:.4g}"),
-    }
-    return table(columns, rows)
-
-
-def _costs(rows: Sequence[Comparison]) -> str:
-    """Return a table whose cells have the form `this package / other trainer`."""
-    columns: dict[str, Callable[[Comparison], str]] = {
-        "run": lambda row: row.ours.run.name,
-        "settings": lambda row: f"{row.ours.setting} / {row.other.setting}",
-        "tokens/s/device": lambda row: both(row, lambda side: f"{side.tokens_per_second_per_device:,.0f}"),
-        "MFU": lambda row: both(row, lambda side: percent(side.mfu)),
-        "MFU as verl counts": lambda row: both(row, lambda side: percent(side.mfu_as_verl_counts)),
-        "peak GB": lambda row: both(row, peak),
-        "peak ratio": lambda row: f"{row.ours.peak_gb / row.other.peak_gb:.2f}" if row.other.peak_gb else "-",
-        "slowest rank / mean": lambda row: both(row, lambda side: f"{side.imbalance:.3f}"),
-    }
-    if any(has_images(row.ours.run) for row in rows):
-        columns["images/s"] = lambda row: both(row, images_per_second)
-    return table(columns, rows)
-
-
-def _phases(runs: Sequence[Run]) -> str:
-    rows = [run.measured(*side) for run in runs for arm in ARMS for side in run.compared_settings() if side[0] == arm]
-    used = [phase for phase in PHASES if any(row.phase(phase) for row in rows)]
-    columns: dict[str, Callable[[Measured], str]] = {
-        "run": lambda row: row.run.name,
-        "": lambda row: NAMES[row.arm],
-        "setting": lambda row: row.setting,
-    }
-    for phase in used:
-        columns[phase.replace("_", " ")] = lambda row, phase=phase: f"{row.phase(phase):.3f}"  # type: ignore[misc]
-    return table(columns, rows)
-
-
-def _all_settings(runs: Sequence[Run]) -> str:
-    rows = [run.measured(arm, setting) for run in runs for arm in ARMS for setting in run.settings(arm)]
-    return table(
-        {
-            "run": lambda row: row.run.name,
-            "": lambda row: NAMES[row.arm],
-            "setting": lambda row: row.setting,
-            "seconds": lambda row: seconds(row) if row.steps else row.run.status(row.arm, row.setting),
-            "steps": lambda row: str(len(row.steps)),
-            "peak GB": lambda row: peak(row) if row.steps else "-",
-        },
-        rows,
+    return "\n".join(
+        [
+            INTRODUCTION,
+            *(STEP, compared(_at_best(runs, "step"))),
+            *(TRAIN, compared(_at_best(runs, "train"))),
+            *(OTHERS, beside_peers(runs)),
+            *(SHARED, shared_prompts(runs, SHARING)),
+            *(AHEAD, ahead(runs)),
+            *(LAYOUTS, costs_of_ranks([run for run in runs if "H200" in run.device])),
+            END,
+        ]
     )
 
 
-def _describe(run: Run) -> str:
-    work = run.workload
-    tokens = f"{run.prompt_tokens:,} prompt tokens and {run.completion_tokens:,} completion tokens"
-    cap = "no memory cap" if run.memory_cap_gb is None else f"at most {run.memory_cap_gb:g} GB of each GPU"
-    allocator = f", `PYTORCH_CUDA_ALLOC_CONF={run.allocator}`" if run.allocator else ""
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
-    return f"""\
-**{run.name}**: {run.ranks} x {run.device}; {model(run)}; {work["completions"]} completions in groups of
-{work["generations"]}, lengths {work["lengths"]}, prompts {work["prompt_lengths"]}, seed {work["seed"]}:
-{tokens} per step, {run.flops:.3g} FLOPs; {cap}; `{" ".join(run.flags)}`{allocator}.
-{versions}.
-"""
-
-
-def _tried(arm: str, rows: Sequence[Comparison]) -> str:
-    """Return the settings of which the best one is in the tables."""
-    searches = [f"{row.other.run.name}: {', '.join(row.other.run.settings(arm))}" for row in rows]
-    return f"Settings tried, the fastest of which is below: {'; '.join(searches)}.\n"
+def _at_best(runs: Sequence[Run], kind: str) -> list[Comparison]:
+    kept = [run for run in runs if run.kind == kind and not run.name.startswith(LEFT_OUT) and "H200" in run.device]
+    return [pair for run in kept for pair in run.comparisons() if pair.what == BEST]

@@ -1,4 +1,7 @@
-"""SVG with the seconds of a step by phase for the trainers; the longer bar of each pair has the full width."""
+"""SVGs with the seconds of a step by phase.
+
+`draw`: every comparison; the longer bar of each pair has the full width. `draw_headlines`: a few, on one time scale.
+"""
 
 from __future__ import annotations
 
@@ -67,4 +70,60 @@ def _bar(measured: Measured, y: int, scale: float) -> str:
             )
         x += width
     elements.append(f'<text x="{x + 5:.1f}" y="{y + 12}">{measured.median:.2f} s</text>')
+    return "\n".join(elements)
+
+
+HEADLINES = {
+    "step-best-1.7b": "Qwen3 1.7B, 128 completions",
+    "step-lora-8b": "Qwen3 8B LoRA, 64 completions",
+    "moe-4.5b-step": "Qwen3-MoE 4.5B, 64 completions",
+    "qwen3-vl-2b-lora": "Qwen3-VL 2B LoRA, 64 completions",
+}  # of comparisons on one H200, by run
+PARTS = {
+    "generation": ("generation",),
+    "log-probs": ("logprobs",),
+    "forward, backward, optimizer": ("forward_backward", "grad_sync", "optimizer"),
+    "weight sync, phase switches, rewards": ("switch", "weight_sync", "sync_check", "grading", "other"),
+}
+PART_COLOURS = ("#4e79a7", "#e15759", "#59a14f", "#bab0ac")
+NAME_WIDTH, BAR_WIDTH, BAR, GROUP, HEAD = 110, 560, 22, 86, 34
+
+
+def draw_headlines(runs: Sequence[Run]) -> str:
+    by_name = {run.name: run for run in runs}
+    pairs = [
+        (title, next(pair for pair in by_name[name].comparisons() if pair.what == "each at its best"))
+        for name, title in HEADLINES.items()
+        if name in by_name
+    ]
+    longest = max((max(pair.ours.median, pair.other.median) for _, pair in pairs), default=1.0)
+    size = f'viewBox="0 0 {NAME_WIDTH + BAR_WIDTH + 70} {HEAD + len(pairs) * GROUP}"'
+    start = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="13">'
+    body = [_legend_of_parts()]
+    for i, (title, pair) in enumerate(pairs):
+        y = HEAD + i * GROUP
+        heading = escape(f"{title}: {pair.ratio:.2f} times as fast")
+        body.append(f'<text x="{NAME_WIDTH}" y="{y + 14}" font-weight="bold">{heading}</text>')
+        scale = BAR_WIDTH / longest
+        body += [_parts_bar(pair.other, y + 20, scale), _parts_bar(pair.ours, y + 22 + BAR, scale)]
+    return "\n".join([start, '<rect width="100%" height="100%" fill="white"/>', *body, "</svg>\n"])
+
+
+def _legend_of_parts() -> str:
+    elements, x = [], 8
+    for part, colour in zip(PARTS, PART_COLOURS, strict=True):
+        elements.append(f'<rect x="{x}" y="10" width="12" height="12" fill="{colour}"/>')
+        elements.append(f'<text x="{x + 17}" y="21">{escape(part)}</text>')
+        x += 34 + 7 * len(part)
+    return "\n".join(elements)
+
+
+def _parts_bar(measured: Measured, y: int, scale: float) -> str:
+    elements = [f'<text x="{NAME_WIDTH - 6}" y="{y + 15}" text-anchor="end">{NAMES[measured.arm]}</text>']
+    x = float(NAME_WIDTH)
+    for phases, colour in zip(PARTS.values(), PART_COLOURS, strict=True):
+        width = measured.phase(*phases) * scale
+        elements.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{BAR - 2}" fill="{colour}"/>')
+        x += width
+    elements.append(f'<text x="{x + 5:.1f}" y="{y + 15}">{measured.median:.2f} s</text>')
     return "\n".join(elements)

@@ -1,6 +1,6 @@
-"""`swift-megatron-grpo check`: check a run without a GPU, a weight or a second process.
+"""`--check true`: everything that can be known about a run without a GPU, a weight or a second process.
 
-    command.py        the command
+    __main__.py       the command
     check.py          one check from top to bottom
     arguments.py      parses the flags as a rank does, without process groups and folders
     model.py          sizes of the model, from its config.json

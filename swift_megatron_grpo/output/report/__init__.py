@@ -1,10 +1,12 @@
 """The report of a run: one offline HTML file, from the files of the run's folder. Standard library only.
 
+    __main__.py    the command: `python -m swift_megatron_grpo.output.report RUN [RUN ...]`
     run_files.py   reads logging.jsonl and args.json of a run's folder
     completions.py reads completions.jsonl: its first and newest rollouts, within a limit
     histograms.py  histograms of rewards and lengths, at the beginning and now
     contents.py    what the page shows of one run or several, as JSON
-    page.py        the HTML file, from that JSON and assets/; written again while the run lasts
+    page.py        the HTML file, from that JSON and assets/
+    live.py        writes the page of a run again while it runs
     assets/        HTML, CSS and JavaScript of the page
 
 Tests: tests/unit/output/report; test_browser.py opens the page in a headless browser.

@@ -13,8 +13,10 @@ from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
-PAGES = (*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").glob("*.md")))
-GENERATED = {"performance.md", "flags.md", "python_api.md"}  # by a program, with lines as they come
+RESULTS = [REPOSITORY / "benchmarks" / "README.md", *sorted((REPOSITORY / "benchmarks" / "results").glob("*.md"))]
+PAGES = (*(REPOSITORY / name for name in ROOT_PAGES), *sorted((REPOSITORY / "docs").glob("*.md")), *RESULTS)
+# By a program, with lines as they come.
+GENERATED = {"performance.md", "flags.md", "python_api.md", *(page.name for page in RESULTS[1:])}
 MAX_COLUMNS = 120
 NOT_IN_THE_REPOSITORY = {"example.py", "run.sh"}  # files of the reader
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -21,8 +20,8 @@ from swift_megatron_grpo.runtime.gpus import NAMES
 from tests.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "how_do_i.md").read_text()
-ANSWERS = dict(re.findall(r"^### (.*)\n\n(.*?)(?=\n##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
-MAX_LINES = 4
+ANSWERS = dict(re.findall(r"^### ([^\n]*)\n\n(.*?)(?=\n##|\Z)", PAGE, re.MULTILINE | re.DOTALL))
+MAX_LINES = 3
 # Commands of others, which the environment of a run need not have; their flags are theirs.
 OTHER_PROGRAMS = ("vllm", "hf", "modelscope", "wandb", "tensorboard", "pip")
 OF_SLURM = {"requeue", "signal"}
@@ -87,7 +86,6 @@ def test_a_released_model_on_a_cpu_uses_a_registered_template() -> None:
 def test_the_merge_of_an_adapter_is_a_command_of_ms_swift() -> None:
     [command] = [code for answer in ANSWERS.values() for code in codes(answer) if code.startswith("swift export")]
     assert {name for name, _ in flags_in(command)} <= {field.name for field in fields(ExportArguments)}
-    assert shutil.which("swift")
 
 
 def test_flags_after_a_yaml_file_override_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

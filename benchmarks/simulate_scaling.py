@@ -1,0 +1,153 @@
+"""Simulate many data-parallel ranks: the real planner and real messages, with measured speeds.
+
+    python -m benchmarks.simulate_scaling --json docs/scaling.json     compute the numbers on this machine
+    python -m benchmarks.simulate_scaling --page                       print their table for docs/scaling.md
+
+Balance, micro batches and bytes are exact. Seconds of planning and of packing messages are measured here. Seconds of a
+train phase follow from FLOPs, those of gradients from bytes, with the speeds in `Speeds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import random
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.paths import REPOSITORY
+from benchmarks.harness.shapes import SHAPES
+from benchmarks.harness.workload import Lengths
+from swift_megatron_grpo.packing.flops import FlopsModel
+from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
+from swift_megatron_grpo.types import Prompt, Rollout
+
+RESULT = REPOSITORY / "docs" / "scaling.json"
+RANKS = (8, 64, 512)
+SHAPE, BUDGET, PROMPT = "8b", 16384, 256
+LENGTHS = "lognormal:700:0.9:4096"
+PER_RANK = 64  # completions
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Speeds of one rank."""
+
+    flops: float = 0.5 * 989e12  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
+    nvlink: float = 190e9  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
+    network: float = 50e9  # bytes a second: one 400 Gbit/s adapter per GPU; not measured
+
+
+def simulate(ranks: int, speeds: Speeds) -> dict[str, Any]:
+    """Return what one step costs each rank, with `PER_RANK` completions on each."""
+    rng = random.Random(0)
+    completions = Lengths(LENGTHS).draw(ranks * PER_RANK, rng)
+    lengths = [PROMPT + tokens for tokens in completions]
+    shape = SHAPES[SHAPE]
+    cost = FlopsModel.of_transformer(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+    )
+    began = time.perf_counter()
+    plan = plan_by_tokens(lengths, ranks, BUDGET, cost, Alignment(1, 1), completion_lengths=completions)
+    seconds = time.perf_counter() - began
+    work = [
+        sum(cost.of_sequence(lengths[i], completions[i]) for i in samples) * 3 for samples in plan.samples_of_ranks()
+    ]
+    mean = sum(work) / ranks
+    weights = count_weights(shape)
+    exchanged = 2 * weights + 4 * weights  # gathered in bf16, reduced in fp32
+    link = speeds.nvlink if ranks <= 8 else speeds.network
+    return {
+        "ranks": ranks,
+        "completions": len(lengths),
+        "planning_seconds": round(seconds, 3),
+        "micro_batches": plan.num_micro_batches,
+        "balance": mean / max(work),
+        "fill": sum(lengths) / (ranks * plan.num_micro_batches * BUDGET),
+        "train_seconds": round(max(work) / speeds.flops, 2),
+        "gradient_bytes": exchanged * (ranks - 1) / ranks,
+        "gradient_seconds": round(exchanged * (ranks - 1) / ranks / link, 2),
+        **measure_rollouts(completions),
+    }
+
+
+def count_weights(shape: Any) -> int:
+    """Return the number of weights of a dense model, without norms."""
+    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+    tables = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
+    return int(shape.layers * (attention + 3 * shape.hidden * shape.ffn) + tables)
+
+
+def measure_rollouts(completions: list[int]) -> dict[str, Any]:
+    """Return the bytes of all completions, which every rank receives, and the seconds that unpacking them takes."""
+    rng = random.Random(1)
+
+    def rollout(tokens: int) -> Rollout:
+        prompt = Prompt("0" * 32, {"messages": [{"role": "user", "content": "x" * 4 * PROMPT}]})
+        ids = [rng.randrange(SHAPES[SHAPE].vocabulary) for _ in range(PROMPT + tokens)]
+        logprobs = [rng.random() for _ in range(tokens)]
+        return Rollout(prompt, ids[:PROMPT], ids[PROMPT:], logprobs, "x" * 4 * tokens, "stop", 0)
+
+    part = completions[:512]
+    message = pickle.dumps([rollout(tokens) for tokens in part])
+    began = time.perf_counter()
+    pickle.loads(message)
+    factor = sum(completions) / sum(part)
+    return {
+        "rollout_bytes": len(message) * factor,
+        "unpack_seconds": round((time.perf_counter() - began) * factor, 2),
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown."""
+    lines = {
+        "completions of a step": lambda r: f"{r['completions']:,}",
+        "planning": lambda r: f"{r['planning_seconds']:.2f} s",
+        "micro batches of a rank": lambda r: str(r["micro_batches"]),
+        "tokens in them, of the budget": lambda r: f"{r['fill']:.1%}",
+        "mean FLOPs of a rank, of the largest": lambda r: f"{r['balance']:.2%}",
+        "forward and backward": lambda r: f"{r['train_seconds']:.1f} s",
+        "gradients and weights that a rank sends": lambda r: f"{r['gradient_bytes'] / 1e9:.0f} GB",
+        "the same, not overlapped": lambda r: f"{r['gradient_seconds']:.2f} s",
+        "completions that a rank receives": lambda r: f"{r['rollout_bytes'] / 1e6:,.0f} MB",
+        "unpacking them": lambda r: f"{r['unpack_seconds']:.2f} s",
+    }
+    heads = ["ranks", *(str(row["ranks"]) for row in rows)]
+    body = [[name, *(show(row) for row in rows)] for name, show in lines.items()]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *body])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--page", action="store_true", help="print the table of the committed numbers")
+    arguments = parser.parse_args()
+    if arguments.page:
+        print(table(json.loads(RESULT.read_text())["rows"]))
+        return
+    speeds = Speeds()
+    rows = [simulate(ranks, speeds) for ranks in RANKS]
+    workload = {
+        "shape": SHAPE,
+        "budget": BUDGET,
+        "prompt": PROMPT,
+        "lengths": LENGTHS,
+        "completions_per_rank": PER_RANK,
+    }
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"workload": workload, "speeds": asdict(speeds), "rows": rows}, indent=1))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

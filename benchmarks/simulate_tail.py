@@ -1,0 +1,271 @@
+"""Simulate the tails of rollouts on one server: slots that are idle while the last completions of a rollout run.
+
+    python -m benchmarks.simulate_tail        print the table of docs/async.md
+
+The rule for rollouts ahead is the one of the package, and lengths are drawn as in the other benchmarks. The time of a
+decoding step is a model of a server, `Decode`; prompts and grading take no time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.harness.workload import Lengths
+from swift_megatron_grpo.loop.run_ahead import RunAhead
+
+LENGTHS = "lognormal:700:0.9:4096"
+TRAINING = (0.25, 0.5, 1.0)  # its time, as a share of that of one rollout on its own
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Seconds of one decoding step, which appends a token to each running completion."""
+
+    floor: float
+    each: float  # for every completion that runs
+
+    def step(self, running: int) -> float:
+        return self.floor + self.each * running
+
+
+GROWING, FLAT = Decode(0.004, 0.00003), Decode(0.0044, 0.0)  # the second one: docs/performance-log.md
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run to simulate."""
+
+    max_staleness: int = 1
+    groups_ahead: int = 0  # of the next rollout, started when no completion waits; one rollout staler than the rule
+    uniform: float = 0.0  # share of groups that --dynamic_sample replaces
+    most_draws: int = 3  # --max_resample_times
+    draws_alone: bool = True  # they are generated before the next rollout starts
+    train_seconds: float = 0.0  # of one rollout
+    sync_seconds: float = 1.0
+    rollouts: int = 25
+    prompts: int = 128
+    completions: int = 8  # of a prompt
+    slots: int = 256
+    lengths: str = LENGTHS
+    decode: Decode = GROWING
+
+
+@dataclass(frozen=True)
+class Result:
+    seconds: float  # of a rollout, on average
+    busy: float  # share of the slots
+    staleness: float  # mean over completions
+    most_stale: int
+    within_bound: set[int]  # rollouts in whose tails the next one could have started, by the rule
+
+
+class Server:
+    """Completions on one server, in the order in which they were started."""
+
+    def __init__(self, slots: int, decode: Decode) -> None:
+        self.slots, self.decode = slots, decode
+        self.seconds = self.used = 0.0  # since the start; seconds of all slots that were in use
+        self.waiting: deque[tuple[int, int]] = deque()  # rollout and tokens
+        self.missing: Counter[int] = Counter()  # completions, by rollout
+        self._steps = 0.0
+        self._running: list[tuple[float, int]] = []  # a heap: the step at which each ends, and its rollout
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running
+
+    def start(self, rollout: int, lengths: Sequence[int], first: bool = False) -> None:
+        """Queue completions, behind all others unless `first`."""
+        self.missing[rollout] += len(lengths)
+        if first:
+            self.waiting.extendleft((rollout, tokens) for tokens in reversed(lengths))
+        else:
+            self.waiting.extend((rollout, tokens) for tokens in lengths)
+        self._fill()
+
+    def finish_next(self) -> None:
+        """Run until a completion ends."""
+        self._run(self._running[0][0] - self._steps)
+        _, rollout = heapq.heappop(self._running)
+        self.missing[rollout] -= 1
+        self._fill()
+
+    def run(self, seconds: float) -> None:
+        """Run for some time, whether or not there is something to do."""
+        end = self.seconds + seconds
+        while self._running:
+            steps = self._running[0][0] - self._steps
+            step = self.decode.step(len(self._running))
+            if self.seconds + steps * step > end:
+                self._run((end - self.seconds) / step)
+                break
+            self.finish_next()
+        self.seconds = end
+
+    def _run(self, steps: float) -> None:
+        seconds = steps * self.decode.step(len(self._running))
+        self._steps += steps
+        self.seconds += seconds
+        self.used += seconds * len(self._running)
+
+    def _fill(self) -> None:
+        while self.waiting and len(self._running) < self.slots:
+            rollout, tokens = self.waiting.popleft()
+            heapq.heappush(self._running, (self._steps + tokens, rollout))
+
+
+class Run:
+    """One simulated run. A version of the weights is a number of trained rollouts."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, self.server = case, Server(case.slots, case.decode)
+        self._rule = RunAhead(case.max_staleness, 1, 0, 0, case.rollouts)
+        self._rng = random.Random(seed)
+        self._engine_version = 0
+        self._started = 0  # rollouts
+        self._ahead = 0  # groups of the next rollout that run already
+        self._staleness: Counter[int] = Counter()  # completions
+        self._within_bound: set[int] = set()
+
+    def result(self) -> Result:
+        for rollout in range(self.case.rollouts):
+            self._take(rollout)
+            self.server.run(self.case.train_seconds)
+        total = sum(self._staleness.values())
+        return Result(
+            seconds=self.server.seconds / self.case.rollouts,
+            busy=self.server.used / self.server.seconds / self.case.slots,
+            staleness=sum(stale * number for stale, number in self._staleness.items()) / total,
+            most_stale=max(self._staleness),
+            within_bound=self._within_bound,
+        )
+
+    def _take(self, rollout: int) -> None:
+        if self._started == rollout:
+            self._start_rest(rollout)
+        self._wait_for(rollout)
+        draws = self._draws()
+        if self.case.draws_alone:
+            self._replace_groups(rollout, draws)
+        while self._rule.in_window(self._started, rollout):
+            if self._ahead:  # its weights are too old for the other groups, so they wait for newer ones
+                self._wait_until_idle()
+            if not self._rule.may_start(self._started, self._engine_version, rollout, self.server.is_idle):
+                break
+            self._start_rest(rollout)
+        if not self.case.draws_alone:
+            self._replace_groups(rollout, draws)
+
+    def _wait_for(self, rollout: int) -> None:
+        while self.server.missing[rollout]:
+            if not self.server.waiting and self._started < self.case.rollouts:
+                if self._rule.may_start(self._started, self._engine_version, rollout, idle=False):
+                    self._within_bound.add(rollout)
+                self._start_ahead()
+            self.server.finish_next()
+
+    def _wait_until_idle(self) -> None:
+        while not self.server.is_idle:
+            self.server.finish_next()
+
+    def _start_ahead(self) -> None:
+        stale = self._rule.staleness(self._started, self._engine_version)
+        if self.case.groups_ahead and not self._ahead and stale <= self.case.max_staleness + 1:
+            self._ahead = self.case.groups_ahead
+            self._start(self._started, self._ahead)
+
+    def _start_rest(self, newest: int) -> None:
+        """Start what is left of the next rollout, with the newest weights if the server is idle."""
+        if self.server.is_idle and self._engine_version != newest:
+            self.server.run(self.case.sync_seconds)
+            self._engine_version = newest
+        self._start(self._started, self.case.prompts - self._ahead)
+        self._started, self._ahead = self._started + 1, 0
+
+    def _start(self, rollout: int, groups: int, first: bool = False) -> None:
+        count = groups * self.case.completions
+        self._staleness[self._rule.staleness(rollout, self._engine_version)] += count
+        self.server.start(rollout, Lengths(self.case.lengths).draw(count, self._rng), first)
+
+    def _draws(self) -> list[int]:
+        """Return the number of groups in each draw: those of the last one that were uniform."""
+        draws, groups = [], self.case.prompts
+        for _ in range(self.case.most_draws):
+            groups = round(groups * self.case.uniform)
+            draws += [groups] if groups else []
+        return draws
+
+    def _replace_groups(self, rollout: int, draws: Sequence[int]) -> None:
+        for groups in draws:
+            if self.server.is_idle and self._engine_version != rollout:
+                self.server.run(self.case.sync_seconds)
+                self._engine_version = rollout
+            self._start(rollout, groups, first=True)
+            self._wait_for(rollout)
+
+
+@dataclass(frozen=True)
+class Tail:
+    """One rollout on its own."""
+
+    seconds: float
+    tail: float  # seconds after its last completion has started
+    busy: float  # share of the slots in that time
+
+
+def tail_of(case: Case) -> Tail:
+    server = Server(case.slots, case.decode)
+    server.start(0, Lengths(case.lengths).draw(case.prompts * case.completions, random.Random(0)))
+    while server.waiting:
+        server.finish_next()
+    began, used = server.seconds, server.used
+    while not server.is_idle:
+        server.finish_next()
+    seconds = server.seconds - began
+    return Tail(server.seconds, seconds, (server.used - used) / seconds / case.slots)
+
+
+def cases() -> dict[str, Case]:
+    """Return the rows of the table by their names."""
+    rows = {f"`--max_staleness {number}`": Case(max_staleness=number) for number in (1, 2, 3)}
+    for groups in (8, 32):
+        rows[f"1, and {groups} groups of the next rollout in each tail"] = Case(groups_ahead=groups)
+    rows["1, `--dynamic_sample`: a quarter of the groups is replaced"] = Case(uniform=0.25)
+    rows["the same, next to the following rollout"] = Case(uniform=0.25, draws_alone=False)
+    return rows
+
+
+def table() -> str:
+    """Return the seconds of a rollout as Markdown, for both models of a server and three times of training."""
+    heads = ["settings", "staleness: mean, maximum"]
+    heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]
+    lines = [heads, ["---"] * len(heads)]
+    alone = {decode: tail_of(Case(decode=decode)).seconds for decode in (GROWING, FLAT)}
+    for name, case in cases().items():
+        results = [
+            Run(replace(case, decode=decode, train_seconds=share * seconds)).result()
+            for decode, seconds in alone.items()
+            for share in TRAINING
+        ]
+        staleness = f"{results[0].staleness:.2f}, {results[0].most_stale}"
+        lines.append([name, staleness, *(f"{result.seconds:.1f}" for result in results)])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    for name, decode in {"growing": GROWING, "flat": FLAT}.items():
+        one = tail_of(Case(decode=decode))
+        print(
+            f"{name}: {one.seconds:.1f} s, of which {one.tail:.1f} s in the tail with {one.busy:.0%} of the slots busy"
+        )
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

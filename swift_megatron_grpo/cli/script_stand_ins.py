@@ -1,0 +1,299 @@
+"""Stand-ins for what a script for a cluster needs: made-up rows, rewards and environments, and smaller sizes.
+
+`reduce` changes sizes alone, and keeps how they relate: parallelism above 1 stays above 1 while there are ranks for it,
+and a context that is too short for prompt and completion stays too short.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boolean
+
+ROWS = 32
+_LONGEST_PROMPT, _LONGEST_COMPLETION = 256, 12
+_TRACKERS = {"wandb", "swanlab", "tensorboard"}
+_NEEDED_PACKAGES = {"accuracy": "math_verify", "cosine": "math_verify"}  # rewards of ms-swift
+_PLUGIN = '''"""Rewards and environments in place of those that cannot run on this machine."""
+
+from swift.rewards import ORM, orms
+from swift.rollout.gym_env import Env, envs
+
+
+class StandIn(ORM):
+    def __call__(self, completions, **columns):
+        return [sum(map(ord, text)) % 11 / 10 for text in completions]
+
+
+class Echo(Env):
+    async def reset(self, config):
+        return config.messages[-1]["content"], {{}}, ""
+
+    async def step(self, action):
+        text = action[-1]["content"]
+        return "Go on.", sum(map(ord, text)) % 11 / 10, False, {{}}
+
+    async def close(self): ...
+
+
+for name in {rewards}:
+    orms[name] = type(name, (StandIn,), {{}})
+for name in {environments}:
+    envs[name] = Echo
+'''
+
+
+class NoStandIn(ValueError):
+    """Something of the script has no stand-in."""
+
+
+def read_flags(arguments: Sequence[str]) -> Flags:
+    """Read a command line as ms-swift's parser does: --name value..., --name=value; the last occurrence counts."""
+    flags: Flags = {}
+    name = ""
+    for argument in arguments:
+        if argument.startswith("--") and " " not in argument.split("=", 1)[0]:
+            name, equals, value = argument[2:].partition("=")
+            name = name.replace("-", "_")
+            flags[name] = [value] if equals else []
+        elif name:
+            flags[name].append(argument)
+    return flags
+
+
+def typed(flags: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the flags as a command line."""
+    return [word for name, values in flags.items() for word in (f"--{name}", *values)]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The model of a script, as ms-swift and transformers name it."""
+
+    model_type: str  # of ms-swift
+    hf_type: str  # of transformers
+    class_name: str
+    template: str | None
+
+
+def architecture_of(flags: Flags) -> Architecture:
+    """Find the architecture of --model: from its config.json, or from ms-swift's list of models."""
+    from swift.model import MODEL_MAPPING, get_matched_model_meta
+
+    from swift_megatron_grpo.cli.stand_in_models import TYPES, model_type_of
+
+    name = "".join(flags.get("model", [])[:1])
+    named_type = "".join(flags.get("model_type", [])[:1]) or None
+    config = Path(name).expanduser() / "config.json"
+    if config.is_file():
+        values: dict[str, Any] = json.loads(config.read_text())
+        class_name, hf_type = values["architectures"][0], values["model_type"]
+        meta = MODEL_MAPPING.get(named_type or hf_type)
+    else:
+        meta = MODEL_MAPPING.get(named_type) if named_type else get_matched_model_meta(name)
+        if meta is None:
+            raise NoStandIn(f"--model {name}: ms-swift does not list it; add --model_type to the script")
+        class_name = meta.architectures[0]
+        hf_type = model_type_of(class_name) or meta.model_type
+    if hf_type not in TYPES:
+        raise NoStandIn(
+            f"--model {name}: there is no tiny model of type {hf_type} ({class_name}); there are "
+            f"{', '.join(sorted(TYPES))}"
+        )
+    model_type = named_type or (hf_type if meta is None else meta.model_type)
+    return Architecture(model_type, hf_type, class_name, None if meta is None else meta.template)
+
+
+def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> tuple[Flags, list[str]]:
+    """Replace data, rewards, trackers and paths that this machine does not have. Return what was replaced, as lines.
+
+    `environments`: the values of --gym_env, of the trainer and of servers.
+    """
+    flags, notes = dict(flags), []
+    missing = [path for path in flags.get("dataset", []) if not Path(path.split("#")[0]).expanduser().is_file()]
+    if not missing and "dataset" in flags:
+        flags["dataset"] = [os.path.abspath(os.path.expanduser(path)) for path in flags["dataset"]]
+    else:
+        images = any(map(_has_images, missing))
+        flags["dataset"] = [str(_write_rows(folder / "rows.jsonl", images))]
+        notes.append(f"--dataset {' '.join(missing)}: {ROWS} made-up rows{' with images' if images else ''}")
+    for name in ("val_dataset", "split_dataset_ratio", "cached_dataset"):
+        if name in flags:
+            notes.append(f"--{name} {' '.join(flags.pop(name))}: left out")
+    if "system" in flags and Path(flags["system"][0]).is_file():
+        flags["system"] = [os.path.abspath(flags["system"][0])]
+    elif "system" in flags and flags["system"][0].endswith(".txt"):  # ms-swift reads such a file
+        notes.append(f"--system {flags['system'][0]}: a made-up line, because it is not on this machine")
+        flags["system"] = ["Answer briefly."]
+    plugins = [os.path.abspath(path) for path in flags.pop("external_plugins", []) if Path(path).is_file()]
+    rewards = [name for name in flags.get("reward_funcs", []) if not _can_run(name, plugins)]
+    unknown = [name for name in environments if not _is_environment(name)]
+    if rewards or unknown:
+        stand_in = folder / "stand_ins.py"
+        stand_in.write_text(_PLUGIN.format(rewards=rewards, environments=unknown))
+        plugins.append(str(stand_in))
+        notes += [f"--reward_funcs {name}: made-up rewards, because it cannot run here" for name in rewards]
+        notes += [f"--gym_env {name}: an environment that echoes, because it is not here" for name in unknown]
+    if plugins:
+        flags["external_plugins"] = plugins
+    if _TRACKERS & set(flags.get("report_to", [])):
+        notes.append(f"--report_to {' '.join(flags['report_to'])}: none")
+    flags["report_to"] = ["none"]
+    for name in ("mcore_model", "mcore_adapter", "adapters", "ref_adapters", "ref_model", "mcore_ref_model"):
+        if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
+            notes.append(f"--{name} {' '.join(flags.pop(name))}: left out, because it is not on this machine")
+    return flags, notes
+
+
+def _can_run(name: str, plugins: Sequence[str]) -> bool:
+    """Return True if a reward function is ms-swift's or of one of these plugins, with the packages that it needs."""
+    from swift.rewards import orms
+    from swift.utils import import_external_file
+
+    for plugin in plugins:
+        import_external_file(plugin)
+    package = _NEEDED_PACKAGES.get(name)
+    return name in orms and (package is None or find_spec(package) is not None)
+
+
+def _is_environment(name: str) -> bool:
+    from swift.rollout.gym_env import envs
+
+    return name in envs
+
+
+def _has_images(dataset: str) -> bool:
+    """Return True if ms-swift lists this dataset, with images."""
+    from swift.dataset import DATASET_MAPPING
+
+    name = dataset.split("#")[0].split(":")[0]
+    return any(name in key and "vision" in meta.tags for key, meta in DATASET_MAPPING.items())
+
+
+def _write_rows(path: Path, images: bool) -> Path:
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": f"{n} + {n + 1} = ?"}], "solution": f"\\boxed{{{2 * n + 1}}}"}
+        for n in range(ROWS)
+    ]
+    for n, row in enumerate(rows if images else []):
+        file = path.with_name(f"row{n}.png")
+        Image.new("RGB", (56 + n, 84), (8 * n, 255 - 8 * n, 100)).save(file)
+        row["images"] = [str(file)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def reduce(flags: Flags, ranks: int, steps: int) -> Flags:
+    """Return the flags with sizes for this many ranks of a small machine and for this many steps."""
+    reduced = dict(flags) | _layout(flags, ranks)
+    for name in _SIZES_OF_CLUSTERS:
+        reduced.pop(name, None)
+    if reduced["pipeline_model_parallel_size"] == ["1"]:
+        for name in ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"):
+            reduced.pop(name, None)
+    reduced |= _batch(flags, reduced, ranks) | _lengths(flags)
+    reduced |= {
+        "train_iters": [str(steps)],
+        "save_strategy": ["steps"],
+        "save_steps": [str(steps)],
+        "eval_steps": [str(steps)],
+        "logging_steps": ["1"],
+        "dataset_num_proc": ["1"],
+        "dataloader_num_workers": ["0"],
+        "load_from_cache_file": ["false"],
+        "check_model": ["false"],
+        "add_version": ["false"],
+        "vllm_gpu_memory_utilization": ["0.3"],
+        "vllm_enforce_eager": ["true"],
+    }
+    reduced.pop("lora_rank", None)
+    if "lora_rank" in flags:
+        reduced["lora_rank"] = [str(min(_number(flags, "lora_rank", 8), 8))]
+    return reduced
+
+
+_SIZES_OF_CLUSTERS = (
+    "num_train_epochs", "generation_batch_size", "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", "max_tokens_per_micro_batch",
+    "infer_max_tokens_per_micro_batch", "vllm_max_num_seqs", "ref_tensor_model_parallel_size",
+    "ref_pipeline_model_parallel_size", "ref_context_parallel_size", "ref_expert_model_parallel_size",
+    "ref_expert_tensor_parallel_size",
+)  # fmt: skip
+
+
+def _layout(flags: Flags, ranks: int) -> Flags:
+    """Halve what is parallel until it fits: every size becomes 2 or 1, context and pipeline first."""
+    order = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    sizes = dict.fromkeys(order, 1)
+    free = ranks
+    for name in order:
+        if _number(flags, name, 1) > 1 and free % 2 == 0:
+            sizes[name], free = 2, free // 2
+    experts, pipeline = _number(flags, "expert_model_parallel_size", 1), sizes["pipeline_model_parallel_size"]
+    sizes["expert_model_parallel_size"] = 2 if experts > 1 and ranks % (2 * pipeline) == 0 else 1
+    sizes["expert_tensor_parallel_size"] = 1
+    engine = _number(flags, "vllm_tensor_parallel_size", 1)
+    sizes["vllm_tensor_parallel_size"] = 2 if engine > 1 and ranks % 2 == 0 else 1
+    return {name: [str(size)] for name, size in sizes.items()}
+
+
+def _batch(flags: Flags, reduced: Flags, ranks: int) -> Flags:
+    model = math.prod(
+        _number(reduced, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    stages = _number(reduced, "pipeline_model_parallel_size", 1)
+    generations = min(_number(flags, "num_generations", 8), 4)
+    micro = min(_number(flags, "micro_batch_size", 1), 2)
+    if _number(flags, "micro_batch_size", 1) % _number(flags, "num_generations", 8) == 0:
+        micro = generations  # --loss_type real requires whole groups
+    step = math.lcm(generations, micro * (ranks // model) * stages)
+    several = _number(flags, "steps_per_generation", 1) > 1 or _number(flags, "generation_batch_size", 0) > _number(
+        flags, "global_batch_size", 16
+    )
+    return {
+        "num_generations": [str(generations)],
+        "micro_batch_size": [str(micro)],
+        "global_batch_size": [str(step)],
+        "steps_per_generation": ["2" if several else "1"],
+    }
+
+
+def _lengths(flags: Flags) -> Flags:
+    completion = min(_number(flags, "max_completion_length", 512), _LONGEST_COMPLETION)
+    lengths: Flags = {"max_completion_length": [str(completion)]}
+    prompt = _LONGEST_PROMPT
+    if "max_length" in flags:
+        prompt = min(_number(flags, "max_length", 0), _LONGEST_PROMPT)
+        lengths["max_length"] = [str(prompt)]
+    if "vllm_max_model_len" in flags:
+        needed = _number(flags, "max_length", 1) + _number(flags, "max_completion_length", 512)
+        cut = 4 if _number(flags, "vllm_max_model_len", 0) < needed else 0
+        lengths["vllm_max_model_len"] = [str(prompt + completion - cut)]
+    if "max_turns" in flags:
+        lengths["max_turns"] = [str(min(_number(flags, "max_turns", 2), 2))]
+    return lengths
+
+
+def _number(flags: Flags, name: str, default: int) -> int:
+    values = flags.get(name)
+    return int(values[0]) if values else default
+
+
+def differences(before: Flags, after: Flags) -> list[str]:
+    """Return one line for every flag that differs, for people."""
+    lines = []
+    for name in dict.fromkeys([*before, *after]):
+        old, new = (" ".join(flags[name]) if name in flags else None for flags in (before, after))
+        if old != new:
+            lines.append(f"--{name}: {'(not set)' if old is None else old} -> {'(left out)' if new is None else new}")
+    return lines

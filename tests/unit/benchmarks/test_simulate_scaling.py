@@ -1,0 +1,28 @@
+"""The simulation of many ranks computes what docs/scaling.md shows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.harness.shapes import SHAPES
+from benchmarks.simulate_scaling import RESULT, Speeds, count_weights, simulate, table
+from tests.paths import REPOSITORY
+
+
+def test_the_page_shows_the_committed_numbers() -> None:
+    assert table(json.loads(RESULT.read_text())["rows"]) in (REPOSITORY / "docs" / "scaling.md").read_text()
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_what_is_exact_is_computed_again(index: int) -> None:
+    committed = json.loads(RESULT.read_text())["rows"][index]
+    found = simulate(committed["ranks"], Speeds())
+    for name in ("completions", "micro_batches", "balance", "fill", "train_seconds", "gradient_bytes"):
+        assert found[name] == pytest.approx(committed[name]), name
+    assert found["rollout_bytes"] == pytest.approx(committed["rollout_bytes"], rel=0.01)
+
+
+def test_weights_are_those_of_qwen3_8b() -> None:
+    assert count_weights(SHAPES["8b"]) == pytest.approx(8.19e9, rel=0.001)
