@@ -131,7 +131,7 @@ class GenerationEngine(Protocol):
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
-        """Load all weights or, if `adapter` has its configuration, those of a LoRA adapter on the engine's checkpoint.
+        """Load all weights or, if `adapter` has its configuration, a LoRA adapter on the engine's checkpoint.
 
         `collect_checksums`: make `held_weights` able to report on every tensor of this load.
         """
@@ -142,7 +142,7 @@ class GenerationEngine(Protocol):
     def start_scoring(self, text: ScoredText) -> Callable[[], dict[str, list[float]]]:
         """Start to compute log-probs of every token but the first, and return a function that waits for them.
 
-        That function returns those of each engine that this rank queries, and is called after wake_cache, because an
+        The function returns the log-probs of each engine that this rank queries. Call it after wake_cache, because an
         engine in this process computes them then.
         An image has as many tokens as the engine puts in place of its placeholder.
         Log-probs are at temperature 1 and over the whole vocabulary. Keys are the engine names of `held_weights`.

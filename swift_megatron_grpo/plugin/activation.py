@@ -71,7 +71,7 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
 
 
 def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
-    """End a GRPO run of ms-swift's Ray pipeline, whose script has removed the flag from `argv` before this is called.
+    """End a GRPO run of ms-swift's Ray pipeline. Its script may have removed the flag from `argv` before.
 
     Such a run usually has its other flags in the YAML file of --config.
     """

@@ -1,6 +1,6 @@
 """The entry point (group `torch.backends`) that torch calls at the end of `import torch`, in every process.
 
-Its cost must stay that of a few empty files, below a millisecond on most machines. It therefore compares only the
+It must cost no more than a few empty files, below a millisecond on most machines. It therefore compares only the
 name of the program, and imports the rest of this folder for the few programs that this package may change: a rank of
 `megatron rlhf`, `swift rollout`, torchrun, and the `megatron` and `swift` scripts. SWIFT_MEGATRON_GRPO=off turns all
 of that off.
@@ -21,7 +21,7 @@ from typing import Any
 
 # names that command_line.classify may accept, and the scripts whose arguments may hold a key
 _PROGRAMS = ("-m", "rlhf.py", "rollout.py", "swift", "megatron", "torchrun")
-_ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # that of platforms/cpu, whose import would take too long here
+_ENGINE_ON_CPU = "SWIFT_MEGATRON_GRPO_ENGINE_ON_CPU"  # as in platforms/cpu, which takes too long to import here
 
 
 def arm() -> None:

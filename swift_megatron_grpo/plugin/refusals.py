@@ -25,7 +25,7 @@ _FOLDER = "SWIFT_MEGATRON_GRPO_REFUSALS"  # set by a torchrun with hooks, for it
 _FAILED, _FOLLOWS = ".txt", ".follows"  # suffixes: of a rank that failed, and of one that another rank's failure ends
 _FOLLOWING_SECONDS = 1.0
 _FAULTS_OF_INPUT = (ValueError, RuntimeError, OSError, KeyError, ImportError)
-_SECONDS = 30.0  # in which torchrun ends a rank that has written its message; it looks ten times a second
+_SECONDS = 30.0  # for torchrun to end a rank that has written its message; it looks ten times a second
 
 
 def expect_refusals(environ: MutableMapping[str, str]) -> Path:
@@ -64,7 +64,7 @@ def is_raised_by_package(error: BaseException) -> bool:
 
 
 def _raising_file(error: BaseException) -> Path | None:
-    """Return the file whose `raise` statement raised the error; None: another statement failed."""
+    """Return the file with the `raise` statement of the error; None: another statement failed."""
     frame = error.__traceback__
     while frame is not None and frame.tb_next is not None:
         frame = frame.tb_next

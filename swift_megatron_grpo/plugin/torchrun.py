@@ -22,7 +22,7 @@ from swift_megatron_grpo.plugin.refusals import expect_refusals, take_refusals
 from swift_megatron_grpo.runtime.import_hooks import after_import
 
 DEFAULT_GRACE = 120.0  # of --stop_grace
-_REPORT_SECONDS = 15.0  # after the grace, in which the watchdog of a rank that is stuck writes its report
+_REPORT_SECONDS = 15.0  # after the grace, for the watchdog of a stuck rank to write its report
 _SECOND_SIGNAL_SECONDS = 5.0  # for ranks to end at a second signal
 _EXIT_SECONDS = 30.0  # between the exit of the first rank and that of the last
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

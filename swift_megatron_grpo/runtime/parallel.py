@@ -86,7 +86,7 @@ class Coordinator:
     def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]:
         """Run `work` on every rank and exchange the results; if it failed on any rank, raise on all of them.
 
-        `task` names the work in the error. A rank whose own work failed raises its own exception.
+        `task` names the work in the error. A rank on which it failed raises its own exception.
         """
         outcome: tuple[bytes, Exception | None]
         try:

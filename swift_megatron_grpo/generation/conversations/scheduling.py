@@ -71,9 +71,9 @@ def finish(output: RolloutOutput, turns: Sequence[Turn], decode: Callable[[list[
 
 
 def _drop_unanswered(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Drop the last user message if there was no room to answer it, and the empty answer after it."""
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant" and message["content"]]
-    return messages[: answers[-1] + 1] if answers else messages
+    """Drop the last user message if there was no room for a response, and the empty response after it."""
+    ends = [end for end, message in enumerate(messages, 1) if message["role"] == "assistant" and message["content"]]
+    return messages[: ends[-1]] if ends else messages
 
 
 def _as_text(content: Any, decode: Callable[[list[int]], str]) -> Any:
@@ -87,7 +87,7 @@ def _as_text(content: Any, decode: Callable[[list[int]], str]) -> Any:
 
 
 class _NoRoom(ChatCompletionResponseChoice):
-    """Placeholder for an answer that did not fit into the engine."""
+    """Placeholder for a response that did not fit into the engine."""
 
 
 def has_room(tokens: int, offset: int, max_model_len: int) -> bool:
@@ -96,7 +96,7 @@ def has_room(tokens: int, offset: int, max_model_len: int) -> bool:
 
 
 def empty_response(request: RolloutInferRequest) -> ChatCompletionResponse:
-    """Create the response to a prompt that leaves no room for an answer."""
+    """Create the response to a prompt that leaves no room for a completion."""
     message = ChatMessage(role="assistant", content="")
     choice = _NoRoom(index=0, message=message, finish_reason="length", token_ids=[])
     usage = UsageInfo(prompt_tokens=0, completion_tokens=0, total_tokens=0)
@@ -104,7 +104,7 @@ def empty_response(request: RolloutInferRequest) -> ChatCompletionResponse:
 
 
 def first_prompt_too_long(requests: Sequence[RolloutInferRequest]) -> ValueError:
-    """Create the error for conversations whose first prompt leaves no room for an answer."""
+    """Create the error for conversations whose first prompt leaves no room for a completion."""
     return ValueError(
         f"the first prompt of {len(requests)} conversations leaves no room for an answer; use a larger "
         f"--vllm_max_model_len. The first of them begins: {str(requests[0].messages)[:200]}"

@@ -40,7 +40,7 @@ class Conversation:
     completion_ids: list[int]  # [c] everything after it
     sampled: list[bool]  # [c] True: sampled by the policy; False: from a tool or the environment
     logprobs: list[float] | None  # of the sampled tokens; None: a turn came without, also if none of it is left
-    lost_turns: int  # turns whose text the scheduler has rewritten or removed: the policy never saw the new text
+    lost_turns: int  # turns that the scheduler has rewritten or removed: the policy never saw the new text
     routed_experts: ExpertRows | None = None  # of all tokens but the last: the prompt of the last turn has the others
 
 

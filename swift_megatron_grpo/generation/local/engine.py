@@ -1,4 +1,4 @@
-"""vLLM in the training processes ("colocate"), through ms-swift's engine, whose template encodes the prompts."""
+"""vLLM in the training processes ("colocate"), through ms-swift's engine and its template."""
 
 from __future__ import annotations
 

@@ -60,18 +60,18 @@ def sample(
     outputs = run_batch(engine, zip(inputs, params, strict=True), give_up)
     rollouts = []
     for request, prompt, output in zip(requests, inputs, outputs, strict=True):
-        answer = output.outputs[0]
-        token_ids = list(answer.token_ids)
+        completion = output.outputs[0]
+        token_ids = list(completion.token_ids)
         rollouts.append(
             Rollout(
                 prompt=request.prompt,
                 prompt_ids=list(output.prompt_token_ids),
                 completion_ids=token_ids,
-                logprobs=sampled_logprobs(answer),
+                logprobs=sampled_logprobs(completion),
                 text=engine.template.decode_generate_ids(token_ids, template_inputs=prompt["template_inputs"]),
-                finish_reason=answer.finish_reason,
+                finish_reason=completion.finish_reason,
                 weights_version=weights_version,
-                routed_experts=answer.routed_experts if request.returns_experts else None,
+                routed_experts=completion.routed_experts if request.returns_experts else None,
             )
         )
     return rollouts

@@ -41,7 +41,7 @@ class Routes:
 
     STATUS = "/grpo/status"
     GENERATE = "/grpo/generate"
-    GENERATE_BATCH = "/grpo/generate_batch"  # answers each request on a line of its own, as soon as it ends
+    GENERATE_BATCH = "/grpo/generate_batch"  # one line for each request, as soon as it ends
     JOIN = "/grpo/weights/join"
     RECEIVE = "/grpo/weights/receive"
     SCORE = "/grpo/score"
@@ -51,7 +51,7 @@ class Routes:
 
 
 class InvalidMessage(ValueError):
-    """A message whose fields are missing, or have other types than both ends have agreed on."""
+    """A message that lacks fields, or has fields of other types than both ends have agreed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def serves_another(run: str) -> str:
 def _fields_of(cls: type[Any], message: object) -> dict[str, Any]:
     """Return the fields of a dataclass in a JSON object, None for those that it lacks."""
     if not isinstance(message, dict):
-        raise InvalidMessage(f"it is no JSON object, but of type {type(message).__name__}")
+        raise InvalidMessage(f"it is not a JSON object, but of type {type(message).__name__}")
     return {item.name: message.get(item.name) for item in fields(cls)}
 
 
@@ -197,7 +197,7 @@ _types: dict[type[Any], dict[str, Any]] = {}
 
 
 def _is_a(value: object, expected: Any) -> bool:
-    """Return True if the value has this type; True is no int here. Elements are checked in lists only."""
+    """Return True if the value has this type; True is not an int here. Elements are checked in lists only."""
     if isinstance(expected, UnionType):
         return any(_is_a(value, choice) for choice in get_args(expected))
     if get_origin(expected) is list:
@@ -243,7 +243,7 @@ def _unpacked(name: str, text: object, dtype: str) -> list[Any]:
             raise TypeError
         values: list[Any] = np.frombuffer(base64.b64decode(text, validate=True), dtype).tolist()
     except (TypeError, ValueError):
-        raise InvalidMessage(f"its field {name} is no base64 of an array of {dtype}") from None
+        raise InvalidMessage(f"its field {name} is not base64 of an array of {dtype}") from None
     return values
 
 
@@ -260,4 +260,4 @@ def _decoded(name: str, text: object) -> Any:
             raise TypeError
         return json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        raise InvalidMessage(f"its field {name} is no JSON text") from None
+        raise InvalidMessage(f"its field {name} is not valid JSON") from None

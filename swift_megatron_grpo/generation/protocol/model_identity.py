@@ -1,4 +1,4 @@
-"""The values of config.json in which trainer and server must agree."""
+"""The values of config.json that must be equal in trainer and server."""
 
 from __future__ import annotations
 

@@ -73,10 +73,10 @@ class Client:
     async def generate_batch(
         self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
     ) -> None:
-        """Send requests together. Call `accept` with the place and the answer of each, as soon as it is known."""
-        await self._cancellable(self._receive_answers(payloads, timeout, accept))
+        """Send requests together. Call `accept` with the place and the response of each, as soon as it arrives."""
+        await self._cancellable(self._receive_batch(payloads, timeout, accept))
 
-    async def _receive_answers(
+    async def _receive_batch(
         self, payloads: Sequence[dict[str, Any]], timeout: float, accept: Callable[[int, Completion | Refused], None]
     ) -> None:
         missing, unfinished = set(range(len(payloads))), b""
@@ -84,9 +84,9 @@ class Client:
             async for chunk in response.content.iter_any():
                 *lines, unfinished = (unfinished + chunk).split(b"\n")
                 for line in lines:
-                    place, answer = _answer(line, missing)
+                    place, completion = _parse_line(line, missing)
                     missing.remove(place)
-                    accept(place, answer)
+                    accept(place, completion)
         if missing:
             raise Unreachable(f"the response ended before {len(missing)} of its completions")
 
@@ -204,8 +204,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return body
 
 
-def _answer(line: bytes, missing: Collection[int]) -> tuple[int, Completion | Refused]:
-    """Return the place of a request in its batch, and its answer."""
+def _parse_line(line: bytes, missing: Collection[int]) -> tuple[int, Completion | Refused]:
+    """Return the place of a request in its batch, and its completion or refusal."""
     message = _json_object(line.decode(errors="replace"))
     with _as_invalid("its completion"):
         place = message["place"]

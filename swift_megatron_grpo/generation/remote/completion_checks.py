@@ -81,10 +81,10 @@ def _problems_of_turns(completion: Completion, expected: Expected) -> dict[str, 
         ),
         "its messages are not those of a conversation": not messages or not all(map(_is_message, messages)),
         "its infos have no num_turns": type(turns) is not int or turns < 1,
-        "its infos have a total_reward that is no number": not isinstance(
+        "its infos have a total_reward that is not a number": not isinstance(
             completion.infos.get("total_reward", 0.0), int | float | None
         ),
-        "its infos have images that are no base64 of image files": (
+        "its infos have images that are not base64 of image files": (
             expected.takes_images and not _are_images(completion.infos.get("images", []))
         ),
     }

@@ -58,7 +58,7 @@ class _Transfer:
 
 
 class RemoteVllm:
-    """All rollout servers of the run as one engine, whose replicas they are."""
+    """All rollout servers of the run as one engine; each server is a replica."""
 
     def __init__(
         self, config: ServerConfig, sender: WeightSender, rank: int, check_stop: Callable[[], None] = do_nothing
@@ -140,7 +140,7 @@ class RemoteVllm:
     def load_weights(
         self, weights: NamedWeights, version: int, adapter: AdapterConfig | None, collect_checksums: bool
     ) -> None:
-        """Send to every server that needs them. A server whose transfer fails needs weights afterwards."""
+        """Send to every server that needs them. A server still needs weights if its transfer fails."""
         if self._events is None:
             self._sender.send(weights, [], adapter)
             return
@@ -302,7 +302,7 @@ class RemoteVllm:
 
 
 def _close_if_failed(connection: WeightConnection, response: Future[dict[str, Any]]) -> None:
-    """Close a connection whose server no longer receives; a thread that sends on it would block indefinitely."""
+    """Close a connection if its server no longer receives; a thread that sends on it would block indefinitely."""
     if response.cancelled() or response.exception() is not None:
         connection.close()
 

@@ -5,7 +5,7 @@ server: its requests are retried on others, or on itself once it is back with we
 first, so that what is trained next is complete first.
 
 A request is known by its number, its place in this generation. `Request.index` is its place among all requests of the
-rollout, of which a resumed run generates only some.
+rollout; a resumed run generates only some of them.
 """
 
 from __future__ import annotations

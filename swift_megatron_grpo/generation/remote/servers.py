@@ -268,7 +268,7 @@ class Servers:
                 self._handle_status(server, status)
 
     def exclude(self, server: Server, reason: str) -> None:
-        """Stop using a server, in this run, until it is restarted: what it answers is wrong."""
+        """Stop using a server, in this run, until it is restarted: its responses are wrong."""
         if server.status is not None:
             server.excluded_instance = server.status.instance
             self.mark_lost(server, f"{reason}; it is not used again before it is restarted")

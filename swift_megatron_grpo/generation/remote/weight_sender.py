@@ -98,7 +98,7 @@ class WeightConnection:
             self._send_all()
 
     def _own_stream(self) -> AbstractContextManager[Any]:
-        """Return the context in which nothing sent waits for what is exported meanwhile."""
+        """Return a context that keeps sends from waiting for weights that are exported meanwhile."""
         device = self._channel.device
         if device.type != "cuda":
             return nullcontext()

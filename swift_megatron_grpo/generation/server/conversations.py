@@ -169,9 +169,9 @@ class Conversations:
 
 
 def _add_answer_prefix_to_steps(scheduler: MultiTurnScheduler) -> None:
-    """Prepend the template's answer prefix to the tokens that the scheduler's step() returns.
+    """Prepend the template's response prefix to the tokens that the scheduler's step() returns.
 
-    A template may put a prefix in front of every answer (`<think></think>`), which the policy saw when it sampled.
+    A template may put a prefix in front of every response (`<think></think>`), which the policy saw when it sampled.
     ms-swift's other loop prepends the prefix's tokens to those returned by step(), but run() does not: the next turn
     would see a different prefix.
     """

@@ -46,7 +46,7 @@ def run_engine_process(
     stock_pipe: Connection,
     command_pipe: Connection,
 ) -> None:
-    """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` that of pipe.py."""
+    """Run the engine process. `stock_pipe` is ms-swift's pipe to the web server, `command_pipe` the one of pipe.py."""
     ignore_interrupts()
     find_runtime_beside_tilelang()
     asyncio.run(_run_worker(args, data_parallel_rank, master_port, stock_pipe, command_pipe))
@@ -82,7 +82,7 @@ async def _run_worker(
 
 
 class ServedEngine(ConversationEngine):
-    """ms-swift's engine, whose workers receive this package's weights, and whose core may run in a thread."""
+    """ms-swift's engine with workers that receive this package's weights, and a core that may run in a thread."""
 
     def __init__(self, *args: Any, engine_kwargs: dict[str, Any], **kwargs: Any) -> None:
         engine_kwargs["worker_extension_cls"] = WORKER_EXTENSION

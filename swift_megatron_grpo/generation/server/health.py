@@ -1,8 +1,8 @@
 """The health of the engine, measured by the tokens that it generates.
 
-A core that has lost a thread, or a tokenizer that waits forever, raises no error and answers every other request. While
-nothing is generated, this server therefore generates one token from time to time, by the same path as a request. If
-neither that token nor any other appears within --health_timeout, the engine is stuck.
+A core that has lost a thread, or a tokenizer that waits forever, raises no error and still serves all other requests.
+While nothing is generated, this server therefore generates one token from time to time, by the same path as a request.
+If neither that token nor any other appears within --health_timeout, the engine is stuck.
 """
 
 from __future__ import annotations

@@ -22,19 +22,19 @@ _CLIENT_CLOSED_REQUEST = 499  # the status that web servers log for it; it is ne
 async def answer_lines(
     requests: Sequence[T], complete: Callable[[T], Awaitable[dict[str, Any]]]
 ) -> AsyncIterator[bytes]:
-    """Yield the answers, several together if they are known at the same time. Ending this early cancels the rest."""
-    answers: asyncio.Queue[bytes] = asyncio.Queue()
+    """Yield lines, several together if they are known at the same time. Ending this early cancels the rest."""
+    known: asyncio.Queue[bytes] = asyncio.Queue()
 
-    async def answer(place: int, request: T) -> None:
-        answers.put_nowait(json.dumps({"place": place} | await _outcome(complete(request))).encode() + b"\n")
+    async def respond(place: int, request: T) -> None:
+        known.put_nowait(json.dumps({"place": place} | await _outcome(complete(request))).encode() + b"\n")
 
-    tasks = [asyncio.create_task(answer(place, request)) for place, request in enumerate(requests)]
+    tasks = [asyncio.create_task(respond(place, request)) for place, request in enumerate(requests)]
     try:
         missing = len(tasks)
         while missing:
-            lines = [await answers.get()]
-            while not answers.empty():
-                lines.append(answers.get_nowait())
+            lines = [await known.get()]
+            while not known.empty():
+                lines.append(known.get_nowait())
             missing -= len(lines)
             yield b"".join(lines)
     finally:

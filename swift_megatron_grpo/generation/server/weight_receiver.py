@@ -40,7 +40,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
     grpo_loaded_weights: LoadedWeights | None = None
 
     def grpo_join(self, rendezvous: dict[str, Any]) -> None:
-        """Join the trainer's group, in which the trainer is rank 0, and close an earlier one: its trainer has left."""
+        """Join the group of the trainer, its rank 0, and close an earlier group: its trainer has left."""
         self.grpo_leave()
         parallel = self.vllm_config.parallel_config
         offset = parallel.data_parallel_index * parallel.tensor_parallel_size
@@ -53,7 +53,7 @@ class WeightReceiver(WeightSyncWorkerExtension):
             self.grpo_channel = None
 
     def grpo_receive(self, lora: bool, collect_checksums: bool) -> dict[str, Any]:
-        """Receive and load all weights of the model, or with `lora` those of an adapter on the loaded checkpoint."""
+        """Receive and load all weights of the model, or with `lora` an adapter on the loaded checkpoint."""
         try:
             return self._grpo_receive(lora, collect_checksums)
         except BaseException:

@@ -1,10 +1,9 @@
 """Make vLLM up to 0.25.1 and FlashInfer find the CUDA runtime in a process that has imported tilelang.
 
-Both take the first file in /proc/self/maps whose path contains `libcudart`. Tilelang, which flash-linear-attention
+Both use the first file in /proc/self/maps with `libcudart` in its path. Tilelang, which flash-linear-attention
 needs on Hopper with Triton 3.4 to 3.7.0, maps `libcudart_stub.so`, and they fail with "undefined symbol:
-cudaDeviceReset", FlashInfer while it is imported. Both read the file by the builtin `open`, in whose place they get one
-that leaves out the lines of the stub. Newer versions of vLLM compare the whole name, as their tests
-show.
+cudaDeviceReset", FlashInfer while it is imported. Both read the file with the builtin `open`, which is
+replaced in their modules by one that leaves out the lines of the stub. Newer versions of vLLM compare the whole name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Identities of the dataset, the tokenizer and the model of a checkpoint, and how they differ from those of a run."""
+"""Identities of the dataset, the tokenizer and the model of a checkpoint, and how they differ between runs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def tokenizer_identity(tokenizer: Any) -> TokenizerIdentity:
 
 
 def difference_of_models(saved: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """Return the values in which two models differ; None: they can load the same weights.
+    """Return the values that differ between two models; None: they can load the same weights.
 
-    A value that only one of them has is no difference: transformers omits values that equal its defaults.
+    A value that only one of them has does not count: transformers omits values that equal its defaults.
     """
     differing = [key for key in saved if key in here and saved[key] != here[key]]
     if not differing:

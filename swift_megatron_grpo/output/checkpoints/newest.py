@@ -108,7 +108,7 @@ def checkpoints_of(output_dir: Path) -> list[Path]:
 
 
 def _age(folder: Path) -> tuple[float, int, str]:
-    """Return when a checkpoint was saved, to sort by; a copy keeps this time, unlike that of its files."""
+    """Return when a checkpoint was saved, to sort by; a copy keeps this time, but not the times of its files."""
     match = _CHECKPOINT.fullmatch(folder.name)
     step = int(match[1]) if match else -1
     try:
@@ -124,5 +124,5 @@ def _age(folder: Path) -> tuple[float, int, str]:
 def _arguments(folder: Path) -> dict[str, object]:
     content = json.loads((folder / ARGUMENTS).read_text(encoding="utf-8"))
     if not isinstance(content, dict):
-        raise ValueError(f"{ARGUMENTS} is no JSON object")
+        raise ValueError(f"{ARGUMENTS} is not a JSON object")
     return content

@@ -32,7 +32,7 @@ from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, fre
 
 _WRITTEN_BY_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")
 
-_FAILURES = (Exception, CheckpointException)  # the latter is no Exception
+_FAILURES = (Exception, CheckpointException)  # the latter is not an Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class CheckpointWriter:
 
     @contextmanager
     def finishing_earlier_saves(self) -> Iterator[None]:
-        """Surround code in which an asynchronous save may fail (--async_save)."""
+        """Surround code that raises the failure of an asynchronous save (--async_save)."""
         if self._pending:
             with self._naming_full_disk(self._pending[0], only=(CheckpointException,)):
                 yield
@@ -130,7 +130,7 @@ class CheckpointWriter:
             yield
 
     def finish(self) -> bool:
-        """Write the manifests of checkpoints whose files are complete; return True if there were any."""
+        """Write the manifests of complete checkpoints; return True if there were any."""
         finished = bool(self._pending)
         while self._pending:
             pending = self._pending[0]
@@ -140,7 +140,7 @@ class CheckpointWriter:
         return finished
 
     def _write_manifest(self, folder: Path, pending: _Pending) -> int:
-        """Compute checksums, each rank those of its own files, and write the manifest. Return the checkpoint's size."""
+        """Compute checksums, each rank for its own files, and write the manifest. Return the checkpoint's size."""
         began = time.monotonic()
         listed = self._ranks.all_gather_or_raise(
             lambda: list_files(folder) if self._ranks.rank == 0 else {}, f"listing {folder}"
@@ -213,7 +213,7 @@ class CheckpointWriter:
 
 
 def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> list[list[str]]:
-    """Return the files whose checksums each rank computes: those that it has written, which are still in its memory.
+    """Return the files that each rank computes checksums of: the ones it has written, which are still in its memory.
 
     Rank 0 has written all others; the ranks of its machine share them.
     """

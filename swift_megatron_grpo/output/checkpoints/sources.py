@@ -21,7 +21,7 @@ from swift_megatron_grpo.output.disk.checksums import file_checksum
 ARGUMENTS = "args.json"  # ms-swift writes it into every checkpoint, as the next one
 TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"checkpoint-(\d+)(-merged)?")
-_SMALL = 2**20  # bytes of a file whose checksum takes no time
+_SMALL = 2**20  # bytes; the checksum of a smaller file takes no time
 _SHOWN = 3  # files that an error names
 
 
@@ -87,7 +87,7 @@ def check_quickly(sources: Iterable[Source]) -> None:
 
 
 def check_optimizer_state(sources: Iterable[Source]) -> None:
-    """Raise BadCheckpoint for a checkpoint whose optimizer state is to be loaded and was not saved."""
+    """Raise BadCheckpoint if an optimizer state is to be loaded that was not saved."""
     for source in sources:
         arguments = source.folder / ARGUMENTS
         if not source.megatron or not arguments.is_file():

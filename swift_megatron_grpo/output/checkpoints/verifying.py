@@ -49,7 +49,7 @@ def check_sources(
     ranks: Ranks,
     threads: int,
 ) -> list[str]:
-    """Refuse damaged checkpoints, and those of another model or tokenizer; return warnings about the others.
+    """Refuse damaged checkpoints, and checkpoints of another model or tokenizer; return warnings about the others.
 
     `tokenizer` is None if the run does not resume. Without `verify`, no file is read and every fault is a warning.
     """
@@ -103,7 +103,7 @@ def _differences(sources: Iterable[Source], model: Mapping[str, Any], tokenizer:
 
 
 def check_order_of_experts(source: Source | None, in_order: bool) -> None:
-    """Refuse the optimizer's state of a run whose buffers had the weights of experts in the other order.
+    """Refuse an optimizer state that has the weights of experts in the other order.
 
     It would be loaded without an error, into other experts. `source`: None if no state is loaded.
     """

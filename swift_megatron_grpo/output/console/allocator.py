@@ -1,7 +1,7 @@
 """Counts how often PyTorch's allocator had to give its cache back to the GPU, and warns of it once.
 
-Each time it waits for the GPU, and allocates anew what it needs. A run close to the limit of a GPU, whose micro batches
-differ in length, does so in every step, without an error.
+Each time it waits for the GPU, and allocates again what it needs. A run close to the limit of a GPU does so in
+every step if its micro batches differ in length, without an error.
 """
 
 from __future__ import annotations

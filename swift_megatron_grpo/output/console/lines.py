@@ -118,7 +118,7 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
 
 
 def completion_line(rollout: int, reward: float | None, text: str, width: int = 160) -> str:
-    """Return a completion in one line. What a terminal would obey is escaped: the text is that of a model."""
+    """Return a completion in one line. Control characters are escaped, because a model wrote the text."""
     shown = "".join(character if character.isprintable() else escaped(character) for character in text[: width + 1])
     if len(shown) > width:
         shown = shown[:width] + "…"

@@ -1,4 +1,4 @@
-"""Files that survive a crash, files whose damage is detected, and errors that name a full disk.
+"""Files that survive a crash, checksums that detect damage, and errors that name a full disk.
 
 checksums.py   CRC-32 of bytes and of whole files, in threads
 durable.py     write a file so that it is complete on disk or does not exist

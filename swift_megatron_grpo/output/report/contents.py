@@ -155,7 +155,7 @@ def _text(value: Any) -> str:
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a row of texts for every setting in which the runs differ: its name, then its value in each run."""
+    """Return a row of texts for every setting that differs between runs: its name, then its value in each run."""
     shown = [shown_settings(one) for one in settings]
     names = sorted(set().union(*shown) - _NOISE) if len(shown) > 1 else []
     rows = [[name, *(one.get(name, "") for one in shown)] for name in names]

@@ -1,4 +1,4 @@
-"""Histograms of the rewards and lengths of completions: those of the first rollouts against those of the newest."""
+"""Histograms of the rewards and lengths of completions: the first rollouts against the newest."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file of one JSON object per line, and the number of lines that are none."""
+    """Return the rows of a file of one JSON object per line, and the number of other lines."""
     if not path.is_file():
         return [], 0
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -102,7 +102,7 @@ def parse_lines(lines: Iterator[str] | Sequence[str]) -> tuple[list[dict[str, An
 
 
 def last_run(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the last run: ms-swift appends to the log of an earlier one, whose steps it repeats."""
+    """Return the rows of the last run: ms-swift appends to the log of an earlier run and repeats its steps."""
     kept: list[dict[str, Any]] = []
     newest = 0
     for row in rows:

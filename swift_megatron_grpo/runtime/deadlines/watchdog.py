@@ -36,7 +36,7 @@ class Watchdog:
         Limits in seconds: `phase_timeout` for a phase, 0 for no limit; `exit_timeout` for the exit after an error.
         """
         self._phase_timeout, self._exit_timeout = phase_timeout, exit_timeout
-        self._lock = threading.Lock()  # of the limits: a thread adds that of a stop
+        self._lock = threading.Lock()  # guards the limits: a thread adds one when the run stops
         self._limits: list[monitor.Limit] = []
         self._overall: list[monitor.Limit] = []  # limits on everything from now on: a stop, the exit
         # Both are in memory, because a disk may be full. The monitor inherits them.

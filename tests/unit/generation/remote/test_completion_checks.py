@@ -80,7 +80,7 @@ def test_an_impossible_completion_is_found(changes: dict[str, Any], problem: str
         ({"messages": None}, "its messages are not those of a conversation"),
         ({"messages": [{"content": "a"}]}, "its messages are not those of a conversation"),
         ({"infos": {}}, "its infos have no num_turns"),
-        ({"infos": {"num_turns": 1, "total_reward": "a"}}, "a total_reward that is no number"),
+        ({"infos": {"num_turns": 1, "total_reward": "a"}}, "a total_reward that is not a number"),
     ],
 )
 def test_an_impossible_conversation_is_found(changes: dict[str, Any], problem: str) -> None:
@@ -94,7 +94,7 @@ def test_a_conversation_shows_images_and_no_names_of_them(images: Any) -> None:
     for shown in ([], [png]):
         assert problem_of(replace(CONVERSATION, infos={"num_turns": 1, "images": shown}), IMAGES) is None
     named = replace(CONVERSATION, infos={"num_turns": 1, "images": images})
-    assert "images that are no base64" in str(problem_of(named, IMAGES))
+    assert "images that are not base64" in str(problem_of(named, IMAGES))
     assert problem_of(named, TURNS) is None  # a run on text ignores them
 
 

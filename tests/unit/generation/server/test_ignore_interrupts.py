@@ -21,7 +21,7 @@ def interrupt(name):
     signal.signal(signal.SIGINT, end)
     os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is end
-    print(name, "goes on", flush=True)
+    print(name, "continues", flush=True)
 
 class EngineCoreProc:
     @staticmethod
@@ -70,4 +70,4 @@ def test_the_engine_and_its_workers_ignore_interrupts(method: str, tmp_path: Pat
     (tmp_path / "server.py").write_text(_SERVER)
     run = subprocess.run([sys.executable, "server.py", method], cwd=tmp_path, text=True, capture_output=True,
                          env={"PYTHONPATH": f"{tmp_path}:{IMPORT_PATH}"}, timeout=300)  # fmt: skip
-    assert (run.returncode, run.stdout) == (0, "core goes on\nworker goes on\n"), run.stderr
+    assert (run.returncode, run.stdout) == (0, "core continues\nworker continues\n"), run.stderr
