@@ -181,7 +181,8 @@ def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str
     if not found:
         return "none fits", 0
     choice, share, peak = min(found, key=lambda one: len(one[0].flags))  # the first, which is the fastest of these
-    return f"`{' '.join([*choice.flags, share])}`", round(peak / 1e9)
+    flags = " ".join([*choice.flags, share]).removeprefix("--").split(" --")
+    return " ".join(f"`--{flag}`" for flag in flags), round(peak / 1e9)  # a page breaks lines between them
 
 
 def _largest_share(shapes: Shapes, choice: Choice, gpu: Gpu) -> tuple[str, float] | None:
