@@ -29,7 +29,7 @@ AREAS = {
     ),
     "Reference model": ("ref_",),
     "vLLM, servers and weights": (
-        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_quantization",
+        "vllm_", "sync_check", "seed_completions", "max_staleness", "rollout_logprobs_interval", "rollout_quantization",
     ),
     "Rollouts on disk": ("rollout_",),
     "Checkpoints": ("unread_tensors", "save_", "verify_checkpoint", "resume", "keep_"),

@@ -98,6 +98,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         ),
         max_staleness=args.rollouts_ahead,
         routing=args.of(Routing).settings(),
+        logprobs_interval=args.rollout_logprobs_interval,
         trace_steps=args.of(Trace).steps,
         top_entropy_quantile=args.top_entropy_quantile,
     )

@@ -27,7 +27,7 @@ def request_config(sampling: SamplingConfig, seed: int | None = None) -> Request
         seed=seed,
         structured_outputs_regex=sampling.regex,
         return_details=True,
-        logprobs=True,
+        logprobs=sampling.logprobs,
     )
 
 

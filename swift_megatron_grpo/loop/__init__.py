@@ -5,6 +5,7 @@ rollouts.py         its first half, from prompts to graded completions, also ahe
 evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
 samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
+logprob_requests.py for which rollouts the engine returns log-probs
 weight_sync.py      sends weights to the engine and verifies that it runs them
 checks/             compare the engine with the trainer
 kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions

@@ -28,6 +28,7 @@ from swift_megatron_grpo.generation.interface import (
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.grading import call_reward_functions, resample, total_rewards
 from swift_megatron_grpo.loop.checks.expert_checks import check_experts
+from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
@@ -67,6 +68,10 @@ class Rollouts:
         self._trainer_state = trainer_state  # reward functions may read it
         self._ahead = ahead
         self._next = ahead.first_rollout  # the number of the rollout that is trained next
+        self._first = ahead.first_rollout  # the number of the first one that this run generates
+        self._logprobs = LogprobRequests.of(
+            config.loss.correction, config.max_staleness, config.recording.dump is not None, config.logprobs_interval
+        )
         self._pending: deque[_PendingRollout] = deque()  # that rollout, if it has started, and those after it
         self._engine_version = NO_WEIGHTS  # of the last weights sent
         self._uses_earlier = config.recording.continues and stages.dump is not None
@@ -94,6 +99,7 @@ class Rollouts:
     def skip(self) -> None:
         """Leave out the next rollout, which the checkpoint of a resumed run contains."""
         self._next += 1
+        self._first = self._next
 
     def evaluate(self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext) -> list[Graded]:
         """Generate with the current weights and grade. Pending rollouts are finished first, and kept."""
@@ -168,8 +174,8 @@ class Rollouts:
     def _start_rollout(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> _PendingRollout:
         """Start the generation of what no earlier run has dumped of a rollout."""
         earlier = self._earlier(rollout, draw, prompts, step)
-        generations, sampling = self._config.grading.num_generations, self._config.sampling
-        return self._start(prompts, generations, sampling, step, earlier=earlier)
+        sampling = replace(self._config.sampling, logprobs=self._logprobs.includes(rollout, self._first))
+        return self._start(prompts, self._config.grading.num_generations, sampling, step, earlier=earlier)
 
     def _earlier(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> Recorded:
         """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.

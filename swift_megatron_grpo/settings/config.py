@@ -102,6 +102,7 @@ class SamplingConfig:
     seed: int | None = None  # every completion has its own seed, derived from this one; None: no seeds
     regex: str | None = None  # that completions match; None: sampled freely
     limits_conversations: bool = False  # max_completion_length is for all turns of a conversation together
+    logprobs: bool = True  # completions come with the log-probs of their tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,5 +393,6 @@ class GRPOConfig:
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
     routing: RoutingConfig = RoutingConfig()
+    logprobs_interval: int = 1  # loop/logprob_requests.py
     trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
     top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

@@ -90,8 +90,11 @@ class Finished:
         return max(self.folder.glob("checkpoint-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
-def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = (), rewards: bool = True) -> list[str]:
-    """Return the flags of a small run; `flags` come last and override them."""
+def grpo_flags(
+    model: Path, dataset: Path, folder: Path, flags: Sequence[str] = (), rewards: bool = True, plugin: bool = True
+) -> list[str]:
+    """Return the flags of a small run; `flags` come last and override them. Without `plugin`, ms-swift parses them."""
+    own = ["--rollout_logprobs_interval", "1"] if plugin else []
     graded = ["--external_plugins", str(REWARDS), "--reward_funcs", "letters"] if rewards else []
     model_type = json.loads((model / "config.json").read_text())["model_type"]
     return ["--rlhf_type", "grpo", "--model", str(model), "--model_type", model_type, "--template", template_of(model),
@@ -104,7 +107,7 @@ def grpo_flags(model: Path, dataset: Path, folder: Path, flags: Sequence[str] = 
             "--no_save_optim", "true", "--no_save_rng", "true", "--dataloader_num_workers", "0",
             "--dataset_num_proc", "1", "--load_from_cache_file", "false", "--torch_dtype", "bfloat16",
             "--recompute_granularity", "none", "--temperature", "1.0",
-            "--report_to", "none", *SMALL_CACHE, *flags]  # fmt: skip
+            "--report_to", "none", *SMALL_CACHE, *own, *flags]  # fmt: skip
 
 
 def values_of(arguments: Sequence[str]) -> dict[str, str | list[str]]:
@@ -141,7 +144,7 @@ def megatron_rlhf(
         environment = {**(environment or {}), SWITCH: "platform"}
     if not ON_CPU:
         return megatron_command(model, dataset, folder, ranks, flags, environment, timeout=timeout, on_line=on_line)
-    arguments = grpo_flags(model, dataset, folder, flags, rewards)
+    arguments = grpo_flags(model, dataset, folder, flags, rewards, plugin)
     kind = "trainer" if plugin else "upstream"
     return forked_ranks(arguments, folder, ranks, environment or {}, timeout, on_line, kind, kills_ranks)
 

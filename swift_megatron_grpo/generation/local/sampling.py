@@ -67,7 +67,7 @@ def sample(
                 prompt=request.prompt,
                 prompt_ids=list(output.prompt_token_ids),
                 completion_ids=token_ids,
-                logprobs=sampled_logprobs(completion),
+                logprobs=sampled_logprobs(completion) if sampling.logprobs else None,
                 text=engine.template.decode_generate_ids(token_ids, template_inputs=prompt["template_inputs"]),
                 finish_reason=completion.finish_reason,
                 weights_version=weights_version,

@@ -28,6 +28,7 @@ class Expected:
     has_turns: bool
     takes_images: bool = False
     num_layers: int | None = None  # None: the model's config.json does not have it
+    has_logprobs: bool = True  # they were requested
 
 
 def problem_of(completion: Completion, expected: Expected) -> str | None:
@@ -43,8 +44,11 @@ def problem_of(completion: Completion, expected: Expected) -> str | None:
             [*prompt, *tokens], expected.vocab_size
         ),
         f"its finish_reason is {completion.finish_reason[:40]!r}": completion.finish_reason not in _FINISH_REASONS,
-        "it has no log-probs": logprobs is None and sampled > 0,
-        f"it has {len(logprobs or ())} log-probs for {sampled} sampled tokens": len(logprobs or ()) != sampled,
+        "it has no log-probs": logprobs is None and sampled > 0 and expected.has_logprobs,
+        "it has log-probs, which were not requested": logprobs is not None and not expected.has_logprobs,
+        f"it has {len(logprobs or ())} log-probs for {sampled} sampled tokens": (
+            len(logprobs or ()) != sampled and expected.has_logprobs
+        ),
         "a log-prob is not finite, or above 0": not all(
             math.isfinite(value) and value <= _ROUNDING for value in logprobs or ()
         ),

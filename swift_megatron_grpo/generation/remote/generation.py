@@ -377,6 +377,7 @@ class RemoteGeneration:
             has_turns=config.turns is not None,
             takes_images=config.images > 0,
             num_layers=config.model.get("num_hidden_layers"),
+            has_logprobs=self._sampling.logprobs,
         )
 
     def _other_prompt(self, group: _Group, prompt: Prompt, server: Server, completion: Completion) -> str | None:

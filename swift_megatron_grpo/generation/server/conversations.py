@@ -79,7 +79,7 @@ class _TurnRecorder:
         self.recorded: list[Turn] = []
         self._tokens_of_all_turns = tokens_of_all_turns
         self.continues = False  # the last turn continued the assistant message of the turn before
-        self._seed = sampling.seed
+        self._seed, self._logprobs = sampling.seed, sampling.logprobs
         self._requested = 0
         self._ended = False
 
@@ -97,7 +97,9 @@ class _TurnRecorder:
         if self._ended:
             raise RuntimeError("the scheduler requested another turn of a conversation that has no room left")
         self._requested += 1
-        config = replace(config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=True)
+        config = replace(
+            config, seed=turn_seed(self._seed, self._requested), return_details=True, logprobs=self._logprobs
+        )
         left = tokens_left(self._tokens_of_all_turns, self.recorded)
         if left == 0 or sampled_any(placeholders, self.recorded):
             self._ended = True

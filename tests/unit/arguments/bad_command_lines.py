@@ -178,6 +178,7 @@ _RANGES = """
 --stop_grace -5
 --router_agreement_samples -1
 --max_staleness -1
+--rollout_logprobs_interval -1
 --max_turns 0
 --val_dataset DATA --eval_temperature -1 -> eval_temperature
 --eval_correct_from nan

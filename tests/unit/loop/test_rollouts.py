@@ -68,10 +68,12 @@ class Engine:
     synced: list[int] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     requested: list[list[Request]] = field(default_factory=list)
+    with_logprobs: list[bool] = field(default_factory=list)
     killed_after: int = -1  # groups
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         self.requested.append(list(requests))
+        self.with_logprobs.append(sampling.logprobs)
         self.generations.append(Generation(self, list(requests), group_size))
         return self.generations[-1]
 
@@ -124,7 +126,7 @@ def make(
         batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward=None),
         sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=RoutingConfig("disabled", compared=3),
         recording=RecordingConfig(dump=folder, continues=True), loss=SimpleNamespace(correction=CorrectionConfig()),
-        max_staleness=max_staleness,
+        max_staleness=max_staleness, logprobs_interval=2,
     )  # fmt: skip
     stages = SimpleNamespace(
         prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
@@ -294,3 +296,23 @@ def test_experts_are_requested_of_the_first_completions_and_not_of_an_evaluation
     first, evaluation = requested
     assert sum(first) == 3 and first[:3] == [True] * 3 and not any(evaluation) and len(evaluation) == 4
     assert sampled == [SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), EVALUATION.sampling]
+
+
+def test_log_probs_are_requested_only_for_rollouts_whose_log_probs_something_reads() -> None:
+    rollouts, engine = make(0, rollouts=5)
+    for number in range(5):
+        rollouts.take(step(number))
+    assert engine.with_logprobs == [True, False, True, False, True]  # every second one
+
+    asynchronous, engine = make(1, rollouts=5)
+    for number in range(5):
+        asynchronous.take(step(number))
+    assert engine.with_logprobs == [True] * 5
+
+
+def test_the_first_rollout_that_a_resumed_run_generates_has_log_probs() -> None:
+    rollouts, engine = make(0, rollouts=6, first=2)
+    rollouts.skip()  # the checkpoint has rollout 2
+    for number in range(3, 6):
+        rollouts.take(step(number))
+    assert engine.with_logprobs == [True, True, False]

@@ -1,0 +1,48 @@
+"""Log-probs of vLLM are requested exactly where something reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
+from swift_megatron_grpo.settings.config import CorrectionConfig
+
+NOTHING: dict[str, Any] = {"correction": CorrectionConfig(), "max_staleness": 0, "dumps": False}
+
+
+def requested(interval: int, first: int, **reader: Any) -> list[int]:
+    rule = LogprobRequests.of(**{**NOTHING, **reader}, interval=interval)
+    return [rollout for rollout in range(first, 12) if rule.includes(rollout, first)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "first", "expected"),
+    [
+        (1, 0, list(range(12))),
+        (5, 0, [0, 5, 10]),
+        (5, 3, [3, 5, 10]),  # a resumed run compares its first rollout again
+        (0, 0, [0]),
+        (0, 7, [7]),
+    ],
+)
+def test_without_readers_the_first_rollout_and_every_nth_have_them(
+    interval: int, first: int, expected: list[int]
+) -> None:
+    assert requested(interval, first) == expected
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        {"correction": CorrectionConfig(mode="token_truncate")},
+        {"correction": CorrectionConfig(log_metrics=True)},
+        {"correction": CorrectionConfig(mask_delta=0.1)},
+        {"max_staleness": 1},
+        {"dumps": True},
+    ],
+    ids=["correction", "metrics", "mask", "staleness", "dump"],
+)
+def test_a_reader_gets_them_with_every_rollout(reader: dict[str, Any]) -> None:
+    assert requested(0, 0, **reader) == list(range(12))
