@@ -46,7 +46,7 @@ from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, to
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
 from swift_megatron_grpo.output.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
-from swift_megatron_grpo.output.disk.checksums import threads_of_a_rank
+from swift_megatron_grpo.output.disk.files import threads_of_a_rank
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition

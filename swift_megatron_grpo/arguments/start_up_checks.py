@@ -29,8 +29,7 @@ from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.generation.conversations import checks as turns
 from swift_megatron_grpo.generation.conversations.registries import check_registered
-from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs
-from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
+from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs, parse_json_object
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention

@@ -1,4 +1,4 @@
-"""torch's flight recorder is enabled by default and contains what runtime/deadlines/collectives.py reads from it."""
+"""torch's flight recorder is enabled by default and contains what runtime/deadlines/watchdog.py reads from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.paths import REPOSITORY
 PROGRAM = """
 import sys
 import torch.distributed as dist
-from swift_megatron_grpo.runtime.deadlines.collectives import describe_collectives
+from swift_megatron_grpo.runtime.deadlines.watchdog import describe_collectives
 
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
 dist.barrier()

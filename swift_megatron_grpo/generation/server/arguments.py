@@ -18,8 +18,13 @@ from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 from swift_megatron_grpo.generation.protocol.api_key import hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.server.gate import TrafficLimits
 from swift_megatron_grpo.generation.server.schema import ContentLimits, prompt_characters
-from swift_megatron_grpo.generation.vllm.engine_kwargs import EXPERTS, FLAG, REFUSED_BY_SERVERS, check_engine_kwargs
-from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
+from swift_megatron_grpo.generation.vllm.engine_kwargs import (
+    EXPERTS,
+    FLAG,
+    REFUSED_BY_SERVERS,
+    check_engine_kwargs,
+    parse_json_object,
+)
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.quantization import check_quantization, engine_settings, refusal_of_device
 

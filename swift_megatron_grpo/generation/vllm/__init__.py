@@ -10,9 +10,8 @@
     fast_outputs.py   appends the tokens of a step to their requests, and passes them on in batches
     running_requests.py  what both remember of a request
     known_scheduler.py  the versions and settings of vLLM in which both make the same changes as vLLM
-    engine_kwargs.py  refuse settings of --vllm_engine_kwargs that change the policy, or that a flag sets
-    json_flags.py     reads flags whose value is a JSON object
-    cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime beside tilelang
+    engine_kwargs.py  reads flags in JSON; refuses settings of vLLM that change the policy, or that a flag sets
+    cuda_runtime.py   lets vLLM and FlashInfer find the CUDA runtime next to tilelang
 
 Tests: tests/unit/generation/vllm, tests/unit/loop/test_weight_sync.py (loaded_weights), tests/e2e/test_generation.py,
 tests/e2e/test_server.py.

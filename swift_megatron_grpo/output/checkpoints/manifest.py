@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.checkpoints.identity import DatasetIdentity, TokenizerIdentity
-from swift_megatron_grpo.output.disk.checksums import checksum
-from swift_megatron_grpo.output.disk.durable import sync_folder, write_durably
+from swift_megatron_grpo.output.disk.files import checksum, sync_folder, write_durably
 
 MANIFEST = "manifest.json"
 FORMAT = 1

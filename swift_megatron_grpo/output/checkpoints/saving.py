@@ -27,7 +27,7 @@ from swift_megatron_grpo.output.checkpoints.manifest import (
     write_manifest,
 )
 from swift_megatron_grpo.output.checkpoints.verifying import Ranks, deal
-from swift_megatron_grpo.output.disk.checksums import file_checksums, threads_of_a_rank
+from swift_megatron_grpo.output.disk.files import file_checksums, threads_of_a_rank
 from swift_megatron_grpo.output.disk.full_disk import NoSpace, format_bytes, free_bytes, reason_of, why_full
 
 _WRITTEN_BY_RANK = re.compile(r"(?:.*/)?__(\d+)_\d+\.distcp")

@@ -16,7 +16,7 @@ from swift_megatron_grpo.output.checkpoints.manifest import (
     has_manifest,
     read_manifest,
 )
-from swift_megatron_grpo.output.disk.checksums import file_checksum
+from swift_megatron_grpo.output.disk.files import file_checksum
 
 ARGUMENTS = "args.json"  # ms-swift writes it into every checkpoint, as the next one
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -1,4 +1,4 @@
-"""The callback that replaces ms-swift's progress bar: logging.jsonl, a line per step, and the report of the run."""
+"""The callback that replaces ms-swift's progress bar and PNG files: logging.jsonl, a line per step, and the report."""
 
 from __future__ import annotations
 
@@ -6,25 +6,48 @@ import shutil
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from swift.megatron.callbacks import MegatronCallback
+from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
+from swift.megatron.pipelines.train import sft
 from swift.utils import JsonlWriter, format_time, get_logger, is_last_rank
 
 from swift_megatron_grpo.output.console import lines
 from swift_megatron_grpo.output.console.allocator import AllocatorRetries
-from swift_megatron_grpo.output.console.progress import Pace, status
 from swift_megatron_grpo.output.report.completions import read_completions
-from swift_megatron_grpo.output.report.live import LiveReport
+from swift_megatron_grpo.output.report.page import FILE, LiveReport
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.runtime.parallel import max_over_ranks
 
 logger = get_logger()
 _CLEAR = "\r\x1b[K"  # the line of a terminal
 _TAIL = 256 * 1024  # bytes of completions.jsonl that are read for one completion
+
+
+@contextmanager
+def reported(args: Any) -> Iterator[None]:
+    """Around a whole run: print its steps in lines, and write its report, also when it fails."""
+    plot_images, callback = sft.plot_images, megatron_callbacks_map["print"]
+    writes = is_last_rank()  # the process group is gone at the end
+    sft.plot_images, megatron_callbacks_map["print"] = _no_images, RunConsole
+    try:
+        yield
+    finally:
+        sft.plot_images, megatron_callbacks_map["print"] = plot_images, callback
+        folder = Path(args.output_dir)
+        if (folder / "logging.jsonl").is_file():
+            if writes:
+                LiveReport(folder, logger.warning).update(now=True)
+            logger.info(f"report of the run: {folder / FILE}")
+
+
+def _no_images(*_: Any, **__: Any) -> None:
+    """Draw nothing: the report has all curves."""
 
 
 def peak_tflops(ranks: int) -> float | None:
@@ -61,7 +84,7 @@ class RunConsole(MegatronCallback):
         args, step = self.args, self.state.iteration
         self._start = self._logged_at = time.monotonic()
         self._start_step = self._logged_step = step
-        self._pace = Pace(step, args.train_iters, self._start, args.steps_per_rollout)
+        self._pace = lines.Pace(step, args.train_iters, self._start, args.steps_per_rollout)
         logger.info(f"logging_path: {self._folder / 'logging.jsonl'}")
         self._show_status("starting")
 
@@ -178,5 +201,7 @@ class RunConsole(MegatronCallback):
         width = shutil.get_terminal_size().columns
         elapsed, step = time.monotonic() - self._start, self.state.iteration
         print(
-            _CLEAR + status(step, self.args.train_iters, what, elapsed, self._pace.remaining, width), end="", flush=True
+            _CLEAR + lines.status(step, self.args.train_iters, what, elapsed, self._pace.remaining, width),
+            end="",
+            flush=True,
         )

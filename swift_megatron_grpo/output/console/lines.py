@@ -1,7 +1,8 @@
-"""A step as one line in aligned columns: progress, metrics, and its phases as a bar of letters."""
+"""What a run prints, in pure Python: a step as one line in aligned columns, a completion, the pace, the status line."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ Metrics = Mapping[str, float]
 
 HEADER_EVERY = 20  # lines
 _BAR = 20  # characters for the time of a step
+_STATUS_BAR = 24  # characters for the steps that are done
+_WINDOW = 20  # rollouts over which the pace is measured
 _PHASE = "time/"
 _LETTERS = {
     "train": "T", "generation": "G", "old_logprobs": "O", "ref_logprobs": "R", "weight_sync": "W", "sync_check": "C",
@@ -75,7 +78,7 @@ def header(steps: str) -> str:
 
 
 def legend(phases: Sequence[str]) -> str:
-    """Return the meaning of the letters of the bars that have been shown."""
+    """Return the meaning of the letters in the bars."""
     return ", ".join(f"{_LETTERS.get(phase, '?')} {phase.replace('_', ' ')}" for phase in phases)
 
 
@@ -127,3 +130,46 @@ def completion_line(rollout: int, reward: float | None, text: str, width: int = 
 
 def escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+class Pace:
+    """The mean time of a step, over the newest steps and without the first rollout.
+
+    That one includes what a run does once: it captures graphs, compiles kernels and verifies all weights.
+    """
+
+    def __init__(self, step: int, total: int, now: float, steps_per_rollout: int = 1) -> None:
+        self._total, self._start, self._step = total, step, step
+        self._last = now
+        self._per_rollout = steps_per_rollout
+        # Whole rollouts: the first step of each also generates.
+        self._times: deque[float] = deque(maxlen=_WINDOW * steps_per_rollout)
+
+    def finish(self, step: int, now: float) -> None:
+        """Note the end of a step, or of several at once."""
+        count = step - self._step
+        if count <= 0:
+            return
+        each, self._last = (now - self._last) / count, now
+        for done in range(self._step + 1, step + 1):
+            if done > self._start + self._per_rollout:
+                self._times.append(each)
+        self._step = step
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """None until the steps of the second rollout have ended."""
+        return sum(self._times) / len(self._times) if len(self._times) >= self._per_rollout else None
+
+    @property
+    def remaining(self) -> float | None:
+        pace = self.seconds_per_step
+        return None if pace is None else pace * (self._total - self._step)
+
+
+def status(step: int, total: int, what: str, elapsed: float, remaining: float | None, width: int) -> str:
+    """Return the status line: a bar, the step, the time."""
+    full = round(_STATUS_BAR * step / total) if total else 0
+    bar = "█" * full + "░" * (_STATUS_BAR - full)
+    left = "" if remaining is None else f" · {duration(remaining)} left"
+    return f"{bar} {step}/{total} · {what} · {duration(elapsed)}{left}"[: max(width - 1, 20)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
 from swift_megatron_grpo.output.recording.folder import (
     Settings,

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.recording.folder import (
     SETTINGS,
     differing_flags,

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.disk.checksums import checksum
-from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk.files import checksum, write_durably
 from swift_megatron_grpo.output.recording.rows import check_line
 from swift_megatron_grpo.output.recording.values import BadRow
 

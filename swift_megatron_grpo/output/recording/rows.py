@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from swift_megatron_grpo.output.disk.checksums import checksum
+from swift_megatron_grpo.output.disk.files import checksum
 from swift_megatron_grpo.output.recording.values import BadRow, Limits, check_values
 from swift_megatron_grpo.packing.expert_rows import decode_rows, encode_rows
 from swift_megatron_grpo.types import ExpertRows, Graded, Prompt, Rollout

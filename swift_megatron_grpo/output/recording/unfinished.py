@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk.files import write_durably
 from swift_megatron_grpo.output.recording.rows import Digests, check_line, from_line, once_per_prompt, to_line
 from swift_megatron_grpo.output.recording.values import BadRow, Limits
 from swift_megatron_grpo.settings.config import GRPOConfig

@@ -5,8 +5,7 @@
     completions.py reads completions.jsonl: its first and newest rollouts, within a limit
     histograms.py  histograms of rewards and lengths, at the beginning and now
     contents.py    what the page shows of one run or several, as JSON
-    page.py        the HTML file, from that JSON and assets/
-    live.py        writes the page of a run again while it runs
+    page.py        the HTML file, from that JSON and assets/; written again while the run lasts
     assets/        HTML, CSS and JavaScript of the page
 
 Tests: tests/unit/output/report; test_browser.py opens the page in a headless browser.

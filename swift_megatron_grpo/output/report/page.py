@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.report.contents import MOST_BYTES, contents, load
 
+FILE = "report.html"
+_SECONDS = 30.0  # between two reports, at least
+_SHARE = 0.01  # of the run's time, at most: a report that takes 1 s is written every 100 s
 _SCRIPTS = ("values.js", "charts.js", "sections.js", "completions.js", "main.js")
 
 
@@ -50,3 +53,28 @@ def embedded(data: Any) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", errors="replace").decode("utf-8")  # without halves of surrogate pairs
+
+
+class LiveReport:
+    """The report of a run while it runs: written again when it is due, and never a reason for the run to end."""
+
+    def __init__(
+        self, folder: Path, warn: Callable[[str], object], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder, self._warn, self._clock = folder, warn, clock
+        self._due = float("-inf")
+        self._has_warned = False
+
+    def update(self, now: bool = False) -> None:
+        """Write the report if it is due, or `now`. A failure is logged once, and the next attempt comes when due."""
+        began = self._clock()
+        if began < self._due and not now:
+            return
+        try:
+            write_report([self._folder], self._folder / FILE)
+        except Exception as error:  # also a fault of the report itself: the run is worth more
+            if not self._has_warned:
+                self._warn(f"{self._folder / FILE} cannot be written, and the run continues without it: {error!r}")
+            self._has_warned = True
+        ended = self._clock()
+        self._due = ended + max(_SECONDS, (ended - began) / _SHARE)

@@ -1,8 +1,7 @@
 """A run stops on SIGTERM or SIGINT: it ends the current step, saves a checkpoint and exits with 128 + the signal.
 
-signals.py      receives the signals at once, even while the main thread is in C code
+signals.py      receives the signals at once, even while the main thread is in C code; ends helpers with their rank
 request.py      the request to stop, exchanged between ranks; decides when a step is given up
-with_parent.py  ends a helper process with its rank
 report.py       the last line of a stopped run: what was saved, and how to continue
 
 The launcher and torchrun pass signals on: plugin/launcher.py, plugin/torchrun.py. The loop asks for the request before

@@ -10,10 +10,12 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_SECONDS = 0.5  # between two looks at the parent
 
 
 class StopSignals:
@@ -74,3 +76,17 @@ class StopSignals:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None: ...
+
+
+def exit_with_parent(parent: int) -> None:
+    """Exit soon after process `parent` has ended, also if it was killed. Call this in a helper process that it started.
+
+    A thread polls. The kernel's own way, PR_SET_PDEATHSIG, would end the child with the thread that started it.
+    """
+    threading.Thread(target=_watch, args=(parent,), name="parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)

@@ -25,7 +25,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-from swift_megatron_grpo.runtime.stopping.with_parent import exit_with_parent
+from swift_megatron_grpo.runtime.stopping.signals import exit_with_parent
 
 # With --async_save the first of a version runs in a forked process, too. megatron-core 0.16.1 forks the others from it;
 # newer versions have the second in place of the first, and write in threads.

@@ -14,9 +14,9 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import (
     REFUSED,
     REFUSED_BY_SERVERS,
     check_engine_kwargs,
+    parse_json_object,
     settings_of_vllm,
 )
-from swift_megatron_grpo.generation.vllm.json_flags import parse_json_object
 
 
 def refuse(settings: dict[str, object], adapter_only: bool = False, refused: Mapping[str, str] = REFUSED) -> str:

@@ -14,7 +14,7 @@ import pytest
 from swift_megatron_grpo.output.checkpoints.manifest import MANIFEST, FileEntry, read_manifest, write_manifest
 from swift_megatron_grpo.output.checkpoints.newest import Checkpoint, find_newest, open_checkpoint
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint
-from swift_megatron_grpo.output.disk.checksums import file_checksum
+from swift_megatron_grpo.output.disk.files import file_checksum
 from tests.unit.output.checkpoints.saved import save
 
 

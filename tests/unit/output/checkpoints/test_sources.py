@@ -30,7 +30,7 @@ from swift_megatron_grpo.output.checkpoints.verifying import (
     deal,
     verify_files,
 )
-from swift_megatron_grpo.output.disk.checksums import checksum, file_checksum
+from swift_megatron_grpo.output.disk.files import checksum, file_checksum
 from tests.unit.output.checkpoints.saved import FILES, IDENTITY, ROWS, OneRank, save
 
 READ = [name for name in FILES if not name.endswith(".safetensors")]  # by --mcore_model

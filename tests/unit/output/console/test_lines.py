@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swift_megatron_grpo.output.console.lines import (
+    Pace,
     compact,
     completion_line,
     duration,
@@ -12,9 +13,9 @@ from swift_megatron_grpo.output.console.lines import (
     header,
     phase_bar,
     phases_of,
+    status,
     step_line,
 )
-from swift_megatron_grpo.output.console.progress import Pace, status
 
 METRICS = {
     "reward": 0.71342, "completions/mean_length": 23.9, "completions/clipped_ratio": 0.5, "kl": 0.00012, "loss": -1e-8,

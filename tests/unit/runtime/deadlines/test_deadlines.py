@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.runtime.deadlines.collectives import format_entries
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded, interrupted_after
+from swift_megatron_grpo.runtime.deadlines.watchdog import format_entries
 from tests.paths import IMPORT_PATH
 
 RANK = Path(__file__).with_name("stuck_rank.py")

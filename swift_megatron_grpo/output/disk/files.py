@@ -1,17 +1,43 @@
-"""CRC-32 of bytes and files. It detects every flipped bit, and other accidental damage except for 1 in 4 billion.
+"""Files that are complete on disk or do not exist, after a crash at any time, and checksums that detect damage.
 
-It is no protection against intent. zlib computes 1.9 GiB/s on one core of a server, three times as fast as BLAKE2b, and
-releases the interpreter's lock, so that threads compute several files in parallel.
+CRC-32 detects every flipped bit, and other accidental damage except for 1 in 4 billion. It is no protection against
+intent. zlib computes 1.9 GiB/s on one core of a server, three times as fast as BLAKE2b, and releases the interpreter's
+lock, so that threads compute several files in parallel.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+
+
+def write_durably(path: Path, lines: Iterable[str]) -> None:
+    """Write a text file. It gets its name only once its content is on disk; if that fails, no file is left."""
+    unfinished = path.with_name(f"{path.name}.part")
+    try:
+        with unfinished.open("w", encoding="utf-8", newline="\n") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        sync_folder(path.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names of a folder's files are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
 
 _CHUNK = 2**23  # bytes read at once
 

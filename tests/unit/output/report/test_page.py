@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swift_megatron_grpo.output.report.live import LiveReport
+from swift_megatron_grpo.output.report.page import LiveReport
 from tests.unit.output.report.example_run import make_run, step_row, write_log
 
 

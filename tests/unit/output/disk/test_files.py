@@ -8,14 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.output.disk import checksums
-from swift_megatron_grpo.output.disk.checksums import checksum, file_checksum, file_checksums, threads_of_a_rank
-from swift_megatron_grpo.output.disk.durable import write_durably
+from swift_megatron_grpo.output.disk import files
+from swift_megatron_grpo.output.disk.files import (
+    checksum,
+    file_checksum,
+    file_checksums,
+    threads_of_a_rank,
+    write_durably,
+)
 from tests.unit.output.disk.small_files import file_size_limit
 
 
 def test_the_checksum_of_a_file_is_that_of_its_bytes(tmp_path: Path) -> None:
-    contents = [b"", b"x", os.urandom(checksums._CHUNK), os.urandom(2 * checksums._CHUNK + 7)]
+    contents = [b"", b"x", os.urandom(files._CHUNK), os.urandom(2 * files._CHUNK + 7)]
     paths = [tmp_path / str(number) for number in range(len(contents))]
     for path, content in zip(paths, contents, strict=True):
         path.write_bytes(content)
