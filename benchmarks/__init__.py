@@ -11,9 +11,6 @@ bench_generation.py         generation with other settings of vLLM: quantized we
 bench_switches.py           time between training and generation: offload, wake-up, weight sync
 gpu_tests.py                tests of tests/gpu, with a record of what ran where
 random_routers.py           loads of experts whose routers have random weights
-simulate_scaling.py         balance, messages and gradients of up to 512 ranks, without them
-simulate_split.py           the share of GPUs for servers, against colocation
-simulate_tail.py            idle slots of a server at the end of rollouts, with later rollouts started ahead
 train_every_algorithm.py    reward before and after training with every loss and advantage estimator
 harness/                    implementation of bench.py
 experts/                    implementation of bench_experts.py

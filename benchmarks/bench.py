@@ -10,12 +10,12 @@ step      measures the whole step, with vLLM in the training processes or, with 
           trainer. Every completion stops at its given length.
 report    writes docs/performance.md, its picture and the tables of other pages from benchmarks/*/*.json.
 
-Settings are written as for check_layouts.py: mbs4 (--micro_batch_size 4), tokens16384 (--max_tokens_per_micro_batch
-16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are measured with is compared as
-"equal flags"; the fastest settings of both are compared as "each at its best". Settings of TRL are mbs16 with any parts
-of benchmarks/peers/trl_settings.py, as in mbs16+awake+liger, and verl's are those of verl_settings.py; the fastest of
-each is compared with this package's. Every setting runs in its own process. The trainers alternate, and rounds after
-the first repeat only the settings that are compared.
+Settings are written as for `swift-megatron-grpo check-layouts`: mbs4 (--micro_batch_size 4), tokens16384
+(--max_tokens_per_micro_batch 16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are
+measured with is compared as "equal flags"; the fastest settings of both are compared as "each at its best". Settings of
+TRL are mbs16 with any parts of benchmarks/peers/trl_settings.py, as in mbs16+awake+liger, and verl's are those of
+verl_settings.py; the fastest of each is compared with this package's. Every setting runs in its own process. The
+trainers alternate, and rounds after the first repeat only the settings that are compared.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from benchmarks.harness.workload import (
 from benchmarks.peers.settings import SwiftFlags
 from benchmarks.peers.trl_settings import TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting, VerlSizes, verl_overrides
-from swift_megatron_grpo.cli.check_layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 
 NEVER = "1000000"  # steps
 DUMMY_ENGINE = ["--vllm_engine_kwargs", '{"load_format": "dummy"}']  # the first weight sync brings the weights

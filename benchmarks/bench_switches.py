@@ -26,7 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, fixed_samples, launch, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 WARM_UP = 2
 
@@ -153,11 +154,17 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="also profile the Python functions of one switch")
     parser.add_argument("extra", nargs="*", help="further flags of `megatron rlhf`, after --")
     arguments = parser.parse_args()
-    arguments.model = str(Path(arguments.model).resolve())
-    arguments.extra = ["--sleep_level", "2", "--vllm_max_model_len", "256", *arguments.extra]
     with tempfile.TemporaryDirectory() as folder:
+        flags = base_flags(
+            model=str(Path(arguments.model).resolve()),
+            folder=folder,
+            tuner_type=arguments.tuner,
+            torch_dtype=arguments.dtype,
+            attention_backend=arguments.attention_backend,
+            extra=["--sleep_level", "2", "--vllm_max_model_len", "256", *arguments.extra],
+        )
         out = Path(folder, "switches.json")
-        cycles = task("benchmarks.bench_switches:run_cycles", flags=base_flags(arguments, folder),
+        cycles = task("benchmarks.bench_switches:run_cycles", flags=flags,
                       cycles=arguments.cycles, profile=arguments.profile, out=str(out))  # fmt: skip
         launch(arguments.ranks, [cycles], Path(folder))
         results = json.loads(out.read_text())

@@ -9,5 +9,5 @@ WORKDIR /opt/swift-megatron-grpo
 COPY . .
 RUN PYTHON=python3.12 scripts/setup_venv.sh --test
 ENV PATH=/opt/swift-megatron-grpo/.venv/bin:$PATH OMP_NUM_THREADS=1
-RUN python -m swift_megatron_grpo.cli.doctor
+RUN swift-megatron-grpo doctor
 CMD ["scripts/quickstart.sh"]

@@ -15,4 +15,4 @@ RUN pip install -c requirements/gpu.lock torch setuptools wheel ninja pybind11 \
 RUN NVTE_FRAMEWORK=pytorch pip install -c requirements/gpu.lock --no-build-isolation "transformer-engine[pytorch,core_cu13]"
 COPY . .
 RUN pip install -c requirements/gpu.lock --no-build-isolation ".[gpu]"
-# The build has no GPU: the doctor runs in the container, docker run --gpus all ... python -m swift_megatron_grpo.cli.doctor
+# The build has no GPU: the doctor runs in the container, docker run --gpus all ... swift-megatron-grpo doctor

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from swift_megatron_grpo.cli.tiny_models import TEXT_CONFIGS, VOCABULARY, Sizes, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models.text import TEXT_CONFIGS, VOCABULARY, Sizes, make_tokenizer
 
 
 def make_deepseek(args: argparse.Namespace) -> PreTrainedModel:

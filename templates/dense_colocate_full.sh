@@ -16,7 +16,7 @@ args=(
     --torch_dtype bfloat16                   # precision of weights and activations
     --tuner_type full                        # train all weights
 
-    # Parallel layout: ranks = TP * PP * CP * DP. Check another one: python -m swift_megatron_grpo.cli.check_layouts
+    # Parallel layout: ranks = TP * PP * CP * DP. Check another one: swift-megatron-grpo check-layouts
     --tensor_model_parallel_size 2           # TP: ranks that share each layer
     --sequence_parallel true                 # divide activations between TP ranks as well
     --attention_backend flash                # without flash-attn: torch's kernel, or fused (cuDNN)

@@ -1,15 +1,16 @@
 """List the template scripts of this package, or copy them into a folder.
 
-python -m swift_megatron_grpo.cli.templates             (names, and what each is for)
-python -m swift_megatron_grpo.cli.templates FOLDER      (copies them, with the reward and environment files)
+swift-megatron-grpo templates           prints their names, and what each is for
+swift-megatron-grpo templates FOLDER    copies them, with the reward and environment files
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
+
+from swift_megatron_grpo.cli.command_line import FINE, Refused
 
 _PACKAGE = Path(__file__).parents[1]
 _LOCATIONS = (_PACKAGE / "templates", _PACKAGE.parent / "templates")  # of an installed wheel; of a clone
@@ -19,7 +20,7 @@ def templates_folder() -> Path:
     for folder in _LOCATIONS:
         if any(folder.glob("*.sh")):
             return folder
-    raise SystemExit(f"no templates in {' or '.join(map(str, _LOCATIONS))}; reinstall swift-megatron-grpo")
+    raise Refused(f"no templates in {' or '.join(map(str, _LOCATIONS))}; reinstall swift-megatron-grpo")
 
 
 def template_files(folder: Path) -> list[Path]:
@@ -43,30 +44,26 @@ def copy_templates(source: Path, target: Path) -> list[Path]:
     files = template_files(source)
     existing = [target / file for file in files if (target / file).exists()]
     if existing:
-        raise SystemExit(f"{existing[0]} exists; name another folder, or remove it first")
+        raise Refused(f"{existing[0]} exists; name another folder, or remove it first")
     for file in files:
         (target / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source / file, target / file)  # keeps the permission to execute
     return [target / file for file in files]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m swift_megatron_grpo.cli.templates",
-        description="List the template scripts of swift-megatron-grpo, or copy them into a folder.",
-    )
-    parser.add_argument("folder", nargs="?", type=Path, help="where to copy them; without it they are listed")
-    target: Path | None = parser.parse_args(arguments).folder
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where to copy them")
+
+
+def run(options: argparse.Namespace) -> int:
+    target: Path | None = options.folder
     source = templates_folder()
-    if target is None:
-        scripts = [file for file in template_files(source) if file.suffix == ".sh"]
-        width = max(len(str(script)) for script in scripts)
-        for script in scripts:
-            print(f"{script!s:{width}}  {purpose(source / script)}")
-        return
-    for file in copy_templates(source, target):
-        print(file)
-
-
-if __name__ == "__main__":
-    main()
+    if target is not None:
+        for file in copy_templates(source, target):
+            print(file)
+        return FINE
+    scripts = [file for file in template_files(source) if file.suffix == ".sh"]
+    width = max(len(str(script)) for script in scripts)
+    for script in scripts:
+        print(f"{script!s:{width}}  {purpose(source / script)}")
+    return FINE

@@ -29,7 +29,7 @@ from swift_megatron_grpo.plugin.command_line import (
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
-_DRY_RUN_MODULE = "swift_megatron_grpo.cli.check"
+_COMMAND_MODULE = "swift_megatron_grpo"
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
@@ -46,7 +46,7 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     if process in (LAUNCHER, TORCHRUN):
         if mode == "on":  # the ranks refuse other values than those of MODES
             if process == LAUNCHER and asks_for_check(argv):
-                _replace_process(_DRY_RUN_MODULE, argv[2:], orig_argv)
+                _replace_process(_COMMAND_MODULE, ["check", *argv[2:]], orig_argv)
             _prepare_launch(process, argv)
         return
     if mode not in MODES:
@@ -61,7 +61,7 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
     if process == RANK and mode == "on" and asks_for_check(argv):  # started by a torchrun of the user
         if environ.get("RANK", "0") != "0":
             raise SystemExit(0)
-        _replace_process(_DRY_RUN_MODULE, argv[1:], orig_argv)
+        _replace_process(_COMMAND_MODULE, ["check", *argv[1:]], orig_argv)
     hook_platform()
     if process == RANK and mode == "on":
         from swift_megatron_grpo.plugin.register import register

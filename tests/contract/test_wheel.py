@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from swift_megatron_grpo.cli.main import COMMANDS
 from tests.paths import REPOSITORY
 
 SOURCES = ("swift_megatron_grpo", "templates", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
@@ -64,6 +65,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+def command_of(installed: Path) -> Path:
+    """Return the console script next to the Python that the wheel was installed for."""
+    return installed.with_name("swift-megatron-grpo")
+
+
 @pytest.fixture
 def outside(tmp_path: Path) -> Path:
     return tmp_path
@@ -85,7 +91,7 @@ def test_the_wheel_contains_only_the_package_with_types_and_templates(wheel: Pat
 
 def test_a_report_is_written_from_the_wheel(installed: Path, outside: Path) -> None:
     (outside / "logging.jsonl").write_text('{"reward": 0.5, "iteration": "1/2"}\n')
-    run(installed, "-m", "swift_megatron_grpo.output.report", outside, cwd=outside)
+    run(command_of(installed), "report", outside, cwd=outside)
     assert '"reward"' in (outside / "report.html").read_text()
 
 
@@ -101,14 +107,15 @@ print(swift_megatron_grpo.__file__)
     assert loaded.is_relative_to(installed.parents[1])
 
 
-def test_check_layouts_starts_from_the_wheel(installed: Path, outside: Path) -> None:
-    assert "--layouts" in run(installed, "-m", "swift_megatron_grpo.cli.check_layouts", "--help", cwd=outside)
+def test_every_subcommand_starts_from_the_wheel(installed: Path, outside: Path) -> None:
+    for name in COMMANDS:
+        assert f"swift-megatron-grpo {name} [-h]" in run(command_of(installed), name, "--help", cwd=outside)
 
 
 def test_templates_are_listed_and_copied_from_the_wheel(installed: Path, outside: Path) -> None:
-    listed = run(installed, "-m", "swift_megatron_grpo.cli.templates", cwd=outside).splitlines()
+    listed = run(command_of(installed), "templates", cwd=outside).splitlines()
     assert [line.split()[0] for line in listed] == [name for name in TEMPLATES if name.endswith(".sh")]
-    run(installed, "-m", "swift_megatron_grpo.cli.templates", "scripts", cwd=outside)
+    run(command_of(installed), "templates", "scripts", cwd=outside)
     for name in TEMPLATES:
         copy, original = outside / "scripts" / name, REPOSITORY / "templates" / name
         assert copy.read_bytes() == original.read_bytes()

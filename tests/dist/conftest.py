@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts import DENSE, MOE, Task, Variant, base_flags, task
+from swift_megatron_grpo.cli.check_layouts.launch import Task, base_flags, task
+from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Variant
 from tests.forking.client import fork_server
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
@@ -65,7 +65,7 @@ _MODELS = {
 _BATCHES = ["on-policy", "off-policy"]
 _RUN_IMAGES = "tests.programs.dist.image_runs:run_layout"
 EVERYTHING = ["--freeze_vit", "false", "--freeze_aligner", "false", "--max_length", "256"]
-RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
+RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts.ranks:run_layout"
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,11 @@ class Ranks:
         name = f"{kind}-adapter"
         flags = self.flags(kind, "lora", "float32")
         path = str(self.folder / name)
-        self.run(name, 1, [task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=path)])
+        self.run(name, 1, [task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=path)])
         return path
 
     def flags(self, kind: str, tuner: str, dtype: str, extra: Sequence[str] = ()) -> list[str]:
-        settings = argparse.Namespace(
-            model=str(self.model(kind)), tuner=tuner, dtype=dtype, attention_backend="flash", extra=list(extra)
-        )
-        return base_flags(settings, str(self.folder))
+        return base_flags(str(self.model(kind)), str(self.folder), tuner_type=tuner, torch_dtype=dtype, extra=extra)
 
     def layout_flags(self, kind: str, tuner: str) -> list[str]:
         flags = self.flags(kind, tuner, "float32")
@@ -191,7 +188,7 @@ class Ranks:
             flags = self.flags(kind, tuner, "float32", EVERYTHING)
             if tuner == "lora":  # with adapters in the vision tower, too
                 adapter = str(folder / "adapter")
-                make = "swift_megatron_grpo.cli.check_layouts:make_adapter"
+                make = "swift_megatron_grpo.cli.check_layouts.ranks:make_adapter"
                 tasks.setdefault(1, []).append(task(make, flags=flags, adapter=adapter))
                 flags = [*flags, "--adapters", adapter]
             for layout in ("one", *names):
@@ -211,7 +208,7 @@ class Ranks:
         if tuner == "lora":
             flags += ["--target_modules", "all-linear", "all-router"]
             adapter = str(folder / "adapter")
-            make = task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=adapter)
+            make = task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter)
             tasks[1] = [make]
             flags = [*flags, "--adapters", adapter]
         for name in layouts:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts import compare, task
+from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.launch import task
 from tests.dist.conftest import LAYOUTS, RUN_LAYOUT, TUNERS, Ranks
 
 pytestmark = pytest.mark.dist

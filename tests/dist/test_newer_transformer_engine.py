@@ -8,7 +8,9 @@ import pytest
 from megatron.core import __version__
 from packaging.version import Version
 
-from swift_megatron_grpo.cli.check_layouts import Difference, Variant, compare, task
+from swift_megatron_grpo.cli.check_layouts.compare import Difference, compare
+from swift_megatron_grpo.cli.check_layouts.launch import task
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts import task
+from swift_megatron_grpo.cli.check_layouts.launch import task
 from tests.dist.conftest import Ranks
 
 
@@ -13,7 +13,7 @@ from tests.dist.conftest import Ranks
 def test_the_reference_is_the_model_with_its_own_adapter(ranks: Ranks, layout: list[str]) -> None:
     number, other = 2 if layout else 1, str(ranks.folder / "other-adapter")
     flags = ranks.flags("dense", "lora", "float32", ["--beta", "0.1"])
-    make = "swift_megatron_grpo.cli.check_layouts:make_adapter"
+    make = "swift_megatron_grpo.cli.check_layouts.ranks:make_adapter"
     ranks.run("other-adapter", 1, [task(make, flags=[*flags, "--seed", "7"], adapter=other)])  # with another lora_A
     adapters = {"policy": ranks.adapter("dense"), "reference": other}
     ranks.call(f"reference-adapter-{number}", "reference_adapter:main", number, [*flags, *layout], **adapters)

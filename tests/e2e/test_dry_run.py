@@ -30,8 +30,13 @@ SIZES = ["--vllm_max_model_len", "3072", "--max_length", "1024", "--max_completi
 CHECK = """
 import os, sys
 os.environ |= {{"NPROC_PER_NODE": "{ranks}"}}
-from swift_megatron_grpo.cli.check.__main__ import run
-print("EXIT", run(sys.argv[1:]))
+from swift_megatron_grpo.cli.check.command import check_flags
+from swift_megatron_grpo.cli.command_line import Refused
+try:
+    print("EXIT", check_flags(sys.argv[1:]))
+except Refused as refused:
+    print("check:", refused)
+    print("EXIT", 1)
 """
 
 

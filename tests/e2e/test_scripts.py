@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.cli.check_script import Plan
-from swift_megatron_grpo.cli.script_stand_ins import typed
+from swift_megatron_grpo.cli.check_script.rehearsal import Rehearsal
+from swift_megatron_grpo.cli.check_script.stand_ins import typed
 from tests.forking.client import fork_server, run_code
 from tests.scripts import NOT_RUN, Published, published_scripts
 from tests.support.runs import ON_CPU
@@ -18,48 +18,51 @@ from tests.support.servers import RolloutServer
 
 SCRIPTS = published_scripts()
 SECONDS_OF_CHECK = 30
-MAKE_PLAN = """
+REHEARSE = """
 import dataclasses, json, os, shutil, time
 from pathlib import Path
 from swift_megatron_grpo.cli.check.check import check
-from swift_megatron_grpo.cli.check_script import make_plan
-from swift_megatron_grpo.cli.script_stand_ins import typed
+from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal
+from swift_megatron_grpo.cli.check_script.stand_ins import typed
 folder = Path({folder!r})
-plan = make_plan({text!r}, folder, ranks=2, steps=2, environment={{}})
-print("PLAN" + json.dumps(dataclasses.asdict(plan)))
+rehearsal = make_rehearsal({text!r}, folder, ranks=2, steps=2, environment={{}})
+print("REHEARSAL" + json.dumps(dataclasses.asdict(rehearsal)))
 for file in (folder / "model").iterdir():  # the large model has no tokenizer of its own
     if file.suffix != ".safetensors" and (folder / "large").is_dir() and not (folder / "large" / file.name).exists():
         shutil.copy(file, folder / "large" / file.name)
-for name, value in dict(WORLD_SIZE=plan.world_size, LOCAL_WORLD_SIZE=plan.world_size, RANK=0, LOCAL_RANK=0).items():
+ranks = rehearsal.world_size
+for name, value in dict(WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks, RANK=0, LOCAL_RANK=0).items():
     os.environ[name] = str(value)
 began = time.monotonic()
-report, _ = check(typed(plan.published | dict(check_gpu=["H200"])))
+report, _ = check(typed(rehearsal.published | dict(check_gpu=["H200"])))
 print(report)
 print("CHECKED", time.monotonic() - began)
 """
 
 
-def plan_of(script: Published, folder: Path) -> Plan:
-    return plan_of_text(script.text, folder)
+def rehearsal_of(script: Published, folder: Path) -> Rehearsal:
+    return rehearsal_of_text(script.text, folder)
 
 
-def plan_of_text(text: str, folder: Path) -> Plan:
-    """Make the plan of a script and check it at its own size, as cli/check_script.py and --check do, in a fork."""
-    printed = run_code("trainer", MAKE_PLAN.format(text=text, folder=str(folder)))
+def rehearsal_of_text(text: str, folder: Path) -> Rehearsal:
+    """Make the rehearsal of a script and check it at its own size, as check-script and --check do, in a fork."""
+    printed = run_code("trainer", REHEARSE.format(text=text, folder=str(folder)))
     [seconds] = re.findall(r"^CHECKED (.*)", printed, re.MULTILINE)
     assert float(seconds) < SECONDS_OF_CHECK and "memory of each GPU" in printed, printed[-4000:]
-    [line] = [line for line in printed.splitlines() if line.startswith("PLAN")]
-    return Plan(**json.loads(line.removeprefix("PLAN")))
+    [line] = [line for line in printed.splitlines() if line.startswith("REHEARSAL")]
+    return Rehearsal(**json.loads(line.removeprefix("REHEARSAL")))
 
 
-def run(plan: Plan, folder: Path) -> tuple[int, str]:
-    """Run a plan as its command would, on forked ranks."""
-    server, flags = None, dict(plan.reduced)
-    if plan.server is not None:
-        server = RolloutServer(folder / "model", folder / "rollout.log", typed(plan.server), key=None).start().wait()
+def run(rehearsal: Rehearsal, folder: Path) -> tuple[int, str]:
+    """Run a rehearsal as check-script would, on forked ranks."""
+    server, flags = None, dict(rehearsal.reduced)
+    if rehearsal.server is not None:
+        server = (
+            RolloutServer(folder / "model", folder / "rollout.log", typed(rehearsal.server), key=None).start().wait()
+        )
         flags["vllm_server_base_url"] = [server.url]
     with (folder / "train.log").open("w") as log:
-        ranks = fork_server("trainer").start("megatron rlhf", typed(flags), plan.ranks, folder, log, {})
+        ranks = fork_server("trainer").start("megatron rlhf", typed(flags), rehearsal.ranks, folder, log, {})
         try:
             code = ranks.wait(timeout=600)
         finally:
@@ -72,10 +75,10 @@ def run(plan: Plan, folder: Path) -> tuple[int, str]:
 @pytest.mark.skipif(not ON_CPU, reason="the ranks are forked")
 @pytest.mark.parametrize("name", sorted(set(SCRIPTS) - set(NOT_RUN)))
 def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: Path) -> None:
-    plan = plan_of(SCRIPTS[name], tmp_path)
-    assert plan.world_size == SCRIPTS[name].ranks
+    rehearsal = rehearsal_of(SCRIPTS[name], tmp_path)
+    assert rehearsal.world_size == SCRIPTS[name].ranks
     assert ('"images"' in (tmp_path / "rows.jsonl").read_text()) is SCRIPTS[name].has_images
-    code, output = run(plan, tmp_path)
+    code, output = run(rehearsal, tmp_path)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -87,7 +90,7 @@ def test_a_published_script_is_accepted_and_runs_two_steps(name: str, tmp_path: 
 @pytest.mark.parametrize("name", [name for name, refused in NOT_RUN.items() if refused.startswith("--")])
 def test_a_script_with_a_refused_flag_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"{NOT_RUN[name]} "):
-        plan_of(SCRIPTS[name], tmp_path)
+        rehearsal_of(SCRIPTS[name], tmp_path)
 
 
 @pytest.mark.e2e
@@ -96,7 +99,7 @@ def test_a_script_with_names_of_ms_swift_3_is_refused_with_all_new_names(tmp_pat
     script = SCRIPTS["moe_colocate_lora"]
     old = replace(script, flags=script.flags.replace("--tuner_type", "--train_type") + " --save_interval 10 --lrr 1")
     with pytest.raises(RuntimeError) as refused:
-        plan_of(old, tmp_path)
+        rehearsal_of(old, tmp_path)
     for line in (
         "--train_type is a flag of ms-swift 3; use --tuner_type",
         "--save_interval is a flag of ms-swift 3; use --save_steps",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_scripts import plan_of_text, run
+from tests.e2e.test_scripts import rehearsal_of_text, run
 from tests.paths import REPOSITORY
 from tests.support.runs import ON_CPU
 
@@ -40,20 +40,20 @@ def trainer_command(name: str, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_passes_a_dry_run(name: str, tmp_path: Path) -> None:
-    plan = plan_of_text(trainer_command(name, tmp_path), tmp_path)
-    assert plan.published["train_iters"] and "num_train_epochs" not in plan.published
+    rehearsal = rehearsal_of_text(trainer_command(name, tmp_path), tmp_path)
+    assert rehearsal.published["train_iters"] and "num_train_epochs" not in rehearsal.published
 
 
 def test_check_script_reads_a_template_that_computes_its_ranks_and_servers(tmp_path: Path) -> None:
     given = "export NPROC_PER_NODE=6 DATASET=org/rows\n"
-    plan = plan_of_text(given + (TEMPLATES / "dense_server.sh").read_text(), tmp_path)
-    assert plan.world_size == 6 and plan.server is not None
+    rehearsal = rehearsal_of_text(given + (TEMPLATES / "dense_server.sh").read_text(), tmp_path)
+    assert rehearsal.world_size == 6 and rehearsal.server is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_template_trains_two_steps(name: str, tmp_path: Path) -> None:
-    code, output = run(plan_of_text(trainer_command(name, tmp_path), tmp_path), tmp_path)
+    code, output = run(rehearsal_of_text(trainer_command(name, tmp_path), tmp_path), tmp_path)
     assert code == 0, output[-4000:]
     lines = [json.loads(line) for line in (tmp_path / "output" / "logging.jsonl").read_text().splitlines()]
     assert len([line for line in lines if "loss" in line]) == 2

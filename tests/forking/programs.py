@@ -47,7 +47,7 @@ def preload_trainer() -> None:
         "swift.megatron.pipelines.train.rlhf",
         "swift_megatron_grpo.trainer",
         "swift_megatron_grpo.arguments.grpo_arguments",
-        "swift_megatron_grpo.cli.check_layouts",
+        "swift_megatron_grpo.cli.check_layouts.ranks",
         "swift.infer_engine",
         "vllm.v1.engine.llm_engine",
         "vllm.v1.worker.cpu_worker",
@@ -226,8 +226,8 @@ def run_swift_rollout(arguments: list[str]) -> None:
 
 
 def run_tasks(arguments: list[str]) -> None:
-    """Run the tasks of a job file of cli/check_layouts.py on this rank."""
-    from swift_megatron_grpo.cli.check_layouts import run_tasks as run
+    """Run the tasks of a job file of cli/check_layouts on this rank."""
+    from swift_megatron_grpo.cli.check_layouts.ranks import run_tasks as run
 
     run(json.loads(Path(arguments[0]).read_text()))
 

@@ -6,7 +6,6 @@ on as many CPU ranks instead, to find mistakes in the tests themselves.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, layout_tasks, task
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {
@@ -36,7 +35,7 @@ VARIANTS = {
     "torch-attention": ["--attention_backend", "flash"],
     "recompute-elementwise": ["--recompute_elementwise", "true"],
 }
-RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts:run_layout"
+RUN_LAYOUT = "swift_megatron_grpo.cli.check_layouts.ranks:run_layout"
 RUN_VARIANT = {"recompute-elementwise": "tests.programs.gpu.phases:recompute_in_small_micro_batches"}
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -56,10 +55,8 @@ class Gpus:
 
 
 def make_flags(gpus: Gpus, kind: str, tuner: str, extra: list[str] | None = None) -> list[str]:
-    settings = argparse.Namespace(
-        model=str(gpus.model(kind)), tuner=tuner, dtype="bfloat16", attention_backend="fused", extra=extra or []
-    )
-    return base_flags(settings, str(gpus.folder))
+    model, folder = str(gpus.model(kind)), str(gpus.folder)
+    return base_flags(model, folder, tuner, "bfloat16", attention_backend="fused", extra=extra or [])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,7 +99,7 @@ def add_layouts(
     flags = make_flags(gpus, kind, tuner)
     if tuner == "lora":
         adapter = str(gpus.folder / f"{kind}-adapter")
-        tasks[1].append(task("swift_megatron_grpo.cli.check_layouts:make_adapter", flags=flags, adapter=adapter))
+        tasks[1].append(task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter))
         flags = [*flags, "--adapters", adapter]
     job = training_job(kind, flags, Path(gpus.layouts(kind, tuner)))
     for number, layout_runs in layout_tasks(job, ["one", *layouts]).items():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
 from tests.dist.test_flat_optimizer import ALL_EXPERTS, LONGER, UNCLIPPED
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
@@ -22,12 +21,9 @@ COMPARED = ("upstream again", "same steps", "a checkpoint of upstream", "a check
 
 
 def report_of(kind: str, tuner: str, extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    settings = argparse.Namespace(
-        model=str(make_model(tmp_path / "model", kind, SIZE_FOR_GPUS)), tuner=tuner, dtype="bfloat16",
-        attention_backend="fused", extra=[*extra, *LONGER],
-    )  # fmt: skip
+    model = str(make_model(tmp_path / "model", kind, SIZE_FOR_GPUS))
     monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
-    flags = base_flags(settings, str(tmp_path))
+    flags = base_flags(model, str(tmp_path), tuner, "bfloat16", attention_backend="fused", extra=[*extra, *LONGER])
     launch(1, [task("tests.programs.dist.flat_optimizer:main", out=str(tmp_path / "steps"), flags=flags)], tmp_path)
     report = json.loads((tmp_path / "steps.0.json").read_text())
     print(json.dumps(report, indent=1))

@@ -8,7 +8,6 @@ exchanges nothing with others.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -32,11 +31,7 @@ LAYERS = "6"  # of Qwen3.5 three are delta nets, so waits in each of them would 
 def test_micro_batches_add_no_waits(tmp_path: Path, kind: str) -> None:
     extra, waits = CASES[kind]
     model = make_model(tmp_path / "model", kind, [*SIZE_FOR_GPUS, "--layers", LAYERS])
-    settings = argparse.Namespace(
-        model=str(model), tuner="full", dtype="bfloat16", attention_backend="flash",
-        extra=[*extra, "--micro_batch_size", "1"],
-    )  # fmt: skip
-    flags = base_flags(settings, str(tmp_path))
+    flags = base_flags(str(model), str(tmp_path), "full", "bfloat16", extra=[*extra, "--micro_batch_size", "1"])
     launch(
         1,
         [task("tests.programs.gpu.host_waits:main", out=f"{tmp_path}/waits", flags=flags, counts=[FEW, MANY])],

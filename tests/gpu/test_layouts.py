@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import Variant, compare, fixed_samples
+from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.gpu.conftest import LAYOUTS, Gpus
 from tests.paths import GOLDEN, REPOSITORY
 from tests.support.runs import first_weights

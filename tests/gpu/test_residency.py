@@ -5,7 +5,6 @@ pytest -m gpu tests/gpu/test_residency.py -s        also prints the speed
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
 from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.gpu
@@ -38,10 +37,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     subprocess.run([sys.executable, str(script), "--out", str(folder / "model"), *SHAPE], check=True)
 
     def flags(*extra: str) -> list[str]:
-        settings = argparse.Namespace(
-            model=str(folder / "model"), tuner="full", dtype="bfloat16", attention_backend="fused", extra=list(extra)
+        return base_flags(
+            str(folder / "model"), str(folder), "full", "bfloat16", attention_backend="fused", extra=extra
         )
-        return base_flags(settings, str(folder))
 
     patch = pytest.MonkeyPatch()
     patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")

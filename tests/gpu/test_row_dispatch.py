@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")]
@@ -25,13 +24,13 @@ def test_the_step_is_the_same_with_fewer_rows(tmp_path: Path) -> None:
     model = str(make_model(tmp_path / "model", "moe", [*SIZE_FOR_GPUS, "--experts", "16"]))
     tasks = []
     for name, flags in LAYOUTS.items():
-        settings = argparse.Namespace(
-            model=model, tuner="full", dtype="bfloat16", attention_backend="fused",
+        all_flags = base_flags(
+            model, str(tmp_path), "full", "bfloat16", attention_backend="fused",
             extra=["--expert_model_parallel_size", "2", "--moe_grouped_gemm", "true", *flags],
         )  # fmt: skip
         tasks += [
             task("tests.programs.dist.row_dispatch:main", out=f"{tmp_path}/{name}-{once}", once=once,
-                 flags=base_flags(settings, str(tmp_path)))
+                 flags=all_flags)
             for once in (True, False)
         ]  # fmt: skip
     launch(2, tasks, tmp_path)

@@ -9,6 +9,7 @@ import re
 import tomllib
 
 from swift_megatron_grpo.arguments.support_table import NOT_YET
+from swift_megatron_grpo.cli.main import COMMANDS
 from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
@@ -44,6 +45,11 @@ def test_flags_that_the_readme_calls_gaps_are_refused() -> None:
     text = section(README, "## Not supported")
     flags = {flag for line in text.splitlines() if line.startswith(("* ", "  ")) for flag in FLAG.findall(line)}
     assert len(flags) > 8 and flags <= set(NOT_YET)
+
+
+def test_commands_of_the_readme_exist() -> None:
+    commands = re.findall(r"swift-megatron-grpo ([a-z][\w-]*)", README)
+    assert commands and set(commands) <= COMMANDS.keys()
 
 
 def test_scripts_of_the_readme_exist() -> None:

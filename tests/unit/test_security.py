@@ -19,8 +19,8 @@ TESTS = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 UNPICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 # Results of writers that a rank has forked itself, which upstream reads in the same way, and what ranks of one trainer
-# exchange, packed before the exchange that would pack it.
-UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py"}
+# exchange, packed before the exchange that would pack it. The simulation times such messages of its own.
+UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py", "cli/simulate/scaling.py"}
 # What reads pickled data, by file: the ranks of one trainer among themselves, and files of their own.
 READS_PICKLED_DATA = {
     "runtime/parallel.py": {"all_gather_object"},
@@ -28,7 +28,7 @@ READS_PICKLED_DATA = {
     "arguments/rows_on_ranks.py": {"all_gather_object"},
     "arguments/resume.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
-    "cli/check_layouts.py": {"load"},  # what its own ranks have written, with weights_only
+    "cli/check_layouts/compare.py": {"load"},  # what its own ranks have written, with weights_only
 }
 LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer", "TCPStore", "TCPSite"}
 LISTENS = {

@@ -1,6 +1,6 @@
-"""`--check true`: everything that can be known about a run without a GPU, a weight or a second process.
+"""`swift-megatron-grpo check`: check a run without a GPU, a weight or a second process.
 
-    __main__.py       the command
+    command.py        the command
     check.py          one check from top to bottom
     arguments.py      parses the flags as a rank does, without process groups and folders
     model.py          sizes of the model, from its config.json

@@ -1,9 +1,9 @@
 """Convert the settings of another trainer to a script for `megatron rlhf --rlhf_type grpo`.
 
-    python -m swift_megatron_grpo.cli.convert run_qwen3.sh
-    python -m swift_megatron_grpo.cli.convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
+    swift-megatron-grpo convert run_qwen3.sh
+    swift-megatron-grpo convert ppo_trainer.yaml actor_rollout_ref.model.path=Qwen/Qwen3-8B
 
-    __main__.py  the command
+    command.py   the command
     sources.py   reads a file: key=value words and flags of a shell script, or YAML
     tables.py    what a table of keys is, and how it is applied
     verl.py      keys of verl and siiRL

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from swift_megatron_grpo.cli.check_script.shell import Words, words_of
 from swift_megatron_grpo.cli.convert.tables import COMPUTED
-from swift_megatron_grpo.cli.shell_scripts import Words, words_of
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([a-zA-Z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from swift_megatron_grpo.cli.doctor.finding import Finding, note, ok, problem
+from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
 from swift_megatron_grpo.cli.doctor.probes import TorchFacts
 
 _GIB = 2**30

@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from swift_megatron_grpo.arguments.model_checks import fault_of_delta_rule
-from swift_megatron_grpo.cli.doctor.finding import Finding, note, ok, problem
+from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
 
 DISTRIBUTION = "swift-megatron-grpo"
 # Without these a run works: the reason why one may want them.

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from swift_megatron_grpo.cli.doctor.finding import Finding, note, ok, problem
+from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
 
 _TORCH = """
 import json, torch
@@ -71,7 +71,7 @@ def check_imports() -> Finding:
 
 
 def no_imports() -> Finding:
-    return note("imports of a rank", "not tried", "run it without --no-imports, which takes 20 to 60 s")
+    return note("imports of a rank", "not tried", "run it without --skip_imports, which takes 20 to 60 s")
 
 
 def _run(code: str, mark: str, timeout: float) -> tuple[str, str]:

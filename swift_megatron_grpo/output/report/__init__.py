@@ -1,6 +1,5 @@
 """The report of a run: one offline HTML file, from the files of the run's folder. Standard library only.
 
-    __main__.py    the command: `python -m swift_megatron_grpo.output.report RUN [RUN ...]`
     run_files.py   reads logging.jsonl and args.json of a run's folder
     completions.py reads completions.jsonl: its first and newest rollouts, within a limit
     histograms.py  histograms of rewards and lengths, at the beginning and now

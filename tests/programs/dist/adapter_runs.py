@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 

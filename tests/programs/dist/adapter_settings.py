@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 from tests.programs.dist.lora_export import difference_to_peft
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import Attention
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.training.layers import attention_check
 from tests.programs.dist.engine_runs import make_trainer

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 
 def main(out: str, flags: list[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples, make_batches
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples, make_batches
 
 Report = dict[str, Any]
 

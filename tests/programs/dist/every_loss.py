@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 SAMPLES, GROUP = 16, 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swift_megatron_grpo.cli import check_layouts
+from swift_megatron_grpo.cli.check_layouts import ranks
 
 
 def run_layout(flags: list[str], batches: list[str], folder: str) -> None:
@@ -16,6 +16,6 @@ def run_layout(flags: list[str], batches: list[str], folder: str) -> None:
 
     logprob.logits_are_a_plain_product = never
     try:
-        check_layouts.run_layout("mbs2", flags, batches, folder)
+        ranks.run_layout("mbs2", flags, batches, folder)
     finally:
         logprob.logits_are_a_plain_product = plain

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 EPSILON_LOW, EPSILON_HIGH, BETA, TEMPERATURE = 0.2, 0.28, 0.1, 0.9
 

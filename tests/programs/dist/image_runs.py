@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from swift_megatron_grpo.cli.check_layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 
 COLUMNS = ["tokens", "completion_mask", "advantage", "old_logprobs", "ref_logprobs"]
 NUMBER_OF_IMAGES = (0, 1, 2, 1)  # of each prompt
@@ -74,7 +74,7 @@ def image_samples(template: Any, seed: int, policies_given: bool) -> list[Any]:
 
 
 def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> None:
-    """Train as cli/check_layouts.py does, on samples with images."""
+    """Train as cli/check_layouts does, on samples with images."""
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     from swift_megatron_grpo.settings.config import LossConfig

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 from megatron.core.optimizer import clip_grads
 
-from swift_megatron_grpo.cli import check_layouts
+from swift_megatron_grpo.cli.check_layouts import ranks
 from swift_megatron_grpo.training.upstream_fixes import tensor_parallel_marks
 from tests.unit.training.upstream_fixes.newer_transformer_engine import experts_unmarked, found_by_megatron
 
@@ -19,7 +19,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str, fix
     no_experts = patch.object(tensor_parallel_marks, "TEGroupedLinear", ())
     with experts_unmarked(), patch.multiple(clip_grads, **found_by_megatron()):
         if fixed:
-            check_layouts.run_layout(name, flags, batches, folder)
+            ranks.run_layout(name, flags, batches, folder)
         else:
             with no_experts:
-                check_layouts.run_layout(name, flags, batches, folder)
+                ranks.run_layout(name, flags, batches, folder)

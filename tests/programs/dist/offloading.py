@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
-from swift_megatron_grpo.cli.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
 from swift_megatron_grpo.settings.config import LossConfig, ResidencyConfig
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency

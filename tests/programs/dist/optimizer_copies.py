@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from swift_megatron_grpo.cli.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
 from swift_megatron_grpo.training.optimizer import optimizer_copies
 from tests.programs.dist.flat_optimizer import upstream_tensors
 from tests.programs.dist.offloading import EVERYTHING, STEPS, Run, differing

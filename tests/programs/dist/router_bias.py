@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 
 

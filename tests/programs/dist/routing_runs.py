@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.types import Sample
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 

@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.training.layers import fast_kernels
 from swift_megatron_grpo.training.moe import row_dispatch
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report

@@ -8,7 +8,7 @@ import pytest
 import torch
 from mcore_bridge.model.modules import gated_delta_net
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.training import preparation
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report
 

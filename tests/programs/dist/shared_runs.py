@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import Variant, fixed_samples
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.types import Sample
 from tests.programs.dist.engine_runs import make_loss, make_trainer

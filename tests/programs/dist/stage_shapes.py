@@ -11,7 +11,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.training import passes, stage_shapes
 from swift_megatron_grpo.training.stage_shapes import StageShapes
 from tests.programs.dist.engine_runs import make_loss, make_trainer, write_report

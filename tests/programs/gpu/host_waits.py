@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts import fixed_samples
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export.export import export_weights
@@ -58,8 +58,8 @@ def memory() -> dict[str, int]:
 
 
 def recompute_in_small_micro_batches(**job: Any) -> None:
-    """Run a layout of check_layouts.py in which even small micro batches recompute elementwise activations."""
-    from swift_megatron_grpo.cli.check_layouts import run_layout
+    """Run a layout of cli/check_layouts in which even small micro batches recompute elementwise activations."""
+    from swift_megatron_grpo.cli.check_layouts.ranks import run_layout
     from swift_megatron_grpo.training.layers import fast_kernels as kernels
     from swift_megatron_grpo.training.memory import recompute_elementwise
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
-from swift_megatron_grpo.cli.tiny_composites import Shape, save_composite
-from swift_megatron_grpo.cli.tiny_models import TINY
+from swift_megatron_grpo.cli.tiny_models.composites import Shape, save_composite
+from swift_megatron_grpo.cli.tiny_models.text import TINY
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe"])

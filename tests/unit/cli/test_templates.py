@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.cli import templates
+from swift_megatron_grpo.cli.main import main
 from tests.paths import REPOSITORY
 
 
@@ -15,7 +16,7 @@ def test_in_a_clone_the_templates_are_those_of_the_repository() -> None:
 
 
 def test_every_template_states_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
-    templates.main([])
+    assert main(["templates"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(list((REPOSITORY / "templates").glob("*.sh")))
     for line in lines:
@@ -25,14 +26,14 @@ def test_every_template_states_its_purpose(capsys: pytest.CaptureFixture[str]) -
 
 def test_copying_prints_the_new_files_and_overwrites_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "new" / "folder"
-    templates.main([str(target)])
+    assert main(["templates", str(target)]) == 0
     printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert target / "cpu_quickstart.sh" in printed and target / "plugins" / "letters.py" in printed
     assert all(file.is_file() for file in printed)
     edited = target / "multi_turn.sh"
     edited.write_text("mine")
-    with pytest.raises(SystemExit, match="exists; name another folder"):
-        templates.main([str(target)])
+    assert main(["templates", str(target)]) == 1
+    assert "exists; name another folder" in capsys.readouterr().err
     assert edited.read_text() == "mine"
 
 

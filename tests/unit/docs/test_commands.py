@@ -16,17 +16,19 @@ import yaml
 from swift.cli.main import get_torchrun_args
 
 from swift_megatron_grpo.arguments.flag_names import known_flags
+from swift_megatron_grpo.cli.main import COMMANDS, PROGRAM, parser_of
 from swift_megatron_grpo.generation.server.arguments import GRPORolloutArguments
 from tests.paths import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 MULTI_NODE = REPOSITORY / "docs" / "multi_node.md"
 OF_TORCHRUN = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
-STARTS = {  # of commands, with their flags; `python -m` has flags of its own
+STARTS = {  # of commands, with their flags
     "swift rollout": {field.name for field in fields(GRPORolloutArguments)},
     "megatron rlhf": known_flags(),
     "run.sh": known_flags(),
 }
+OPTIONS = {name: {option.removeprefix("--") for option in parser_of(name)._option_string_actions} for name in COMMANDS}
 # Each prints its name, torchrun's variables and its arguments; srun runs a command once for each task.
 COMMAND = """#!/bin/bash
 echo "$(basename "$0")|$NNODES|$NODE_RANK|$NPROC_PER_NODE|$MASTER_ADDR|$MASTER_PORT|$*"
@@ -68,8 +70,10 @@ def unknown_flags(script: str) -> Iterator[str]:
             name = re.fullmatch(r"--(\w+)(?:=.*)?", word)
             before = " ".join(words[:i])
             last = max(STARTS, key=before.rfind)
-            if name and last in before and "python -m" not in before and name[1] not in STARTS[last]:
-                yield f"{last} {word}"
+            tool = re.search(rf"{PROGRAM} ([a-z-]+)", before)
+            known = OPTIONS[tool[1]] if tool else STARTS[last]
+            if name and (tool or last in before) and name[1] not in known:
+                yield f"{tool[0] if tool else last} {word}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -83,9 +87,15 @@ def manifest_texts(block: str) -> list[str]:
 
 
 def test_a_flag_that_does_not_exist_is_found() -> None:
-    assert list(unknown_flags("swift rollout --modle x --port 1 &\nx run.sh --stop_grace 1 \\\n  --port 2")) == [
+    assert list(
+        unknown_flags(
+            "swift rollout --modle x --port 1 &\nx run.sh --stop_grace 1 \\\n  --port 2\n"
+            f"{PROGRAM} check-script run.sh --steps 1"
+        )
+    ) == [
         "swift rollout --modle",
         "run.sh --port",
+        f"{PROGRAM} check-script --steps",
     ]
 
 

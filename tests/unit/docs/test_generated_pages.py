@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripts import write_api_page, write_flags_page, write_memory_page, write_support_table
+from scripts import write_api_page, write_commands_page, write_flags_page, write_memory_page, write_support_table
 from scripts.write_flags_page import Flag
 from scripts.write_support_table import engine_table, page, table
 from swift_megatron_grpo.arguments.support_table import Refusal
@@ -47,6 +47,11 @@ def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
         "| `one`, `three` | not there |",
         "| `two` (`--seed`) | the flag in brackets sets it |",
     ]
+
+
+def test_the_page_of_commands_is_that_of_the_code() -> None:
+    page = write_commands_page.page()
+    assert page == write_commands_page.PAGE.read_text(), "run python -m scripts.write_commands_page"
 
 
 def test_the_table_of_memory_is_that_of_the_plan() -> None:

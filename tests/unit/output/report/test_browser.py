@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.output.report.__main__ import main
+from swift_megatron_grpo.cli.main import main
 from tests.unit.output.report.example_run import HOSTILE, make_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -29,7 +29,7 @@ def open_page(page: Path, profile: Path) -> str:
 
 def test_the_page_of_a_run_draws_its_curves_and_shows_completions_as_text(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
+    assert main(["report", str(run)]) == 0
     dom = open_page(run / "report.html", tmp_path / "profile")
     assert "<title>run: GRPO run</title>" in dom  # not the title that the completion would set
     body = dom.split('id="data"')[0]
@@ -45,7 +45,7 @@ def test_the_page_of_a_run_draws_its_curves_and_shows_completions_as_text(tmp_pa
 def test_the_page_of_two_runs_draws_both(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two", steps=8, lr=0.001)]
     target = tmp_path / "both.html"
-    assert main([*map(str, runs), "--out", str(target)]) == 0
+    assert main(["report", *map(str, runs), "--output_file", str(target)]) == 0
     body = open_page(target, tmp_path / "profile").split('id="data"')[0]
     reward = re.search('data-chart="Reward".*?</svg>', body, re.DOTALL)
     assert reward and reward[0].count('class="curve"') == 2 and "one" in reward[0] and "two" in reward[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.output.report.__main__ import main
+from swift_megatron_grpo.cli.main import main
 from swift_megatron_grpo.output.report.completions import read_completions
 from swift_megatron_grpo.output.report.contents import contents, differing, load, names_of
 from swift_megatron_grpo.output.report.histograms import histogram
@@ -31,7 +31,7 @@ def data_of(html: str) -> dict[str, Any]:
 
 def test_the_command_writes_one_file_with_everything_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
+    assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     html = (run / "report.html").read_text()
     assert "http://" not in html.replace("http://www.w3.org/2000/svg", "") and "https://" not in html
@@ -46,13 +46,13 @@ def test_the_command_writes_one_file_with_everything_in_it(tmp_path: Path, capsy
 
 def test_the_command_runs_without_any_installed_package(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    command = [sys.executable, "-S", "-m", "swift_megatron_grpo.output.report", str(run)]
+    command = [sys.executable, "-S", "-m", "swift_megatron_grpo", "report", str(run)]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert (run / "report.html").is_file()
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 1
     assert "give the --output_dir of a run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

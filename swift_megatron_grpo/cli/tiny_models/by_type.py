@@ -9,8 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from swift_megatron_grpo.cli.tiny_composites import KINDS, Shape, make_config, save_composite, tokenizer_for_images
-from swift_megatron_grpo.cli.tiny_models import LARGE, TEXT_CONFIGS, TINY, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models.composites import (
+    KINDS,
+    Shape,
+    make_config,
+    save_composite,
+    tokenizer_for_images,
+)
+from swift_megatron_grpo.cli.tiny_models.text import LARGE, TEXT_CONFIGS, TINY, make_tokenizer
 
 TYPES = (*TEXT_CONFIGS, *KINDS)  # of transformers
 

@@ -1,6 +1,6 @@
 """Tiny random models with an image part, or with linear attention, as their released checkpoints are stored.
 
-The model has the tokenizer of tiny_models.py with the tokens of its type for images, and a processor. Weights are in
+The model has the tokenizer of text.py with the tokens of its type for images, and a processor. Weights are in
 bf16 and have the names of a released checkpoint; Qwen3.5 and Qwen3-Next have a multi-token prediction layer.
 """
 
@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from swift_megatron_grpo.cli.tiny_models import END_OF_TEXT, IM_END, Sizes, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models.text import END_OF_TEXT, IM_END, Sizes, make_tokenizer
 
 VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 GLM_ROLES = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]

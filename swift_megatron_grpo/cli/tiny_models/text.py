@@ -1,6 +1,6 @@
 """Sizes and configs of tiny random text models, and a byte-level tokenizer for all of them.
 
-`TEXT_CONFIGS` has one entry per `model_type` of transformers. tiny_composites.py has models with images or with linear
+`TEXT_CONFIGS` has one entry per `model_type` of transformers. composites.py has models with images or with linear
 attention.
 """
 

@@ -1,6 +1,6 @@
 """Simulate the tails of rollouts on one server: slots that are idle while the last completions of a rollout run.
 
-    python -m benchmarks.simulate_tail        print the table of docs/async.md
+swift-megatron-grpo simulate-tail
 
 The rule for rollouts ahead is the one of the package, and lengths are drawn as in the other benchmarks. The time of a
 decoding step is a model of a server, `Decode`; prompts and grading take no time.
@@ -15,7 +15,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from benchmarks.harness.workload import Lengths
+from swift_megatron_grpo.cli.command_line import FINE
+from swift_megatron_grpo.cli.simulate.lengths import Lengths
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 
 LENGTHS = "lognormal:700:0.9:4096"
@@ -257,15 +258,15 @@ def table() -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing: the table has every case."""
+
+
+def run(options: argparse.Namespace) -> int:
     for name, decode in {"growing": GROWING, "flat": FLAT}.items():
         one = tail_of(Case(decode=decode))
         print(
             f"{name}: {one.seconds:.1f} s, of which {one.tail:.1f} s in the tail with {one.busy:.0%} of the slots busy"
         )
     print(table())
-
-
-if __name__ == "__main__":
-    main()
+    return FINE

@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from benchmarks.harness.shapes import SHAPES
-from benchmarks.simulate_scaling import RESULT, Speeds, count_weights, simulate, table
+from swift_megatron_grpo.cli.simulate.scaling import QWEN3_8B, Speeds, simulate, table
 from tests.paths import REPOSITORY
+
+RESULT = REPOSITORY / "docs" / "scaling.json"
 
 
 def test_the_page_shows_the_committed_numbers() -> None:
@@ -25,4 +26,4 @@ def test_what_is_exact_is_computed_again(index: int) -> None:
 
 
 def test_weights_are_those_of_qwen3_8b() -> None:
-    assert count_weights(SHAPES["8b"]) == pytest.approx(8.19e9, rel=0.001)
+    assert QWEN3_8B.weights() == pytest.approx(8.19e9, rel=0.001)

@@ -1,10 +1,10 @@
 """Simulate many data-parallel ranks: the real planner and real messages, with measured speeds.
 
-    python -m benchmarks.simulate_scaling --json docs/scaling.json     compute the numbers on this machine
-    python -m benchmarks.simulate_scaling --page                       print their table for docs/scaling.md
+swift-megatron-grpo simulate-scaling
 
-Balance, micro batches and bytes are exact. Seconds of planning and of packing messages are measured here. Seconds of a
-train phase follow from FLOPs, those of gradients from bytes, with the speeds in `Speeds`.
+Balance, micro batches and bytes are exact. Seconds of planning and of packing messages are measured on this machine.
+Seconds of a train phase follow from FLOPs, and seconds of gradients from bytes, with the speeds of H200s. The model is
+Qwen3-8B.
 """
 
 from __future__ import annotations
@@ -18,18 +18,48 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.paths import REPOSITORY
-from benchmarks.harness.shapes import SHAPES
-from benchmarks.harness.workload import Lengths
+from swift_megatron_grpo.cli.command_line import FINE
+from swift_megatron_grpo.cli.simulate.lengths import Lengths
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
-from swift_megatron_grpo.types import Prompt, Rollout
 
-RESULT = REPOSITORY / "docs" / "scaling.json"
 RANKS = (8, 64, 512)
-SHAPE, BUDGET, PROMPT = "8b", 16384, 256
+BUDGET, PROMPT = 16384, 256
 LENGTHS = "lognormal:700:0.9:4096"
 PER_RANK = 64  # completions
+
+
+@dataclass(frozen=True)
+class DenseModel:
+    """Sizes of a dense model whose output layer is not its embedding, as Megatron names them."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+
+    def flops(self) -> FlopsModel:
+        return FlopsModel.of_transformer(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            vocab_size=self.vocab_size,
+            num_query_groups=self.num_query_groups,
+            kv_channels=self.kv_channels,
+        )
+
+    def weights(self) -> int:
+        """Return the number of weights, without norms."""
+        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups
+        of_layer = self.hidden_size * (self.kv_channels * heads + 3 * self.ffn_hidden_size)
+        return self.num_layers * of_layer + 2 * self.vocab_size * self.hidden_size
+
+
+QWEN3_8B = DenseModel(36, 4096, 12288, 32, 8, 128, 151936)
 
 
 @dataclass(frozen=True)
@@ -46,16 +76,7 @@ def simulate(ranks: int, speeds: Speeds) -> dict[str, Any]:
     rng = random.Random(0)
     completions = Lengths(LENGTHS).draw(ranks * PER_RANK, rng)
     lengths = [PROMPT + tokens for tokens in completions]
-    shape = SHAPES[SHAPE]
-    cost = FlopsModel.of_transformer(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        ffn_hidden_size=shape.ffn,
-        num_attention_heads=shape.heads,
-        vocab_size=shape.vocabulary,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-    )
+    cost = QWEN3_8B.flops()
     began = time.perf_counter()
     plan = plan_by_tokens(lengths, ranks, BUDGET, cost, Alignment(1, 1), completion_lengths=completions)
     seconds = time.perf_counter() - began
@@ -63,7 +84,7 @@ def simulate(ranks: int, speeds: Speeds) -> dict[str, Any]:
         sum(cost.of_sequence(lengths[i], completions[i]) for i in samples) * 3 for samples in plan.samples_of_ranks()
     ]
     mean = sum(work) / ranks
-    weights = count_weights(shape)
+    weights = QWEN3_8B.weights()
     exchanged = 2 * weights + 4 * weights  # gathered in bf16, reduced in fp32
     link = speeds.nvlink if ranks <= 8 else speeds.network
     return {
@@ -80,20 +101,15 @@ def simulate(ranks: int, speeds: Speeds) -> dict[str, Any]:
     }
 
 
-def count_weights(shape: Any) -> int:
-    """Return the number of weights of a dense model, without norms."""
-    attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    tables = shape.vocabulary * shape.hidden * (1 if shape.tied else 2)
-    return int(shape.layers * (attention + 3 * shape.hidden * shape.ffn) + tables)
-
-
 def measure_rollouts(completions: list[int]) -> dict[str, Any]:
     """Return the bytes of all completions, which every rank receives, and the seconds that unpacking them takes."""
+    from swift_megatron_grpo.types import Prompt, Rollout
+
     rng = random.Random(1)
 
     def rollout(tokens: int) -> Rollout:
         prompt = Prompt("0" * 32, {"messages": [{"role": "user", "content": "x" * 4 * PROMPT}]})
-        ids = [rng.randrange(SHAPES[SHAPE].vocabulary) for _ in range(PROMPT + tokens)]
+        ids = [rng.randrange(QWEN3_8B.vocab_size) for _ in range(PROMPT + tokens)]
         logprobs = [rng.random() for _ in range(tokens)]
         return Rollout(prompt, ids[:PROMPT], ids[PROMPT:], logprobs, "x" * 4 * tokens, "stop", 0)
 
@@ -127,27 +143,22 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *body])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="file for the numbers")
-    parser.add_argument("--page", action="store_true", help="print the table of the committed numbers")
-    arguments = parser.parse_args()
-    if arguments.page:
-        print(table(json.loads(RESULT.read_text())["rows"]))
-        return
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output_file", type=Path, help="also write the numbers to this file, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
     speeds = Speeds()
     rows = [simulate(ranks, speeds) for ranks in RANKS]
-    workload = {
-        "shape": SHAPE,
-        "budget": BUDGET,
-        "prompt": PROMPT,
-        "lengths": LENGTHS,
-        "completions_per_rank": PER_RANK,
-    }
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"workload": workload, "speeds": asdict(speeds), "rows": rows}, indent=1))
+    if options.output_file is not None:
+        workload = {
+            "model": "Qwen3-8B",
+            "budget": BUDGET,
+            "prompt": PROMPT,
+            "lengths": LENGTHS,
+            "per_rank": PER_RANK,
+        }
+        result = {"workload": workload, "speeds": asdict(speeds), "rows": rows}
+        options.output_file.write_text(json.dumps(result, indent=1))
     print(table(rows))
-
-
-if __name__ == "__main__":
-    main()
+    return FINE

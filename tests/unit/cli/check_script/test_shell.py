@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.cli.shell_scripts import launches
+from swift_megatron_grpo.cli.check_script.shell import launches
 from tests.paths import REPOSITORY
 
 SCRIPT = """#!/bin/bash

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swift_megatron_grpo.arguments.model_checks import REFUSED_COMPOSITE
-from swift_megatron_grpo.cli.script_stand_ins import (
+from swift_megatron_grpo.cli.check_script.stand_ins import (
     NoStandIn,
     architecture_of,
     differences,

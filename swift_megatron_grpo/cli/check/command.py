@@ -1,0 +1,60 @@
+"""Check a run before it starts: its flags, dataset, rewards, memory and time, without a GPU and without weights.
+
+swift-megatron-grpo check --rlhf_type grpo --model ... [--check_gpu H100-80G]
+megatron rlhf --rlhf_type grpo --model ... --check true [--check_gpu H100-80G]
+
+Both check the same. The exit code is 0 if nothing stands against the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+
+from swift_megatron_grpo.cli.command_line import FINE, FOUND, Refused
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("flags", nargs="+", metavar="FLAG", help="flags of `megatron rlhf`")
+
+
+def run(options: argparse.Namespace) -> int:
+    from swift_megatron_grpo.plugin.activation import hook_platform
+
+    hook_platform()
+    os.environ.setdefault("LOG_LEVEL", "ERROR")  # of ms-swift, which prints all arguments
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    warnings.simplefilter("ignore")  # of packages at import; what stands against the run is in the report
+    return check_flags(options.flags)
+
+
+def check_flags(command_line: Sequence[str]) -> int:
+    """Print the report and return the exit code."""
+    ranks = ranks_of(os.environ)
+    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("NPROC_PER_NODE", "1")))
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_machine), "RANK": "0", "LOCAL_RANK": "0"}
+    from swift_megatron_grpo.arguments.resume import RunFinished
+    from swift_megatron_grpo.cli.check.check import check
+
+    try:
+        report, passed = check(command_line)
+    except RunFinished as finished:
+        print(finished)
+        return FINE
+    except ValueError as problem:
+        raise Refused(f"this run would be refused:\n{problem}") from problem
+    except Exception as problem:
+        traceback.print_exc()
+        raise Refused(f"this run would fail: {type(problem).__name__}: {problem}") from problem
+    print(report)
+    return FINE if passed else FOUND
+
+
+def ranks_of(environment: Mapping[str, str]) -> int:
+    """Return the world size: torchrun's, or that of a script for the `megatron` command."""
+    if "WORLD_SIZE" in environment:
+        return int(environment["WORLD_SIZE"])
+    return int(environment.get("NPROC_PER_NODE", "1")) * int(environment.get("NNODES", "1"))

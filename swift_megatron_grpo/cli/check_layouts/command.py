@@ -1,0 +1,109 @@
+"""Check parallel layouts: train a fixed batch on one rank and in every layout, and compare the results.
+
+swift-megatron-grpo check-layouts --model DIR
+swift-megatron-grpo check-layouts --model DIR --layouts tp2+sp pp2 dp2+ep2 --tuner_type lora
+
+A layout is written as its parts: tp2, sp, pp2, vpp2, cp2, ep2, etp2, dp2, mbs4 (sequences in a micro batch), tokens64
+(token budget of a micro batch), recompute, selective, overlap, elementwise (--recompute_elementwise true), shared
+(--share_prompts true; the samples then have prompts to share, which other layouts repeat). Loss, gradient norm and
+weights are compared after two optimizer steps with a KL term, one on-policy and one off-policy. The exit code is 1 if a
+value differs from that of one rank by more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.cli.check_layouts.compare import Difference, compare
+from swift_megatron_grpo.cli.check_layouts.launch import Task, base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Variant
+from swift_megatron_grpo.cli.command_line import FINE, FOUND
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="folder of a Hugging Face checkpoint")
+    parser.add_argument("--layouts", nargs="+", help="default: all that --nproc_per_node allows for this model")
+    parser.add_argument("--nproc_per_node", type=int, default=4, help="most ranks of a layout; default: 4")
+    parser.add_argument("--tuner_type", choices=["full", "lora"], default="full", help="default: full")
+    parser.add_argument("--torch_dtype", default="float32", help="default: float32")
+    parser.add_argument("--attention_backend", default="flash", help="default: flash")
+    parser.add_argument("--tolerance", type=float, default=1e-6, help="largest difference; default: 1e-6")
+    parser.add_argument("--output_file", type=Path, help="also write the table to this file, as JSON")
+    parser.add_argument("--extra", nargs=argparse.REMAINDER, default=[], help="more flags of `megatron rlhf`")
+
+
+def run(options: argparse.Namespace) -> int:
+    moe = "num_experts" in (options.model / "config.json").read_text()
+    names = options.layouts or (DENSE + MOE if moe else DENSE)
+    names = [name for name in names if Variant.parse(name).ranks <= options.nproc_per_node]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = base_flags(
+            model=str(options.model.resolve()),  # torchrun's ranks run in another folder
+            folder=folder,
+            tuner_type=options.tuner_type,
+            torch_dtype=options.torch_dtype,
+            attention_backend=options.attention_backend,
+            extra=options.extra,
+        )
+        tasks = tasks_of(flags, names, folder, has_adapter=options.tuner_type == "lora")
+        differences = run_all(tasks, names, Path(folder), options.tolerance)
+    if options.output_file:
+        rows = [asdict(difference) for difference in differences]
+        options.output_file.write_text(json.dumps(rows, indent=1) + "\n")
+    far = [difference.layout for difference in differences if difference.worst > options.tolerance]
+    print(f"{len(differences) - len(far)} of {len(differences)} layouts within {options.tolerance:g} of one rank")
+    return FOUND if far else FINE
+
+
+def tasks_of(flags: list[str], names: Sequence[str], folder: str, has_adapter: bool) -> dict[int, list[Task]]:
+    """Return the tasks of these layouts and of one rank, by the number of ranks that they need."""
+    first = []
+    if has_adapter:
+        adapter = str(Path(folder, "adapter"))
+        first = [task("swift_megatron_grpo.cli.check_layouts.ranks:make_adapter", flags=flags, adapter=adapter)]
+        flags = [*flags, "--adapters", adapter]
+    job = {
+        "flags": flags,
+        "batches": ["on-policy", "off-policy"],
+        "folder": folder,
+        "one_prompt": any("shared" in Variant.parse(name).switches for name in names),
+    }
+    tasks = layout_tasks(job, ["one", *names])
+    return tasks | {1: [*first, *tasks[1]]}
+
+
+def run_all(tasks: dict[int, list[Task]], names: Sequence[str], folder: Path, tolerance: float) -> list[Difference]:
+    """Run the tasks, fewest ranks first, and print a row for each layout."""
+    print_row(["layout", "loss", "grad norm", "weights", "seconds"])
+    differences = []
+    for ranks in sorted(tasks):
+        launch(ranks, tasks[ranks], folder)
+        if ranks == 1:
+            print_reference(json.loads((folder / "one.json").read_text()))
+        for difference in (compare(name, str(folder)) for name in names if Variant.parse(name).ranks == ranks):
+            differences.append(difference)
+            print_difference(difference, tolerance)
+    return differences
+
+
+def print_row(cells: Sequence[str]) -> None:
+    print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
+
+
+def print_reference(run: dict[str, Any]) -> None:
+    """Print the row of one rank."""
+    first = run["metrics"][0]
+    print_row(["one rank", f"{first['loss']:.6g}", f"{first['grad_norm']:.6g}", "-", f"{run['seconds']:.1f}"])
+
+
+def print_difference(difference: Difference, tolerance: float) -> None:
+    """Print the row of a layout."""
+    values = [f"{value:.1e}" for value in (difference.loss, difference.grad_norm, difference.weights)]
+    mark = ["FAR OFF"] if difference.worst > tolerance else []
+    print_row([difference.layout, *values, f"{difference.seconds:.1f}", *mark])

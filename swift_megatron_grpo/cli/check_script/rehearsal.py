@@ -1,0 +1,113 @@
+"""The tiny run that is trained in place of a script's."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swift_megatron_grpo.cli.check_script.shell import Launch, launches
+from swift_megatron_grpo.cli.check_script.stand_ins import (
+    Flags,
+    NoStandIn,
+    architecture_of,
+    read_flags,
+    reduce,
+    replace_inputs,
+)
+
+_SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
+    "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
+    "vllm_enable_lora", "vllm_max_lora_rank",
+)  # fmt: skip
+_CACHE = {"kv_cache_memory_bytes": 2**26}
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """The runs in place of one command of a script."""
+
+    world_size: int  # of the script
+    published: Flags  # at the script's own sizes
+    ranks: int
+    reduced: Flags
+    server: Flags | None  # of a rollout server, if the script uses one
+    replaced: list[str]  # one line for each input that was replaced
+
+
+def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environment: Mapping[str, str]) -> Rehearsal:
+    """Read the script and write its stand-ins to the folder. Raises NoStandIn if something has none."""
+    from swift_megatron_grpo.cli.tiny_models.by_type import save_large_config, save_tiny_model
+
+    found = launches(script, environment)
+    runs = [launch for launch in found if launch.kind == "rlhf" and _is_grpo(launch)]
+    if not runs:
+        raise NoStandIn(
+            "the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked. If it calls another "
+            "script, run it with `--check true` instead"
+        )
+    flags = read_flags(runs[0].arguments)
+    if flags.get("vllm_server_base_url") == []:  # the script splits a variable; the run has a server of its own
+        flags["vllm_server_base_url"] = ["http://127.0.0.1:8000"]
+    architecture = architecture_of(flags)
+    rollouts = [read_flags(launch.arguments) for launch in found if launch.kind == "rollout"]
+    environments = [name for given in (flags, *rollouts) for name in given.get("gym_env", [])]
+    published, replaced = replace_inputs(flags, folder, environments)
+    names = {"model_type": [architecture.model_type]}
+    if "template" not in flags and architecture.template is not None:
+        names["template"] = [architecture.template]
+    local = (Path(flags["model"][0]).expanduser() / "config.json").is_file()
+    if not local:
+        large = save_large_config(folder / "large", architecture.hf_type, architecture.class_name)
+        published |= {"model": [str(large)]}
+        replaced.append(f"--model {flags['model'][0]}: a random model of type {architecture.hf_type}")
+    published |= names | {"output_dir": [str(folder / "output")]}
+    tiny = save_tiny_model(folder / "model", architecture.hf_type)
+    reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
+    server = None
+    if flags.get("vllm_mode") == ["server"]:
+        server = _server(rollouts[0] if rollouts else {}, reduced)
+        for name in ("vllm_server_host", "vllm_server_port"):
+            reduced.pop(name, None)
+    return Rehearsal(_world_size(runs[0]), published, ranks, reduced, server, replaced)
+
+
+def _is_grpo(launch: Launch) -> bool:
+    return read_flags(launch.arguments).get("rlhf_type") == ["grpo"]
+
+
+def _world_size(launch: Launch) -> int:
+    return math.prod(_count(launch, name) for name in ("NPROC_PER_NODE", "NNODES"))
+
+
+def _count(launch: Launch, name: str) -> int:
+    value = launch.environment.get(name, "1")
+    if not value.isdigit():
+        raise NoStandIn(
+            f"the script computes {name}, which is not done here; set it: {name}=8 swift-megatron-grpo check-script ..."
+        )
+    return int(value)
+
+
+def _on_cpu(flags: Flags) -> Flags:
+    """Return a small cache for vLLM, which would fill one of gigabytes with zeros, and no FP8, which needs a GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    given: dict[str, Any] = json.loads("".join(flags.get("vllm_engine_kwargs", [])) or "{}")
+    none = {"rollout_quantization": ["none"]} if "rollout_quantization" in flags else {}
+    return {"vllm_engine_kwargs": [json.dumps(given | _CACHE)], **none}
+
+
+def _server(given: Flags, trainer: Flags) -> Flags:
+    kept = {name: given[name] for name in _SERVER_FLAGS if name in given}
+    shared = {
+        name: trainer[name] for name in ("model", "model_type", "template", "external_plugins") if name in trainer
+    }
+    length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
+    sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
+    return kept | shared | sizes | _on_cpu({})

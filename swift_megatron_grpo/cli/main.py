@@ -1,0 +1,84 @@
+"""The command `swift-megatron-grpo`: choose a subcommand, parse its options and run it.
+
+A subcommand is a module with two functions, `add_arguments(parser)` and `run(options)`, which returns the exit code.
+Its docstring is the text of its --help. It is imported when it is chosen, and imports what is slow when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from swift_megatron_grpo import __version__
+from swift_megatron_grpo.cli.command_line import FINE, FOUND, Parser, Refused, unknown_word
+
+PROGRAM = "swift-megatron-grpo"
+# name: module in cli/, summary
+COMMANDS = {
+    "check": ("check.command", "check the flags, data, rewards, memory and time of a run, without a GPU"),
+    "check-script": ("check_script.command", "train a step of a cluster's script on this machine"),
+    "check-layouts": ("check_layouts.command", "compare parallel layouts of a model with one rank"),
+    "convert": ("convert.command", "convert settings of verl, siiRL, slime or ROLL to a script"),
+    "doctor": ("doctor.command", "check the packages and the machine"),
+    "report": ("report", "write runs as one HTML file"),
+    "templates": ("templates", "list the template scripts, or copy them"),
+    "simulate-scaling": ("simulate.scaling", "balance and messages of up to 512 ranks"),
+    "simulate-split": ("simulate.split", "how many GPUs should generate"),
+    "simulate-tail": ("simulate.tail", "how long GPUs idle while the last completions run"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] in COMMANDS:
+        return run(words[0], words[1:])
+    parser = Parser(PROGRAM, overview())
+    parser.usage = f"{PROGRAM} COMMAND ..."
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    if words and not words[0].startswith("-"):
+        parser.error(unknown_word(words[0], COMMANDS))
+    parser.parse_args(words or ["--help"])
+    return FINE
+
+
+def run(name: str, words: Sequence[str]) -> int:
+    """Run one subcommand."""
+    parser = parser_of(name)
+    if name == "check" and list(words) not in ([], ["--help"], ["-h"]):  # everything else goes to ms-swift's parser
+        words = ["--", *words]
+    options = parser.parse_args(words)
+    try:
+        code: int = import_module(_module(name)).run(options)
+    except Refused as refused:
+        print(f"{name}: {refused}", file=sys.stderr)
+        return FOUND
+    return code
+
+
+def parser_of(name: str) -> Parser:
+    """Return the parser of a subcommand."""
+    module = import_module(_module(name))
+    parser = Parser(f"{PROGRAM} {name}", module.__doc__ or "")
+    module.add_arguments(parser)
+    return parser
+
+
+def overview() -> str:
+    """Return the list of subcommands."""
+    lines = [f"  {name:18}{summary}" for name, (_, summary) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "Tools around `megatron rlhf --rlhf_type grpo`.",
+            "",
+            *lines,
+            "",
+            f"{PROGRAM} COMMAND --help explains one. Exit codes: 0 nothing was found, 1 something stands against the",
+            "run, 2 the command line is wrong.",
+        ]
+    )
+
+
+def _module(name: str) -> str:
+    return f"swift_megatron_grpo.cli.{COMMANDS[name][0]}"
