@@ -18,7 +18,7 @@ from swift_megatron_grpo.arguments.advice import use_flag
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.arguments.value_checks import looks_like_hub_id
-from swift_megatron_grpo.generation.conversations.registries import check_registered
+from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import parse_json_object
 
 _RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")

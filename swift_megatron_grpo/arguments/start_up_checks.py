@@ -28,7 +28,7 @@ from swift_megatron_grpo.arguments.rope import check_composite_rope, check_rope_
 from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
 from swift_megatron_grpo.arguments.trained_parameters import check_target_modules, check_trained
 from swift_megatron_grpo.generation.conversations import checks as turns
-from swift_megatron_grpo.generation.conversations.registries import check_registered
+from swift_megatron_grpo.generation.conversations.checks import check_registered
 from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwargs, parse_json_object
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording

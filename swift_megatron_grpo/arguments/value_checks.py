@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.arguments.advice import typed_value
-from swift_megatron_grpo.generation.conversations.registries import check_registered
+from swift_megatron_grpo.generation.conversations.checks import check_registered
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

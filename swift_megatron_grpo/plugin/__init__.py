@@ -3,8 +3,7 @@
 autoload.py      entry point that torch calls at the end of `import torch`
 command_line.py  classify a process by its command line
 api_key_flag.py  move the API key from the command line to the environment
-activation.py    hook later imports, or replace the process
-launcher.py      the `megatron` and `swift` scripts become the command that they start
+activation.py    hook later imports, or replace the process, also where a script would start another
 torchrun.py      torchrun passes signals on and lets its ranks stop
 refusals.py      a refused run ends with one message
 register.py      replace ms-swift's Megatron GRPO trainer and its arguments class

@@ -6,9 +6,11 @@ import ctypes
 import os
 import re
 import signal
+import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.plugin.api_key_flag import hide_api_key
@@ -90,8 +92,6 @@ def _refuse_ray(argv: Sequence[str], orig_argv: Sequence[str]) -> None:
 def _prepare_launch(process: str, argv: Sequence[str]) -> None:
     """Make a signal to the script or to torchrun reach the ranks, which stop."""
     if process == LAUNCHER:
-        from swift_megatron_grpo.plugin.launcher import replace_on_run
-
         replace_on_run()
     else:
         from swift_megatron_grpo.plugin.torchrun import hook_torchrun
@@ -133,3 +133,28 @@ def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str])
     sys.stderr.flush()
     options = orig_argv[1 : program_of(orig_argv)[0]]
     os.execv(sys.executable, [sys.executable, *options, "-P", "-m", module, *args])
+
+
+def replace_on_run(run: Callable[..., Any] = subprocess.run) -> None:
+    """Make subprocess.run replace this process, for commands of this package; other commands run as before.
+
+    ms-swift's scripts start torchrun, a rank or the server with subprocess.run and wait. A SIGTERM to the script then
+    ends the script alone, and the processes below it continue. With os.execv there is no process in between.
+    """
+
+    def run_or_become(command: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(command):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.execv(command[0], command)
+        return run(command, *args, **kwargs)
+
+    subprocess.run = run_or_become  # type: ignore[assignment]
+
+
+def is_ours(command: Any) -> bool:
+    """Return True for a command line that starts ranks of this trainer or this package's server."""
+    if not isinstance(command, list) or not command or command[0] != sys.executable:
+        return False
+    argv = ["-m", *command[3:]] if command[1:2] == ["-m"] else command[1:]
+    return classify(argv, command) in (RANK, ROLLOUT, TORCHRUN)

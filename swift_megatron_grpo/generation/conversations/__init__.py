@@ -1,7 +1,6 @@
 """Multi-turn conversations: the parts shared by vLLM in the training processes and by the rollout server.
 
-checks.py      validates the multi-turn flags, for the trainer and for `swift rollout`
-registries.py  rejects unknown names of ms-swift's registries, with suggestions
+checks.py      validates the multi-turn flags and names in ms-swift's registries, with suggestions
 scheduling.py  converts what ms-swift's schedulers take and return; ends conversations that outgrow the engine
 turns.py       joins the turns of a conversation into one token sequence
 

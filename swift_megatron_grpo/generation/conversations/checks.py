@@ -1,10 +1,9 @@
-"""Validation of the multi-turn flags; the trainer and `swift rollout` both call it."""
+"""Validation of the multi-turn flags, and of names in ms-swift's registries, for the trainer and `swift rollout`."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
-
-from swift_megatron_grpo.generation.conversations.registries import check_registered
 
 
 def check_multi_turn(
@@ -40,3 +39,16 @@ def check_multi_turn(
 def check_max_turns(max_turns: int | None) -> None:
     if max_turns is not None and max_turns < 1:
         raise ValueError(f"max_turns must be > 0, got {max_turns}; leave --max_turns out for no limit")
+
+
+def check_registered(flag: str, names: Iterable[str], known: Iterable[str], registry: str) -> None:
+    """Raise ValueError for the first unregistered name, suggesting similar registered names."""
+    known = sorted(known)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            suggestion = f"; did you mean {' or '.join(close)}?" if close else ";"
+            raise ValueError(
+                f"unknown name {name!r} in --{flag}{suggestion} known are {', '.join(known)}, and everything that a "
+                f"file given to --external_plugins adds to {registry}"
+            )

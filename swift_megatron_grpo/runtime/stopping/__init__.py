@@ -4,6 +4,6 @@ signals.py      receives the signals at once, even while the main thread is in C
 request.py      the request to stop, exchanged between ranks; decides when a step is given up
 report.py       the last line of a stopped run: what was saved, and how to continue
 
-The launcher and torchrun pass signals on: plugin/launcher.py, plugin/torchrun.py. The loop asks for the request before
-every step; generation and grading ask whether to give up. Tests: tests/unit/runtime/stopping, tests/e2e/test_stop.py.
+plugin/activation.py and plugin/torchrun.py pass signals on. The loop asks for the request before every step; generation
+and grading ask whether to give up. Tests: tests/unit/runtime/stopping, tests/e2e/test_stop.py.
 """

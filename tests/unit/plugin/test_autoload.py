@@ -14,6 +14,7 @@ import pytest
 from swift_megatron_grpo import SWITCH
 from swift_megatron_grpo.platforms import cpu
 from swift_megatron_grpo.plugin import activation, autoload
+from swift_megatron_grpo.plugin.activation import is_ours
 from swift_megatron_grpo.plugin.command_line import (
     HELP,
     LAUNCHER,
@@ -23,7 +24,6 @@ from swift_megatron_grpo.plugin.command_line import (
     classify,
     selects_grpo,
 )
-from swift_megatron_grpo.plugin.launcher import is_ours
 
 PYTHON = "/venv/bin/python"
 RLHF = "/venv/lib/python3.11/site-packages/swift/cli/_megatron/rlhf.py"

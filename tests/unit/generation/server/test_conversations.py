@@ -12,12 +12,14 @@ import pytest
 from swift.infer_engine.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler
+from swift.template import MaxLengthError
 
 from swift_megatron_grpo.generation.conversations.scheduling import empty_response, end_without_room, finish, has_room
 from swift_megatron_grpo.generation.conversations.turns import Turn
 from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.generation.requests import conversation_payload
-from swift_megatron_grpo.generation.server.conversations import Conversations
+from swift_megatron_grpo.generation.server.conversations import Conversations, _NoRoom, _TurnRecorder
+from swift_megatron_grpo.generation.server.pipe import InvalidRequest
 from swift_megatron_grpo.types import Prompt
 
 REQUEST = {"messages": [{"role": "user", "content": "Hello."}], "uuid": "a"}
@@ -119,3 +121,25 @@ def test_an_unanswered_last_message_is_dropped() -> None:
     assert [message["content"] for message in finished.messages] == ["Hello.", "[5]"]
     assert finished.finish_reason == "length" and finished.infos == {"num_turns": 1}
     assert finished.conversation.completion_ids == [5]
+
+
+def turn(recorder: _TurnRecorder, error: Exception) -> Any:
+    async def infer(config: RequestConfig) -> Any:
+        raise error
+
+    return asyncio.run(recorder.generate(request(), RequestConfig(), infer, frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("error", "flag"), [(_NoRoom(), "--vllm_max_model_len"), (MaxLengthError("row(9) is larger"), "--max_length")]
+)
+def test_a_later_turn_without_room_ends_the_conversation(error: Exception, flag: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"the first prompt leaves no room .* larger {flag}"):
+        turn(_TurnRecorder(RequestConfig(), None), error)
+    recorder = _TurnRecorder(RequestConfig(), None)
+    first = Turn([1], [2], [-0.5])
+    recorder.recorded.append(first)
+    response = turn(recorder, error)
+    assert response.choices[0].message.content == "" and recorder.recorded == [first]
+    with pytest.raises(RuntimeError, match="has no room left"):
+        turn(recorder, error)

@@ -1,4 +1,4 @@
-"""A batch on a server: weights that arrive before a request of it reaches the engine refuse that request."""
+"""This package's routes: a batch meets the weights that it was sent for, and one run at a time holds the lease."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 from starlette.requests import Request
 
-from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RunIdentity
+from swift_megatron_grpo.generation.protocol.messages import CONFLICT, NO_WEIGHTS, RUN_IDLE_SECONDS, RunIdentity
 from swift_megatron_grpo.generation.server.gate import _BODY
 from swift_megatron_grpo.generation.server.health import EngineHealth
-from swift_megatron_grpo.generation.server.routes import RolloutRoutes
+from swift_megatron_grpo.generation.server.routes import RolloutRoutes, RunLease
 from swift_megatron_grpo.generation.server.schema import ContentLimits, GenerateBatch, parse
 
 LIMITS = ContentLimits(8, 8, 1000, 64, 100, accepts_media=False)
@@ -65,3 +65,47 @@ def test_weights_that_arrive_before_a_request_reaches_the_engine_refuse_it() -> 
         engine = Engine()
         refusals = asyncio.run(answers(served(engine), arrives))
         assert [answer["status"] for answer in refusals] == [CONFLICT, CONFLICT] and engine.commands == []
+
+
+A, B = RunIdentity("a", "secret of a"), RunIdentity("b", "secret of b")
+
+
+def test_a_run_holds_the_lease_until_it_is_idle_for_too_long() -> None:
+    lease = RunLease()
+    assert lease.holder(5.0) is None and not lease.is_held_by(A) and not lease.is_held_by(None)
+    assert not lease.touch(None, 100.0)  # a client without a run, such as a person who reads the status
+    assert lease.touch(A, 100.0) and lease.holder(100.0) == "a"
+    assert not lease.touch(B, 101.0) and not lease.touch(None, 101.0)
+    end = 100.0 + RUN_IDLE_SECONDS
+    assert lease.holder(end - 0.1) == "a" and lease.holder(end) is None
+    assert not lease.touch(A, end + 1)  # no other run has acquired the lease: the weights are still its own
+    assert lease.holder(end + 1) == "a" and lease.is_held_by(A) and not lease.is_held_by(B)
+
+
+def test_the_first_request_after_expiry_acquires_the_lease() -> None:
+    lease = RunLease()
+    assert lease.touch(A, 100.0) and lease.touch(B, 100.0 + RUN_IDLE_SECONDS)
+    assert not lease.touch(A, 101.0 + RUN_IDLE_SECONDS)
+    assert lease.holder(101.0 + RUN_IDLE_SECONDS) == "b" and not lease.is_held_by(A)
+    assert lease.touch(A, 100.0 + 2 * RUN_IDLE_SECONDS) and lease.is_held_by(A)
+
+
+def test_a_released_lease_can_be_acquired_at_once() -> None:
+    lease = RunLease()
+    assert lease.touch(A, 100.0)
+    lease.release(B)
+    lease.release(None)
+    assert lease.holder(101.0) == "a"
+    lease.release(A)
+    assert lease.holder(101.0) is None and lease.touch(B, 101.0)
+
+
+def test_the_name_of_a_run_neither_releases_its_lease_nor_prolongs_it() -> None:
+    """The status shows the name, so every client with the key has it."""
+    lease, impostor = RunLease(), RunIdentity("a", "guessed")
+    assert lease.touch(A, 100.0) and not lease.is_held_by(impostor)
+    lease.release(impostor)
+    assert lease.holder(101.0) == "a" and "secret" not in repr(A)
+    assert not lease.touch(impostor, 100.0 + RUN_IDLE_SECONDS - 1)
+    assert lease.holder(100.0 + RUN_IDLE_SECONDS) is None
+    assert lease.touch(impostor, 101.0 + RUN_IDLE_SECONDS) and not lease.is_held_by(A)  # as any other run

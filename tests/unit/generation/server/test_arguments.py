@@ -1,0 +1,73 @@
+"""The flags of `swift rollout` at start-up: defaults, limits, and what is refused before a model loads."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swift_megatron_grpo.generation.server.arguments import _POSITIVE, LOOPBACK, GRPORolloutArguments
+from swift_megatron_grpo.generation.server.gate import TrafficLimits
+from tests.forking.client import free_port, run_script
+from tests.paths import REPOSITORY
+
+KEY = "a secret key"
+ENGINE = {"max_model_len": 2**17, "vocab_size": 300, "accepts_media": False}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    run_script(REPOSITORY / "scripts" / "make_tiny_model.py", "--out", folder)
+    return folder
+
+
+def refusal(**flags: Any) -> str:
+    """Return the error of flags that are checked before the model's files are read."""
+    with pytest.raises(ValueError) as refused:
+        GRPORolloutArguments(model="no/such/model", **flags)
+    return str(refused.value)
+
+
+def test_a_server_keeps_its_port_listens_on_loopback_and_hides_its_key(model: Path) -> None:
+    port = free_port()
+    arguments = GRPORolloutArguments(model=str(model), port=port, api_key=KEY, max_requests=7)
+    assert (arguments.host, arguments.port, arguments.vllm_use_async_engine) == (LOOPBACK, port, True)
+    assert KEY not in repr(arguments) and not arguments.returns_experts
+    assert arguments.traffic == TrafficLimits(
+        body_bytes=2**26, body_seconds=60, requests=7, connections=16384, idle_seconds=60
+    )
+    limits = arguments.content_limits(ENGINE)
+    assert (limits.max_model_len, limits.vocab_size, limits.accepts_media) == (2**17, 300, False)
+    assert (limits.nesting, limits.messages, limits.prompt_characters) == (32, 4096, 32 * 2**17)
+
+
+def test_a_port_that_another_process_listens_on_is_refused(model: Path) -> None:
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--port {port}: another process listens on it; use another port"):
+            GRPORolloutArguments(model=str(model), port=port)
+
+
+@pytest.mark.parametrize("flag", _POSITIVE)
+@pytest.mark.parametrize("value", [0, -1, float("inf")])
+def test_a_limit_must_be_positive_and_finite(flag: str, value: float) -> None:
+    assert (
+        refusal(**{flag: value})
+        == f"--{flag} must be > 0, got {value}; use --{flag} {_POSITIVE[flag]}, or leave it out"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"vllm_quantization": "fp8"}, "use --rollout_quantization fp8"),
+        ({"vllm_speculative_config": '{"method": "ngram"}'}, "--vllm_speculative_config"),
+        ({"vllm_engine_kwargs": '{"worker_cls": "x"}'}, "--vllm_engine_kwargs: worker_cls"),
+        ({"vllm_engine_kwargs": "{worker_cls: x}"}, "is not JSON"),
+    ],
+)
+def test_settings_that_would_change_the_policy_are_refused(flags: dict[str, Any], message: str) -> None:
+    assert message in refusal(**flags)
