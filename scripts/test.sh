@@ -109,7 +109,7 @@ replay=(tests/unit/training/moe/test_router_replay.py
     "tests/dist/test_router_replay.py::test_a_given_routing_has_the_same_effect_on_every_layout[lora-tp2+sp]"
     "tests/dist/test_router_replay.py::test_a_recorded_pass_is_replayed_bit_by_bit[lora-recompute]")
 newer_transformer_engine=tests/dist/test_newer_transformer_engine.py
-optimizer=(tests/dist/test_optimizer_copies.py tests/dist/test_flat_optimizer.py)
+optimizer=(tests/dist/test_flat_optimizer.py)
 experts=tests/dist/test_row_dispatch.py
 exchanged=tests/dist/test_stage_shapes.py::test_shapes_are_exchanged_in_the_first_pass_alone
 shapes=("$exchanged[2-pp2]" "$exchanged[2-pp2+vpp2]")

@@ -22,6 +22,7 @@ CASES = {
         [*ALL_EXPERTS, "--tensor_model_parallel_size", "2", "--sequence_parallel", "true"],
     ),
     "all weights on dp2": (2, "dense", "full", "bfloat16", ["--beta", "0.1"]),
+    "all weights on dp2+ep2": (2, "moe", "full", "bfloat16", ["--beta", "0.1", "--expert_model_parallel_size", "2"]),
     "all weights in fp32": (1, "dense", "full", "float32", ["--beta", "0.1"]),
 }
 

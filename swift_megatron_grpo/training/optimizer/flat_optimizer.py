@@ -1,18 +1,20 @@
 """Lets the distributed optimizer update a few large tensors instead of thousands of small ones.
 
 Upstream: gradient norm, clipping, and Transformer Engine's FusedAdam loop over tensors in Python, 35 to 73 microseconds
-for each in a step (benchmarks: moe-30b-a3b-lora), and adapters on all experts of Qwen3-30B-A3B are almost 25,000
-tensors, which the GPU updates in a few milliseconds.
+for each in a step (benchmarks: moe-30b-a3b-lora). `DistributedOptimizer` also looks up the memory of each parameter in
+three dictionaries, and copies it by a kernel of its own, twice in each step. Adapters on all experts of Qwen3-30B-A3B
+are almost 25,000 tensors, which the GPU updates in a few milliseconds.
 
 Fix: parameters of a group (learning rate, weight decay) that follow each other in Megatron's buffers make a run, for
 which Adam has one tensor during an optimizer step. Adam is elementwise, so its results are the same bit by bit. The
 gradient norm has the gradients that upstream would count, joined where they follow each other. It adds them in another
-order, so that its last bit may differ, and with it all gradients that are clipped.
+order, so that its last bit may differ, and with it all gradients that are clipped. All runs are copied by one call.
 
-Between steps everything is as upstream left it: the groups contain one shard for each parameter, with states of its own
+Between steps everything is as upstream left it: the groups contain one shard for each parameter, with separate states
 for checkpoints and offloading. The memory is that of the runs: a shard and its states are views.
 
-The precision-aware optimizer, float8, gradients that are not fp32 and optimizers on the CPU are left to upstream.
+Optimizers other than Adam, the precision-aware one, float8, gradients that are not fp32, Megatron's FSDP and optimizers
+on the CPU are left to upstream.
 
 Tests: tests/dist/test_flat_optimizer.py, on a GPU tests/gpu/test_flat_optimizer.py.
 """
@@ -30,8 +32,6 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer
 
-from swift_megatron_grpo.training.optimizer.optimizer_copies import Places, is_covered, places_of, using_places
-
 # Numbers of a run: building one needs as much memory a second time, 256 MiB in fp32, and kernels count in 32 bits.
 LARGEST = 2**26
 
@@ -46,11 +46,30 @@ _MARKS = {"tensor_model_parallel", "partition_dim", "partition_stride", "shared"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Neighbours in a buffer, which `whole` contains end to end."""
+class Shard:
+    """The part of one parameter that this rank updates, [n] each."""
 
-    shards: list[torch.Tensor]  # fp32 weights of this rank, each [n] and a view of `whole`
+    main: torch.Tensor  # fp32 weights of the optimizer
+    gradient: torch.Tensor  # in Megatron's buffer
+    parameter: torch.Tensor  # the model's weights, in Megatron's buffer
+
+    def is_followed_by(self, other: Shard) -> bool:
+        """Return True if both can be updated as one tensor."""
+        return (
+            _adjacent(self.gradient, other.gradient)
+            and _adjacent(self.parameter, other.parameter)
+            and _attributes(self.main) == _attributes(other.main)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Neighbours in the buffers, as one tensor."""
+
+    shards: list[torch.Tensor]  # fp32 weights, each [n] and a view of `whole`
     whole: torch.Tensor  # [sum of n] fp32; the shard itself if there is only one
+    gradient: torch.Tensor  # [sum of n], and so is the next
+    parameter: torch.Tensor
 
     def parts(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each shard, and its part of `values`, which has one value for each weight of the run."""
@@ -61,12 +80,23 @@ class Run:
 class _Flat:
     """The runs of one optimizer, and the states of Adam in both forms."""
 
-    places: Places  # of whole runs
+    memory: list[int]  # of the buffers
     groups: list[list[Run]]  # for each group of parameters, which may be empty
     for_norm: list[torch.Tensor]  # gradients that this rank counts
     whole_states: States = field(default_factory=lambda: defaultdict(dict))
     shard_states: States | None = None  # the optimizer's own; None: not seen yet
     shards_with_states: int = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for of_group in self.groups for run in of_group]
+
+    def pass_gradients(self) -> None:
+        for run in self.runs:
+            run.whole.grad = run.gradient
+
+    def copy_results(self) -> None:
+        torch._foreach_copy_([run.parameter for run in self.runs], [run.whole for run in self.runs])
 
 
 _flats: WeakKeyDictionary[DistributedOptimizer, _Flat] = WeakKeyDictionary()
@@ -90,40 +120,65 @@ def flat(optimizer: MegatronOptimizer) -> Iterator[None]:
 def _covered_links(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for link in chain:
-        if isinstance(link, DistributedOptimizer) and is_covered(link) and type(link.optimizer) is Adam:
+        if isinstance(link, DistributedOptimizer) and _is_covered(link):
             yield link
+
+
+def _is_covered(link: DistributedOptimizer) -> bool:
+    return not (
+        link.is_stub_optimizer
+        or type(link.optimizer) is not Adam
+        or link.ddp_config.use_megatron_fsdp
+        or link.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        or any(
+            buffer.grad_dtype != torch.float32 or buffer.param_dtype == torch.uint8  # float8
+            for buffer in link.buffers
+        )
+    )
 
 
 @contextmanager
 def _stepping(link: DistributedOptimizer) -> Iterator[None]:
-    runs, inner = _find_runs(link), link.optimizer
+    flat = _find_runs(link)
+    inner = link.optimizer
     shard_states: States = inner.state
-    of_groups = [group["params"] for group in inner.param_groups]
-    for group, of_group in zip(inner.param_groups, runs.groups, strict=True):
-        group["params"] = [run.whole for run in of_group]
-    inner.state = runs.whole_states
-    upstream = getattr(link, NORM_METHOD)
-    setattr(link, NORM_METHOD, lambda *group: upstream(*group) if any(group) else runs.for_norm)
+    shards_of_groups = [group["params"] for group in inner.param_groups]
+    for group, runs in zip(inner.param_groups, flat.groups, strict=True):
+        group["params"] = [run.whole for run in runs]
+    inner.state = flat.whole_states
+    upstream_norm = getattr(link, NORM_METHOD)
+    replaced = {
+        NORM_METHOD: lambda *group: upstream_norm(*group) if any(group) else flat.for_norm,
+        "_copy_model_grads_to_main_grads": flat.pass_gradients,
+        "_copy_main_params_to_model_params": flat.copy_results,
+    }
+    vars(link).update(replaced)
     try:
-        with using_places(link, runs.places):
-            yield
+        yield
     finally:
-        for group, params in zip(inner.param_groups, of_groups, strict=True):
-            group["params"] = params
+        for name in replaced:
+            delattr(link, name)
+        for group, shards in zip(inner.param_groups, shards_of_groups, strict=True):
+            group["params"] = shards
         inner.state = shard_states
-        delattr(link, NORM_METHOD)
-        for run in _runs(runs):
+        for run in flat.runs:
             run.whole.grad = None
-        if len(shard_states) < sum(len(params) for params in of_groups):  # Adam creates states in its first step
-            _share_states(runs, shard_states)
+        if len(shard_states) < sum(map(len, shards_of_groups)):  # Adam creates states in its first step
+            _share_states(flat, shard_states)
 
 
 def _find_runs(link: DistributedOptimizer) -> _Flat:
-    """Return the runs, found anew if the buffers have other memory; take over states that a checkpoint has set."""
-    places, known = places_of(link), _flats.get(link)
-    if known is None or known.places.memory != places.memory:
+    """Return the runs, made again if the buffers have other memory; adopt states that a checkpoint has set.
+
+    Offloading keeps the memory, as a storage of no bytes.
+    """
+    memory = [
+        data.untyped_storage()._cdata for buffer in link.buffers for data in (buffer.grad_data, buffer.param_data)
+    ]
+    known = _flats.get(link)
+    if known is None or known.memory != memory:
         torch.cuda.synchronize()  # a reload may still be under way
-        known = _flats[link] = _join_neighbours(link, places)
+        known = _flats[link] = _join_neighbours(link, memory)
     states: States = link.optimizer.state
     # Loading replaces the dictionary.
     if known.shards_with_states != len(states) or known.shard_states is not states:
@@ -136,46 +191,66 @@ def _find_runs(link: DistributedOptimizer) -> _Flat:
 
 
 @torch.no_grad()
-def _join_neighbours(link: DistributedOptimizer, places: Places) -> _Flat:
-    index_of = {id(main): index for index, main in enumerate(places.mains)}
-    wholes: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    parameters: list[torch.Tensor] = []
-    groups: list[list[Run]] = []
-    for group in link.optimizer.param_groups:
-        groups.append([])
-        indices = [index_of[id(main)] for main in group["params"]]
-        for run in _split(indices, places):
-            shards = [places.mains[index] for index in run]
-            numel = sum(shard.numel() for shard in shards)
-            gradients.append(_spanning(places.gradients[run[0]], numel))
-            parameters.append(_spanning(places.parameters[run[0]], numel))
-            wholes.append(_join_weights(shards, parameters[-1]))
-            groups[-1].append(Run(shards, wholes[-1]))
-    return _Flat(Places(places.memory, wholes, gradients, parameters), groups, _joined(_counted_in_norm(link, places)))
+def _join_neighbours(link: DistributedOptimizer, memory: list[int]) -> _Flat:
+    shards = {id(shard.main): shard for shard in _shards(link)}
+    groups = [
+        [_join(run) for run in _split([shards[id(main)] for main in group["params"]])]
+        for group in link.optimizer.param_groups
+    ]
+    return _Flat(memory, groups, _joined(_counted_in_norm(link, list(shards.values()))))
 
 
-def _split(indices: Sequence[int], places: Places) -> Iterator[list[int]]:
-    """Divide the parameters of a group, in the order of their buffers, into runs."""
-    run: list[int] = []
+def _shards(link: DistributedOptimizer) -> Iterator[Shard]:
+    for groups, groups_of_mains in (
+        (link.model_float16_groups, link.shard_fp32_from_float16_groups),
+        (link.model_fp32_groups, link.shard_fp32_groups),
+    ):
+        for parameters, mains in zip(groups, groups_of_mains, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                ranges = link._get_model_param_range_map(parameter)
+                of_parameter = ranges["param"]
+                of_bucket = ranges["gbuf_world_in_bucket"]
+                assert of_parameter.size == of_bucket.size == main.nelement()
+                buffer, _, number = link.model_param_gbuf_map[parameter]
+                bucket = link.buffers[buffer].buckets[number]
+                yield Shard(
+                    main,
+                    gradient=parameter.main_grad.view(-1)[of_parameter.start : of_parameter.end],
+                    parameter=bucket.param_data.view(-1)[of_bucket.start : of_bucket.end],
+                )
+
+
+def _split(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """Divide the shards of a group, in the order of their buffers, into those of each run."""
+    run: list[Shard] = []
     numel = 0
-    for index in indices:
-        size = places.mains[index].numel()
-        if run and (numel + size > LARGEST or not _joins(run[-1], index, places)):
+    for shard in shards:
+        size = shard.main.numel()
+        if run and (numel + size > LARGEST or not run[-1].is_followed_by(shard)):
             yield run
-            run, numel = [], 0
-        run.append(index)
+            run = []
+            numel = 0
+        run.append(shard)
         numel += size
     if run:
         yield run
 
 
-def _joins(one: int, other: int, places: Places) -> bool:
-    return (
-        _adjacent(places.gradients[one], places.gradients[other])
-        and _adjacent(places.parameters[one], places.parameters[other])
-        and _attributes(places.mains[one]) == _attributes(places.mains[other])
-    )
+def _join(shards: Sequence[Shard]) -> Run:
+    """Make a run, whose memory becomes that of the shards' weights."""
+    mains = [shard.main for shard in shards]
+    numel = sum(main.numel() for main in mains)
+    parameter = _spanning(shards[0].parameter, numel)
+    whole = mains[0]
+    if len(mains) > 1:
+        in_model = mains[0].data_ptr() == parameter.data_ptr()  # fp32: the shards are views of the model's own weights
+        whole = parameter if in_model else torch.cat(mains)
+        vars(whole).update(vars(mains[0]))
+    run = Run(mains, whole, _spanning(shards[0].gradient, numel), parameter)
+    if len(mains) > 1 and whole is not parameter:
+        for main, part in run.parts(whole):
+            main.data = part
+    return run
 
 
 def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -187,13 +262,13 @@ def _attributes(main: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(main).items() if name not in _MARKS}
 
 
-def _counted_in_norm(link: DistributedOptimizer, places: Places) -> list[torch.Tensor]:
+def _counted_in_norm(link: DistributedOptimizer, shards: Sequence[Shard]) -> list[torch.Tensor]:
     """Return the gradients that Megatron counts on this rank: neither shared nor replicas of another rank's."""
-    for main, gradient in zip(places.mains, places.gradients, strict=True):
-        main.grad = gradient
+    for shard in shards:
+        shard.main.grad = shard.gradient
     counted: list[torch.Tensor] = getattr(link, NORM_METHOD)()
-    for main in places.mains:
-        main.grad = None
+    for shard in shards:
+        shard.main.grad = None
     return counted
 
 
@@ -213,38 +288,20 @@ def _spanning(first: torch.Tensor, numel: int) -> torch.Tensor:
     return first.detach().as_strided((numel,), (1,))
 
 
-def _join_weights(shards: list[torch.Tensor], parameters: torch.Tensor) -> torch.Tensor:
-    """Return the weights of a run, of which the shards become views."""
-    first = shards[0]
-    if len(shards) == 1:
-        return first
-    if first.data_ptr() == parameters.data_ptr():  # fp32: the shards are views of the model's own weights
-        whole = parameters
-    else:
-        whole = torch.cat(shards)
-        for shard, part in Run(shards, whole).parts(whole):
-            shard.data = part
-    vars(whole).update(vars(first))
-    return whole
-
-
 @torch.no_grad()
-def _join_states(runs: _Flat, states: States) -> None:
-    for run in _runs(runs):
-        runs.whole_states[run.whole] = {
+def _join_states(flat: _Flat, states: States) -> None:
+    for run in flat.runs:
+        flat.whole_states[run.whole] = {
             name: torch.cat([states[shard][name] for shard in run.shards]) if len(run.shards) > 1 else value
             for name, value in states[run.shards[0]].items()
         }
 
 
-def _share_states(runs: _Flat, states: States) -> None:
+def _share_states(flat: _Flat, states: States) -> None:
     """Make the states of shards views of those of whole runs."""
-    for run in _runs(runs):
-        for name, values in runs.whole_states.get(run.whole, {}).items():
+    for run in flat.runs:
+        for name, values in flat.whole_states.get(run.whole, {}).items():
             for shard, part in run.parts(values):
                 states[shard][name] = part
-    runs.shard_states, runs.shards_with_states = states, len(states)
-
-
-def _runs(runs: _Flat) -> Iterator[Run]:
-    return (run for of_group in runs.groups for run in of_group)
+    flat.shard_states = states
+    flat.shards_with_states = len(states)
