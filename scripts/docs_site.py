@@ -24,6 +24,8 @@ PAGES = {
     "README.md": "index.md",
     **{name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")},
     "benchmarks/README.md": "measurements.md",
+    "benchmarks/log.md": "performance-log-details.md",
+    "benchmarks/faults.md": "faults.md",
     **{f"benchmarks/results/{path.name}": f"results-{path.name}" for path in ROOT.glob("benchmarks/results/*.md")},
 }  # pages outside docs/, and their places in the site
 COPIES = "files/"  # MkDocs leaves out a folder templates/

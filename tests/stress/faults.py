@@ -165,6 +165,21 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Return a Markdown table with a row for each kind of fault."""
+    lines = ["| fault | times | the run | seconds | generated again | lost |", "| --- | --- | --- | --- | --- | --- |"]
+    for kind in dict.fromkeys(one.fault for one in outcomes):
+        of_kind = [one for one in outcomes if one.fault == kind]
+        continued = sum(one.result == "went on" for one in of_kind)
+        ended = len(of_kind) - continued
+        results = [f"{word} {count}" for word, count in (("continued", continued), ("ended", ended)) if count]
+        seconds = [one.seconds for one in of_kind]
+        cells = [kind, str(len(of_kind)), ", ".join(results), f"{min(seconds):.1f} to {max(seconds):.1f}",
+                 str(sum(one.generated_again for one in of_kind)), str(sum(one.lost for one in of_kind))]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def enter_namespace(argv: Sequence[str]) -> None:
     """Start this script again with mounts of its own, unless it has them already."""
     if IN_NAMESPACE in os.environ:
