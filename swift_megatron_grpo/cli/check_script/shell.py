@@ -1,5 +1,8 @@
 """Read the launches of `megatron rlhf` and `swift rollout` from a shell script, without running the script.
 
+Bash with stubs on PATH would understand more, but the script's other lines would run: redirections, `rm`, `source` and
+absolute paths are out of a stub's reach, and people check scripts that they got from somewhere.
+
 What is read: assignments, `export`, arrays, ${NAME}, ${NAME:-default} and ${NAME:?message}, quotes, continued lines,
 comments, command separators and redirections. A substitution of commands, arithmetic or patterns has no value here and
 becomes an empty text.
@@ -9,13 +12,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-_NAME = re.compile(r"[A-Za-z_]\w*")
-_PARAMETER = re.compile(r"\$(?:([A-Za-z_]\w*)|[@*#?$!0-9])")
-_IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[@\])?(?:(:?[-?])(.*))?", re.DOTALL)
+COMMANDS = {"rlhf": (("megatron", "rlhf"), ("swift", "megatron", "rlhf")), "rollout": (("swift", "rollout"),)}
 _WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
-COMMANDS = {"rlhf": (("megatron", "rlhf"),), "rollout": (("swift", "rollout"),)}
+_DECLARATIONS = {"export", "declare", "readonly", "local"}
+_KEYWORDS = {"then", "do", "else", "{", "if", "while", "until"}
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_ARRAY = re.compile(r"([A-Za-z_]\w*)(\+?)=\((.*)\)", re.DOTALL)
+_REDIRECTION = re.compile(r"\d*[<>]+&?[ \t]*")
+_PARAMETER = re.compile(r"\$(?:[A-Za-z_]\w*|[@*#?$!0-9-])")
+_IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-?])(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -36,228 +43,196 @@ class Words:
     variables: Mapping[str, str]
 
 
-@dataclass
-class _Word:
-    """One word as it is read. `values`: what it expands to; several for an array."""
-
-    text: str = ""
-    raw: str = ""  # without expansion, to recognize assignments
-    quoted: bool = False
-    values: list[str] | None = None
-
-    def expand(self) -> list[str]:
-        if self.values is not None:
-            return self.values
-        return [self.text] if self.quoted else self.text.split()
-
-
-@dataclass
-class _State:
-    variables: dict[str, str] = field(default_factory=dict)
-    arrays: dict[str, list[str]] = field(default_factory=dict)
-    exported: set[str] = field(default_factory=set)
-
-
 def launches(script: str, environment: Mapping[str, str] | None = None) -> list[Launch]:
-    """Return the launches in the order of the script. `environment`: the variables that it inherits."""
-    reader = _reader(script, environment)
-    return [launch for command in reader.commands() if (launch := _launch(command, reader.state)) is not None]
+    """Return the launches of a script that is started in this environment, in order."""
+    shell = _Shell(environment)
+    found = (_launch(values, given) for values, given in shell.run(script))
+    return [launch for launch in found if launch is not None]
 
 
 def words_of(script: str, environment: Mapping[str, str] | None = None) -> Words:
-    """Return all commands of the script that are no assignments."""
-    reader = _reader(script, environment)
-    commands = [values for command in reader.commands() if (values := _assign(command, reader.state)[0])]
-    return Words(commands, reader.state.arrays, reader.state.variables)
+    """Return all commands of the script but assignments."""
+    shell = _Shell(environment)
+    commands = [values for values, _ in shell.run(script)]
+    return Words(commands, shell.arrays, shell.variables)
 
 
-def _reader(script: str, environment: Mapping[str, str] | None) -> _Reader:
-    return _Reader(script.replace("\\\n", " "), _State(dict(environment or {}), exported=set(environment or ())))
-
-
-def _launch(words: list[_Word], state: _State) -> Launch | None:
-    """Apply the assignments of a command, and return it if it is a launch."""
-    values, local = _assign(words, state)
-    given = {name: value for name, value in state.variables.items() if name in state.exported} | local
+def _launch(values: list[str], environment: Mapping[str, str]) -> Launch | None:
     for kind, commands in COMMANDS.items():
         for command in commands:
             if tuple(values[: len(command)]) == command:
-                return Launch(kind, tuple(values[len(command) :]), given)
+                return Launch(kind, tuple(values[len(command) :]), environment)
     return None
 
 
-def _assign(words: list[_Word], state: _State) -> tuple[list[str], dict[str, str]]:
-    """Apply the assignments of a command. Return its words, and the variables that are set for it alone."""
-    local: dict[str, str] = {}
-    while words and (assignment := re.match(r"([A-Za-z_]\w*)=", words[0].raw)):
-        local[assignment[1]] = words.pop(0).text[assignment.end() :]
-    values = [value for word in words for value in word.expand()]
-    while values and values[0] in _WRAPPERS:
-        values.pop(0)
-    if not values:
-        state.variables |= local
-        return [], {}
-    if values[0] in ("export", "declare", "readonly", "local"):
-        for value in values[1:]:
-            name, equals, text = value.partition("=")
-            state.exported.add(name)
-            if equals:
-                state.variables[name] = text
-        return [], {}
-    return values, local
+class _Shell:
+    """The variables of a script while its commands are read."""
 
+    def __init__(self, environment: Mapping[str, str] | None) -> None:
+        self.variables = dict(environment or {})
+        self.arrays: dict[str, list[str]] = {}
+        self._exported = set(self.variables)
 
-class _Reader:
-    """Splits a script into simple commands; keywords of loops and conditions are dropped."""
-
-    def __init__(self, script: str, state: _State) -> None:
-        self.state = state
-        self._text, self._at = script, 0
-
-    def commands(self) -> Iterator[list[_Word]]:
-        words: list[_Word] = []
-        while self._at < len(self._text):
-            character = self._text[self._at]
-            if character in " \t\r":
-                self._at += 1
-            elif character == "#":
-                self._skip_to_end_of_line()
-            elif character in "\n;|&()":
-                self._at += 1
-                if words:
-                    yield words
-                words = []
-            elif character in "<>":
-                self._skip_redirection()
+    def run(self, script: str) -> Iterator[tuple[list[str], dict[str, str]]]:
+        """Apply the assignments of the script, and yield every other command with its environment."""
+        for words in _commands(script.replace("\\\n", " ")):
+            local: dict[str, str] = {}
+            while words and (match := _ASSIGNMENT.match(words[0])):
+                word = words.pop(0)
+                if array := _ARRAY.fullmatch(word):
+                    self._set_array(*array.groups())
+                else:
+                    before = self.variables.get(match[1], "") if match[2] else ""
+                    local[match[1]] = before + "".join(self._expand(word[match.end() :], splits=False))
+            if words and words[0] in _DECLARATIONS:
+                self._declare(words[1:])
+                continue
+            values = [value for word in words for value in self._expand(word)]
+            while values and values[0] in _WRAPPERS:
+                values.pop(0)
+            if values:
+                yield values, {name: self.variables[name] for name in self._exported & {*self.variables}} | local
             else:
-                word = self._word()
-                if word.raw.isdigit() and self._text[self._at : self._at + 1] in ("<", ">"):
-                    continue  # the descriptor of a redirection
-                if word.raw not in ("then", "do", "else", "{", "if", "while", "until"):
-                    words.append(word)
-        if words:
-            yield words
+                self.variables |= local
 
-    def _skip_to_end_of_line(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
+    def _declare(self, words: list[str]) -> None:
+        for word in words:
+            if array := _ARRAY.fullmatch(word):
+                self._set_array(*array.groups())
+                continue
+            for value in self._expand(word):
+                name, equals, text = value.partition("=")
+                self._exported.add(name)
+                if equals:
+                    self.variables[name] = text
 
-    def _skip_redirection(self) -> None:
-        while self._text[self._at : self._at + 1] in ("<", ">", "&", " "):
-            self._at += 1
-        self._word()
+    def _set_array(self, name: str, adds: str, inside: str) -> None:
+        values = [value for words in _commands(inside, " \t\r\n") for word in words for value in self._expand(word)]
+        self.arrays[name] = (self.arrays.get(name, []) if adds else []) + values
 
-    def _word(self) -> _Word:
-        word = _Word()
-        while self._at < len(self._text) and self._text[self._at] not in " \t\r\n;|&()<>":
-            character = self._text[self._at]
-            if character == "'":
-                self._single_quotes(word)
-            elif character == '"':
-                self._double_quotes(word)
-            elif character == "\\":
-                self._append(word, self._text[self._at + 1 : self._at + 2], 2)
-            elif character in "$`":
-                self._expansion(word)
+    def _expand(self, word: str, splits: bool = True) -> list[str]:
+        """Return the values of a word: several for an array, or for an unquoted variable with blanks."""
+        text, quoted = "", not splits
+        for part in _parts(word):
+            if part[0] == "'":
+                text, quoted = text + part[1:-1], True
+            elif part[0] == '"':
+                inside = [self._quoted(piece) for piece in _parts(part[1:-1], in_quotes=True)]
+                if any(isinstance(value, list) for value in inside):
+                    return [value for values in inside if isinstance(values, list) for value in values]
+                text, quoted = text + "".join(map(str, inside)), True
+            elif part[0] == "\\":
+                text += part[1:]
             else:
-                self._append(word, character, 1)
-        if word.raw.endswith("=") and self._text[self._at : self._at + 1] == "(":
-            self._array(word.raw.rstrip("+="), adds=word.raw.endswith("+="))
-            word.values = []
-            word.raw = ""
-        return word
+                value = self._value(part)
+                if isinstance(value, list):
+                    return value
+                text += value
+        return [text] if quoted else text.split()
 
-    def _append(self, word: _Word, text: str, length: int) -> None:
-        word.text += text
-        word.raw += text
-        self._at += length
+    def _quoted(self, part: str) -> str | list[str]:
+        return part[1:] if re.fullmatch(r'\\["\\$`]', part) else self._value(part)
 
-    def _single_quotes(self, word: _Word) -> None:
-        end = self._text.find("'", self._at + 1)
-        end = len(self._text) if end < 0 else end
-        word.text += self._text[self._at + 1 : end]
-        word.raw, word.quoted, self._at = word.raw + "'", True, end + 1
-
-    def _double_quotes(self, word: _Word) -> None:
-        word.raw, word.quoted = word.raw + '"', True
-        self._at += 1
-        while self._at < len(self._text) and self._text[self._at] != '"':
-            character = self._text[self._at]
-            if character == "\\" and self._text[self._at + 1 : self._at + 2] in ('"', "\\", "$", "`"):
-                word.text += self._text[self._at + 1]
-                self._at += 2
-            elif character in "$`":
-                self._expansion(word)
-            else:
-                word.text += character
-                self._at += 1
-        self._at += 1
-
-    def _expansion(self, word: _Word) -> None:
-        """Append what a variable, an array or a command substitution expands to."""
-        rest = self._text[self._at :]
-        word.raw += "$"
-        if rest.startswith(("$(", "`")):
-            self._at += _length_of_substitution(rest)
-            return
-        if rest.startswith("${"):
-            length = _length_in_brackets(rest, "{", "}")
-            self._at += length
-            self._braces(word, rest[2 : length - 1])
-            return
-        match = _PARAMETER.match(rest)
+    def _value(self, part: str) -> str | list[str]:
+        """Return what a variable or an array holds; text is returned as it is. The script has no arguments."""
+        if part[0] not in "$`" or part == "$":
+            return part
+        if not part.startswith("${"):
+            return [] if part in ("$@", "$*") else self.variables.get(part[1:], "")
+        if part[2:3] in ("@", "*"):
+            return []
+        match = _IN_BRACES.fullmatch(part[2:-1])
         if match is None:
-            word.text += rest[0]
-            self._at += 1
-            return
-        self._at += match.end()
-        if match[1] is not None:
-            word.text += self.state.variables.get(match[1], "")
-        elif match[0] in ("$@", "$*"):  # the script has no arguments
-            word.values = []
-
-    def _braces(self, word: _Word, inside: str) -> None:
-        """Append what ${inside} expands to."""
-        if inside.startswith(("@", "*")):  # the script has no arguments
-            word.values = []
-        match = _IN_BRACES.fullmatch(inside)
-        if match is None:
-            return
+            return ""
         name, is_array, operator, default = match.groups()
         if is_array:
-            word.values = list(self.state.arrays.get(name, []))
-        elif value := self.state.variables.get(name):
-            word.text += value
-        elif operator and operator.endswith("-") and "$(" not in default:
-            word.text += default.strip("\"'")
-
-    def _array(self, name: str, adds: bool) -> None:
-        self._at += 1
-        values = list(self.state.arrays.get(name, [])) if adds else []
-        while self._at < len(self._text) and self._text[self._at] != ")":
-            if self._text[self._at] in " \t\r\n":
-                self._at += 1
-            elif self._text[self._at] == "#":
-                self._skip_to_end_of_line()
-            else:
-                values += self._word().expand()
-        self._at += 1
-        self.state.arrays[name] = values
+            return list(self.arrays.get(name, []))
+        if (value := self.variables.get(name)) or not (operator or "").endswith("-") or "$(" in default:
+            return value or ""
+        return str(default.strip("\"'"))
 
 
-def _length_of_substitution(text: str) -> int:
-    """Return the length of `...` or $(...) at the begin of a text, nested ones included."""
-    if text[0] == "`":
-        end = text.find("`", 1)
-        return len(text) if end < 0 else end + 1
-    return _length_in_brackets(text, "(", ")")
+def _commands(script: str, blanks: str = " \t\r") -> Iterator[list[str]]:
+    """Yield the words of each simple command, as they are written; keywords of loops and conditions are dropped."""
+    words: list[str] = []
+    at = 0
+    while at < len(script):
+        if script[at] in blanks:
+            at += 1
+        elif script[at] == "#":
+            at = _find(script, "\n", at)
+        elif script[at] in "\n;|&()":
+            at += 1
+            if words:
+                yield words
+            words = []
+        elif redirection := _REDIRECTION.match(script, at):
+            at = _end_of_word(script, redirection.end())
+        else:
+            end = _end_of_word(script, at)
+            if script[at:end] not in _KEYWORDS:
+                words.append(script[at:end])
+            at = end
+    if words:
+        yield words
 
 
-def _length_in_brackets(text: str, opening: str, closing: str) -> int:
-    """Return the length up to the bracket that closes the first one; the text begins with `$` and that one."""
+def _end_of_word(script: str, at: int) -> int:
+    start = at
+    while at < len(script) and script[at] not in " \t\r\n;|&<>)":
+        if script[at] == "(":
+            if not _ASSIGNMENT.fullmatch(script[start:at]):
+                break
+            at = _end_of_array(script, at + 1)
+        else:
+            at = _end_of_part(script, at, in_quotes=False)
+    return max(at, start + 1)
+
+
+def _end_of_array(script: str, at: int) -> int:
+    while at < len(script) and script[at] != ")":
+        if script[at] == "#":
+            at = _find(script, "\n", at)
+        else:
+            at = at + 1 if script[at] in " \t\r\n" else _end_of_word(script, at)
+    return at + 1
+
+
+def _parts(word: str, in_quotes: bool = False) -> Iterator[str]:
+    """Yield quotes, expansions, escapes and single letters of a word."""
+    at = 0
+    while at < len(word):
+        end = _end_of_part(word, at, in_quotes)
+        yield word[at:end]
+        at = end
+
+
+def _end_of_part(text: str, at: int, in_quotes: bool) -> int:
+    if text[at] == "\\":
+        return min(at + 2, len(text))
+    if text[at] == "`" or (text[at] == "'" and not in_quotes):
+        return _find(text, text[at], at + 1) + 1
+    if text[at] == '"' and not in_quotes:
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = _end_of_part(text, at, in_quotes=True)
+        return at + 1
+    if text.startswith(("$(", "${"), at):
+        return _end_of_brackets(text, at + 1, "()" if text[at + 1] == "(" else "{}")
+    match = _PARAMETER.match(text, at)
+    return match.end() if match else at + 1
+
+
+def _end_of_brackets(text: str, at: int, brackets: str) -> int:
+    """Return the end of the bracket that opens here, nested ones included."""
     depth = 0
-    for place, character in enumerate(text):
-        depth += (character == opening) - (character == closing)
-        if place > 0 and depth == 0:
+    for place in range(at, len(text)):
+        depth += (text[place] == brackets[0]) - (text[place] == brackets[1])
+        if depth == 0:
             return place + 1
     return len(text)
+
+
+def _find(text: str, wanted: str, start: int) -> int:
+    place = text.find(wanted, start)
+    return len(text) if place < 0 else place
