@@ -29,7 +29,7 @@ export NO_VCS_VERSION=1 # megatron-core 0.18 and newer would add the commit of t
 # Xdist's workers are not shown by name, and pytest's own header says nothing new.
 pytest=(python -m pytest -q --durations=10)
 # Three workers, because tests also wait. Each is a fork that has imported ms-swift, Megatron and vLLM. They take files
-# in the order of tests/conftest.py, the longest first.
+# in the order of tests/durations.json, the longest first: scripts/test.sh unit contract dist e2e --store-durations
 fork="popen//python=python -m tests.forking.worker"
 workers=(--tx "3*$fork" --dist loadfile --no-loadscope-reorder)
 one_worker=(--tx "$fork" --dist load)

@@ -2,38 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from tests.forking.client import sockets_folder
 
-# The files that take longest, the longest first. They start first, so that no worker is left alone with one at the end.
-_LONGEST = (
-    "e2e/test_server.py", "e2e/test_stop.py", "e2e/test_router_replay.py", "e2e/test_scripts.py", "e2e/test_cli.py",
-    "e2e/test_images.py", "e2e/test_composite.py", "e2e/test_rollout_command.py", "e2e/test_sync_check.py",
-    "e2e/test_accepted_flags.py", "e2e/test_checkpoints.py", "e2e/test_async.py", "e2e/test_server_turns.py",
-    "e2e/test_stuck.py", "e2e/test_commands_untouched.py", "e2e/test_server_attacks.py", "e2e/test_algorithms.py",
-    "e2e/test_replay.py", "e2e/test_resume.py", "e2e/test_adapter_settings.py", "e2e/test_multi_turn.py",
-    "e2e/test_parity.py", "e2e/test_generation.py",
-    "dist/test_composite_layouts.py", "dist/test_image_layouts.py", "dist/test_layouts.py",
-    "dist/test_router_replay.py", "dist/test_engine_runs.py", "dist/test_expert_chunks.py",
-    "unit/plugin/test_torchrun.py", "unit/runtime/deadlines/test_deadlines.py", "unit/grading/test_advantages.py",
-    "unit/training/head/test_softmax_triton.py", "unit/plugin/test_api_key_flag.py", "unit/cli/doctor/test_doctor.py",
-    "unit/training/moe/test_weighted_swiglu.py",
-    "unit/training/loss/test_loss.py", "unit/output/recording/test_damage.py", "unit/arguments/test_grpo_arguments.py",
-    "unit/plugin/test_autoload.py", "unit/platforms/cpu/test_torchvision_operators.py",
-    "unit/runtime/stopping/test_second_signal.py", "unit/grading/test_rewards.py", "unit/test_style.py",
-    "unit/training/upstream_fixes/test_result_queue.py", "unit/generation/server/test_schema.py",
-    "unit/test_security.py",
-    "unit/weights/transport/test_channel.py",
-)  # fmt: skip
+# Seconds of each file in the last run with --store-durations. The longest start first, so that no worker is left alone
+# with one of them at the end; files that are not listed, because they are new or quick, start last.
+DURATIONS = Path(__file__).with_name("durations.json")
+_QUICK = 1.0  # seconds; files that take less are not listed
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sockets_folder()  # before xdist starts its workers, which then share the fork servers
     if not config.getoption("tx", None) or hasattr(config, "workerinput"):
         prepare_for_tests()  # a process that only waits for workers saves its imports
+    if config.getoption("store_durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(DurationRecorder(config))
 
 
 def prepare_for_tests() -> None:
@@ -52,12 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--alone", choices=("yes", "no"), help="run only tests that are marked `alone`, or only the others"
     )
+    parser.addoption("--store-durations", action="store_true", help="write durations.json after folders have passed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files, and apply --alone."""
-    place = {Path(__file__).parent / name: number for number, name in enumerate(_LONGEST)}
-    items.sort(key=lambda item: place.get(item.path, len(place)))
+    durations = {DURATIONS.parent / name: seconds for name, seconds in json.loads(DURATIONS.read_text()).items()}
+    items.sort(key=lambda item: -durations.get(item.path, 0.0))
     if choice := config.getoption("--alone"):
         groups: dict[str, list[pytest.Item]] = {"yes": [], "no": []}
         for item in items:
@@ -65,3 +54,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = groups.pop(choice)
         [others] = groups.values()
         config.hook.pytest_deselected(items=others)
+
+
+class DurationRecorder:
+    """Adds up the seconds of each file and merges them into durations.json if all tests of the folders passed."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        # otherwise files may have run in part
+        self.complete = not config.option.keyword and all(Path(argument).is_dir() for argument in config.args)
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        self.seconds[file.removeprefix("tests/")] += report.duration
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        if exitstatus != pytest.ExitCode.OK or not self.complete:
+            return
+        known = json.loads(DURATIONS.read_text()) | self.seconds
+        kept = {
+            name: round(seconds, 1)
+            for name, seconds in sorted(known.items(), key=lambda entry: -entry[1])
+            if seconds >= _QUICK and (DURATIONS.parent / name).exists()
+        }
+        DURATIONS.write_text(json.dumps(kept, indent=1) + "\n")

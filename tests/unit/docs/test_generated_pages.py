@@ -24,11 +24,11 @@ def test_the_page_of_flags_is_that_of_the_code() -> None:
 
 
 def test_the_python_api_is_that_of_the_docstrings() -> None:
-    assert write_api_page.page() == write_api_page.PAGE.read_text(), "run python -m scripts.write_api_page"
+    assert write_api_page.page() == write_api_page.PAGE.read_text(), "run scripts/fix"
 
 
 def test_the_page_of_limitations_is_that_of_the_code() -> None:
-    assert page() == write_support_table.PAGE.read_text(), "run python -m scripts.write_support_table"
+    assert page() == write_support_table.PAGE.read_text(), "run scripts/fix"
 
 
 def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
