@@ -2,7 +2,7 @@
 
     python scripts/write_flags_page.py
 
-It parses settings/, arguments/flags.py, generation/server/arguments.py and types.py in swift_megatron_grpo, and
+It parses settings/, generation/server/arguments.py and types.py in swift_megatron_grpo, and
 imports none of them, so it needs no installed package. tests/unit/docs/test_generated_pages.py compares page and code.
 """
 
@@ -37,17 +37,13 @@ AREAS = {
 OTHER = "Other"
 # A value that is neither the default nor one of the choices; other flags get one of their type.
 EXAMPLES = {
-    "lora_dropout": "0.05",     "vllm_server_api_key": "KEY", "check_gpu": "H200-141G",
     "host": "10.0.0.5", "port": "8001", "api_key": "KEY", "health_timeout": "600", "max_prompt_characters": "4194304",
-    "resume": "auto", "truncation_strategy": "delete", "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
+    "vllm_engine_kwargs": """'{"max_num_batched_tokens": 16384}'""",
 }  # fmt: skip
 # Choices of ms-swift that are refused.
 REFUSED = {"truncation_strategy": ("right", "split")}
-# Flags of ms-swift that have another default here, and no help text of ours.
+# Flags of `swift rollout` that have another default here, and no help text of ours.
 WITHOUT_HELP = {
-    "vllm_mode": "Where vLLM runs: in the training processes (colocate), or behind `swift rollout` (server). ms-swift "
-    "has no default, and stops without one.",
-    "lora_dropout": "Dropout of LoRA. ms-swift's default of 0.05 has no effect there.",
     "vllm_use_async_engine": "The asynchronous engine. It is the only one here; false is refused.",
     "vllm_engine_kwargs": "Settings of vLLM as JSON. Those that would change the policy are refused.",
     "host": "Address to listen on. ms-swift listens on every interface by default.",
@@ -88,9 +84,8 @@ class Flag:
 
 
 def all_flags() -> list[Flag]:
-    """Return the flags of the trainer: those of the classes in settings/, and those that are still in arguments/."""
-    files = [*sorted((PACKAGE / "settings").glob("*.py")), PACKAGE / "arguments" / "flags.py"]
-    return [flag for file in files for flag in flags(file)]
+    """Return the flags of the trainer: those of the classes in settings/."""
+    return [flag for file in sorted((PACKAGE / "settings").glob("*.py")) for flag in flags(file)]
 
 
 def flags(path: Path) -> list[Flag]:

@@ -2,7 +2,7 @@
 
     python -m scripts.write_support_table
 
-The contents come from arguments/support_table.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
+The contents come from arguments/refused.py and generation/vllm/engine_kwargs.py in swift_megatron_grpo;
 tests/unit/docs/test_generated_pages.py compares them.
 """
 
@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.arguments.support_table import NOT_YET, NOTED, Note, Refusal
+from swift_megatron_grpo.arguments.refused import NOT_YET, NOTED, Note, Refusal
 from swift_megatron_grpo.generation.vllm.engine_kwargs import REFUSED
 
 PAGE = Path(__file__).parents[1] / "docs" / "limitations.md"

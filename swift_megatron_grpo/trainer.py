@@ -52,6 +52,7 @@ from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
@@ -140,7 +141,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         with adapter_settings_applied(), every_tensor_read(models[0].config, args.unread_tensors):
             peft_models: list[Any] = super()._prepare_peft_model(models)
             load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
-        check_trained(models, frozen_by=args.freezing_flags)
+        check_trained(models, frozen_by=args.of(Trained).freezing)
         self._seeds_dropout = has_adapter_dropout(models)
         kernels = (args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce)
         note = prepare_trained(models, *kernels, args.megatron_extra_kwargs)

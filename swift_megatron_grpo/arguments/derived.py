@@ -9,33 +9,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from swift.megatron.arguments import MegatronRLHFArguments
 from swift.rewards import orms
 from swift.utils import get_dist_setting
 
-from swift_megatron_grpo.arguments.advice import typed_value, use_flag
-from swift_megatron_grpo.arguments.flags import GRPOFlags
-from swift_megatron_grpo.arguments.model_checks import shape_of
 from swift_megatron_grpo.data.evaluation_sets import names_of
-from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
+from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
+from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batches import Batches
 from swift_megatron_grpo.settings.config import BatchPlan, RemoteTurnsConfig
 from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
-from swift_megatron_grpo.settings.flag import Flags
+from swift_megatron_grpo.settings.flag import Flags, parser_class
+from swift_megatron_grpo.settings.groups import GROUPS
 from swift_megatron_grpo.settings.layout import Layout
-from swift_megatron_grpo.settings.parallel import Parallel, ReferenceSizes
+from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
+from swift_megatron_grpo.settings.reference import Reference
+from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.settings.servers import Servers
 
 F = TypeVar("F", bound=Flags)
 
 
+AddedFlags: Any = parser_class(MegatronRLHFArguments, GROUPS)
+
+
 @dataclass
-class DerivedArguments(GRPOFlags):
+class DerivedArguments(AddedFlags):
     """The flags, with the values that follow from them."""
 
     resumed_step = 0  # no flag: the step of the checkpoint that --resume has found
@@ -113,17 +118,11 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def has_adapter(self) -> bool:
-        return self.tuner_type != "full" or bool(self.adapters or self.mcore_adapter or self.ref_adapters)
+        return self.of(Adapter).exists
 
     @property
     def reference_adapter(self) -> str | None:
         return self.ref_adapters[0] if self.beta != 0 and self.ref_adapters else None
-
-    @property
-    def freezing_flags(self) -> str:
-        """The flags that freeze weights, as typed; empty if there are none."""
-        flags = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
-        return " ".join(f"--{flag} {typed_value(getattr(self, flag))}" for flag in flags if getattr(self, flag))
 
     # ---- layout and batches
 
@@ -134,14 +133,14 @@ class DerivedArguments(GRPOFlags):
     @property
     def reference_layout(self) -> Layout | None:
         """Layout of the frozen reference copy; None: the layout of training."""
-        return self.of(ReferenceSizes).layout(self.layout)
+        return self.of(Reference).layout(self.layout)
 
     def with_reference_sizes(self) -> Self:
         """Copy these arguments with the sizes of the reference copy in place of the trained model's."""
         other, layout = copy(self), self.reference_layout
         if layout is None:
             return other
-        for size, value in self.of(ReferenceSizes).typed.items():
+        for size, value in self.of(Reference).sizes.items():
             setattr(other, size, value)
         other.virtual_pipeline_model_parallel_size = other.pipeline_model_parallel_layout = None
         other.microbatch_group_size_per_vp_stage = None
@@ -184,11 +183,6 @@ class DerivedArguments(GRPOFlags):
     def turns_of_servers(self) -> RemoteTurnsConfig | None:
         return self.of(Servers).turns
 
-    @property
-    def servers_may_grade(self) -> bool:
-        """True if the servers' flags decide whether environments grade: as in ms-swift, without --use_gym_env here."""
-        return self.turns_of_servers is not None and self.use_gym_env is None and self.gym_env is None
-
     # ---- rewards
 
     @property
@@ -198,8 +192,7 @@ class DerivedArguments(GRPOFlags):
 
     @property
     def grades_by_environment(self) -> bool:
-        """True if the environment's total reward is added to those of reward functions, as in ms-swift."""
-        return self.gym_env is not None if self.use_gym_env is None else self.use_gym_env
+        return self.of(Rewards).by_environment
 
     # ---- evaluation
 
@@ -233,7 +226,7 @@ class DerivedArguments(GRPOFlags):
         if chosen not in typed and chosen not in logged:
             raise ValueError(
                 f"--eval_correct_reward {chosen}: this run has no such reward function; "
-                f"{use_flag('eval_correct_reward', [*filter(_is_name, typed)] or logged)}"
+                f"use --eval_correct_reward {' or '.join([*filter(_is_name, typed)] or logged)}"
             )
         return typed.index(chosen) if chosen in typed else logged.index(chosen)
 
@@ -261,6 +254,27 @@ class DerivedArguments(GRPOFlags):
             recording.check_rollouts(
                 self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share
             )
+
+
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a config.json as transformers writes it; of a composed model, of its text part."""
+    text = language_config(config)
+
+    def number(*keys: str) -> int | None:
+        return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
+
+    latent = "kv_lora_rank" in text  # every rank holds the whole latent, and all heads are alike
+    linear = [number("linear_num_key_heads"), number("linear_num_value_heads")]
+    return ModelShape(
+        name=name,
+        attention_heads=number("num_attention_heads"),
+        kv_heads=None if latent else number("num_key_value_heads"),
+        ffn=number("intermediate_size"),
+        layers=number("num_hidden_layers"),
+        experts=number("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
+        expert_ffn=number("moe_intermediate_size"),
+        linear_heads=tuple(heads for heads in linear if heads is not None),
+    )
 
 
 def world_size() -> int:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields
 
-from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.arguments.derived import AddedFlags
 
 # Names of ms-swift 3.12, from its Megatron arguments.
 RENAMED: Mapping[str, str] = {
@@ -131,7 +131,7 @@ def check_flag_names(command_line: Sequence[str]) -> None:
 def known_flags() -> frozenset[str]:
     """Return the names that the parser creates: --help, one per field, and --no_... for a boolean that is true."""
     names = {"help"}
-    for field in fields(GRPOFlags):
+    for field in fields(AddedFlags):
         names.add(field.name)
         if field.default is True and field.default_factory is MISSING:
             names.add(f"no_{field.name}")

@@ -10,7 +10,7 @@ from argparse import Action, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from swift_megatron_grpo.arguments.advice import typed_value
+from swift_megatron_grpo.settings.flag import as_typed
 from swift_megatron_grpo.settings.groups import RANGES
 
 _KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
@@ -57,7 +57,7 @@ def _problem(action: Action, name: str, text: str) -> str | None:
         return f"--{name} {text} is not {needed}; use --{name} {_example(action)}"
     if action.choices is None or value in action.choices:
         return None
-    choices = [typed_value(choice) for choice in action.choices]
+    choices = [as_typed(choice) for choice in action.choices]
     close = difflib.get_close_matches(text, choices, n=1)
     first = close or [choice for choice in choices[:1]]
     listed = " or ".join([*first, *(choice for choice in choices if choice not in first)][:_LISTED])
@@ -70,7 +70,7 @@ def _example(action: Action) -> str:
     if name in RANGES:
         return str(RANGES[name].use)
     if action.choices is not None:
-        return " or ".join(typed_value(choice) for choice in list(action.choices)[:_LISTED])
+        return " or ".join(as_typed(choice) for choice in list(action.choices)[:_LISTED])
     if isinstance(default, bool):
         return "true or false"
     if isinstance(default, int | float | str) and default != "":

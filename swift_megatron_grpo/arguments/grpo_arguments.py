@@ -6,31 +6,41 @@ It detects every fault that can be detected before a process group exists, a mod
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from swift.template import Template
 
-from swift_megatron_grpo.arguments import start_up_checks as checks
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
-from swift_megatron_grpo.arguments.image_rows import read_images
-from swift_megatron_grpo.arguments.local_files import explain_unreadable
-from swift_megatron_grpo.arguments.long_prompts import without_long_prompts
-from swift_megatron_grpo.arguments.model_origin import is_from_modelscope
+from swift_megatron_grpo.arguments.environment import (
+    check_environment,
+    check_recording,
+    check_reference_adapter_of,
+    check_reward_registry,
+    explain_unreadable,
+    import_plugins,
+    is_from_modelscope,
+)
+from swift_megatron_grpo.arguments.models import check_model
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
+from swift_megatron_grpo.arguments.refused import refuse
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
-from swift_megatron_grpo.data.image_checks import check_images
+from swift_megatron_grpo.data.image_checks import check_images, read_images
+from swift_megatron_grpo.data.long_prompts import without_long_prompts
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
+from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention
 from swift_megatron_grpo.settings.algorithm import defaults_of
 from swift_megatron_grpo.settings.facts import DataShape
-from swift_megatron_grpo.settings.flag import check
-from swift_megatron_grpo.settings.groups import GROUPS
+from swift_megatron_grpo.settings.flag import check, check_finite
+from swift_megatron_grpo.settings.groups import GROUPS, RANGES
+from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import rounds_of
 
 
@@ -49,13 +59,15 @@ class GRPOArguments(DerivedArguments):
         if self.rlhf_type != "grpo":
             raise ValueError(f"GRPOArguments are for --rlhf_type grpo, not {self.rlhf_type}")
         self.typed = typed_flags(self)
-        if self.vllm_server_api_key is not None:  # keep it out of args.json and of the log
-            os.environ[API_KEY_VARIABLE], self.vllm_server_api_key = self.vllm_server_api_key, None
+        if vars(self)["vllm_server_api_key"] is not None:  # keep it out of args.json and of the log
+            os.environ[API_KEY_VARIABLE] = vars(self)["vllm_server_api_key"]
+            self.vllm_server_api_key: str | None = None
             hide_in_process_list(os.environ[API_KEY_VARIABLE])
         if self.vllm_mode == "server":
             read_api_key(os.environ)  # before a model is loaded
         apply_resume(self)
-        checks.check_command_line(self)
+        import_plugins(self)
+        check_all([lambda: self._check_flags(typed=True), lambda: check_environment(self)])
         for flag, value in defaults_of(self.advantage_estimator).items():
             if getattr(self, flag) is None:  # ms-swift sets these for its own estimators, and refuses others
                 setattr(self, flag, value)
@@ -77,20 +89,37 @@ class GRPOArguments(DerivedArguments):
 
     def check_before_process_groups(self) -> None:
         """Run the checks that need the model's config, which ms-swift has read by now."""
-        checks.check_with_model_config(self)
+        checks: list[Callable[[], None]] = [
+            self._check_flags,
+            lambda: check_model(self),
+            lambda: check_reference_adapter_of(self),
+        ]
+        check_all(checks)
+
+    def _check_flags(self, rows: DataShape | None = None, *, typed: bool = False) -> None:
+        """Check the flags of all stages, by what is known at this moment."""
+        check_all(
+            [
+                lambda: refuse(vars(self)),
+                lambda: check_finite(vars(self), fields(self), {*RANGES, "reward_weights", "eval_temperature"}),
+                lambda: check(GROUPS, vars(self), self.facts(rows, typed=typed)),
+            ]
+        )
 
     def set_grading_of_servers(self, environments_grade: bool) -> None:
         """Set whether the servers' environments grade, and repeat the checks that depend on it."""
-        if self.servers_may_grade:
+        if self.of(Rewards).by_servers:
             self.use_gym_env: bool | None = environments_grade
-            check_all([lambda: checks.check_rewards(self), lambda: checks.check_recording(self)])
+            check_all(
+                [self._check_flags, lambda: check_reward_registry(self), lambda: check_recording(self)],
+            )
 
     # ---- overrides of ms-swift
 
     def _init_grpo(self) -> None:
         iterations: int = vars(self)["num_iterations"]
         asynchronous: bool = vars(self)["async_generate"]
-        strategy = self.truncation_strategy
+        strategy: str | None = vars(self)["truncation_strategy"]
         self.num_iterations, self.async_generate = 1, False  # the only values that ms-swift's own trainer accepts
         self.truncation_strategy = "delete" if strategy == "raise" else strategy  # the same for its template
         try:
@@ -122,7 +151,6 @@ class GRPOArguments(DerivedArguments):
 
     def checked_datasets(self, train_dataset: Any, val_dataset: Any, template: Template) -> tuple[Any, Any]:
         """Check all rows, count their images, and apply --truncation_strategy delete and raise."""
-        strategy = self.truncation_strategy or "left"
         rows = {"dataset": train_dataset, "val_dataset": val_dataset}
         most = []
         for name, dataset in rows.items():
@@ -131,9 +159,17 @@ class GRPOArguments(DerivedArguments):
                     check_rows(dataset, self.is_multimodal)
                 images = read_images(dataset, template, self.is_multimodal)
                 most.append(check_images(images, self.vllm_max_model_len, self.max_completion_length))
-                rows[name] = without_long_prompts(dataset, images, template, self.max_length, strategy, name)
+                rows[name] = without_long_prompts(
+                    dataset,
+                    images,
+                    template,
+                    request=infer_request,
+                    max_length=self.max_length,
+                    strategy=self.truncation_strategy or "left",
+                    name=name,
+                )
         self.most_images = max(most)
-        checks.check_images(self, self.most_images)
+        self._check_flags(DataShape(self.most_images, self.is_multimodal))
         return rows["dataset"], rows["val_dataset"]
 
     def init_iters(self, train_dataset: Any, val_dataset: Any) -> None:
@@ -157,7 +193,7 @@ class GRPOArguments(DerivedArguments):
                 f"the dataset's {len(train_dataset)} prompts are too few for one training step in --num_train_epochs "
                 f"{self.num_train_epochs}; use --train_iters, which repeats the dataset as often as necessary"
             )
-        check(GROUPS, vars(self), self.facts(DataShape(self.most_images)))  # with the iterations
+        self._check_flags(DataShape(self.most_images, self.is_multimodal))  # with the iterations
         raise_if_finished(self)
         if not self.resumes:
             self.check_replay_reach(rollouts_done=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from swift_megatron_grpo import SWITCH, __version__
 from swift_megatron_grpo.arguments.derived import DerivedArguments
-from swift_megatron_grpo.arguments.support_table import notes_on_flags
+from swift_megatron_grpo.arguments.refused import notes_on_flags
 from swift_megatron_grpo.output.recording import folder as recording
+from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batch_plan import format_table
@@ -24,10 +25,9 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *format_table(plan, args.max_tokens_per_micro_batch).splitlines(),
         *plan.notes,
         *notes_on_flags(vars(args)),
-        *_expert_notes(args),
+        *expert_size_notes(args.layout, args.model_shape),
         *args.of(Sampling).notes(args.longest_completion),
-        *_offload_notes(args),
-        *_dropout_notes(args),
+        *args.of(Adapter).notes(),
         *args.of(Engine).notes(),
         *args.of(Evaluation).notes(list(dict.fromkeys(args.evaluation_names.values()))),
         *recording.start_up_notes(args.replay_folder),
@@ -45,30 +45,7 @@ def _layout(args: DerivedArguments) -> str:
     return line if args.reference_layout is None else f"{line}; reference {args.reference_layout}"
 
 
-def _expert_notes(args: DerivedArguments) -> list[str]:
-    return expert_size_notes(args.layout, args.model_shape)
-
-
 def _quantization_notes(args: DerivedArguments) -> list[str]:
     has_experts = args.model_shape.experts is not None
     splits_experts = has_experts and not args.uses_servers and args.vllm_tensor_parallel_size > 1
     return quantization.start_up_notes(args.rollout_quantization, args.rollout_importance_sampling_mode, splits_experts)
-
-
-def _offload_notes(args: DerivedArguments) -> list[str]:
-    flags = [f"--{flag}" for flag in ("offload_model", "offload_optimizer", "offload_grad") if getattr(args, flag)]
-    if not flags or args.sleep_level or args.uses_servers:
-        return []
-    return [
-        f"{', '.join(flags)}: nothing is offloaded once vLLM has started, because at --sleep_level 0 vLLM keeps its "
-        "GPU memory; use --sleep_level 2 to let trainer and vLLM alternate"
-    ]
-
-
-def _dropout_notes(args: DerivedArguments) -> list[str]:
-    if not args.has_adapter or args.lora_dropout == 0:
-        return []
-    return [
-        f"--lora_dropout {args.lora_dropout:g}: log-probs of a training step are computed with dropout, and those of "
-        "vLLM, the old and the reference log-probs without it; use --lora_dropout 0 to train the policy that generates"
-    ]

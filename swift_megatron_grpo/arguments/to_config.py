@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.image_checks import vision_tower_share
 from swift_megatron_grpo.arguments.model_checks import text_only_limits
-from swift_megatron_grpo.arguments.rope import config_overrides
-from swift_megatron_grpo.arguments.value_checks import VLLM_LORA_RANKS
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
+from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
@@ -32,6 +30,9 @@ from swift_megatron_grpo.settings.config import (
     SyncCheckConfig,
     VllmConfig,
 )
+from swift_megatron_grpo.settings.images import Images
+from swift_megatron_grpo.settings.positions import Positions
+from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
@@ -45,7 +46,6 @@ def configure(args: GRPOArguments) -> GRPOConfig:
     plan = args.batch_plan()
     weights = args.reward_weights or [1.0] * len(args.reward_names)
     turns = None if args.uses_servers else args.multi_turn_scheduler
-    frozen_copy = None if args.beta == 0 or args.has_adapter else args.mcore_ref_model or args.ref_model or args.model
     return GRPOConfig(
         batch=plan,
         num_iterations=args.num_iterations,
@@ -65,13 +65,11 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         evaluation=_evaluation(args),
-        packing=args.of(MicroBatches).settings(
-            vision_tower_share(args.freeze_vit, args.freeze_aligner) if args.most_images else 0.0
-        ),
+        packing=args.of(MicroBatches).settings(args.of(Images).trained_share(args.most_images)),
         loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
             beta=args.beta,
-            model_dir=frozen_copy,
+            model_dir=args.of(Reference).copied_from,
             in_megatron_format=args.mcore_ref_model is not None,
             layout=args.reference_layout,
             adapter=args.reference_adapter,
@@ -151,8 +149,8 @@ def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
         engine_kwargs=args.vllm_engine_kwargs or {},
         sleep_level=args.sleep_level,
         seed=args.seed,
-        lora_rank=_vllm_lora_rank(args),
-        hf_overrides=config_overrides(args.model_config, args.rope_scaling, args.max_model_len),
+        lora_rank=args.of(Adapter).slot,
+        hf_overrides=args.of(Positions).overrides(args.model_config),
         returns_experts=args.of(Routing).settings().requested(1) > 0,
         quantization=args.rollout_quantization,
         has_experts=args.model_shape.experts is not None,
@@ -166,15 +164,8 @@ def _limits_on_media(args: GRPOArguments) -> dict[str, int] | None:
     return text_only_limits(args.model_config["model_type"]) | {"image": args.most_images}
 
 
-def _vllm_lora_rank(args: GRPOArguments) -> int | None:
-    """Return the smallest of vLLM's adapter ranks that fits --lora_rank; None: vLLM runs merged weights."""
-    if not args.vllm_enable_lora:
-        return None
-    return min(rank for rank in VLLM_LORA_RANKS if rank >= args.lora_rank)
-
-
 def _positions(args: GRPOArguments) -> dict[str, Any]:
-    overrides = config_overrides(args.model_config, args.rope_scaling, args.max_model_len)
+    overrides = args.of(Positions).overrides(args.model_config)
     return position_identity({**args.model_config, **overrides})
 
 

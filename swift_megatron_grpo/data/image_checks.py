@@ -9,6 +9,7 @@ from typing import Any
 from swift_megatron_grpo.data.dropped_rows import refuse_rows
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.images import UnreadableImage, images_of
+from swift_megatron_grpo.data.rows_on_ranks import on_all_ranks
 
 _TAG = "<image>"
 
@@ -20,6 +21,15 @@ class ImagesOfRow:
     images: int
     tokens: int = 0
     problem: str | None = None
+
+
+def read_images(dataset: Any, template: Any, takes_images: bool) -> list[ImagesOfRow]:
+    """Return what every row has. Every rank calls this, and opens its share of the images."""
+    if not takes_images or "images" not in dataset.column_names:
+        return [ImagesOfRow(0)] * len(dataset)
+    reader = ImageReader(template)
+    written = [template.processor.image_token, template.processor.video_token]
+    return on_all_ranks(lambda row: check_row(dataset[row], reader, written), len(dataset))
 
 
 def check_row(row: dict[str, Any], reader: ImageReader, placeholder_texts: Sequence[str]) -> ImagesOfRow:

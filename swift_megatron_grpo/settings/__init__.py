@@ -6,16 +6,22 @@ config.py        settings that the stages take
 layout.py        the parallel sizes of a run
 facts.py         facts that rules may know beyond the flags, such as the model's config.json
 parallel.py      the flags of the layout, and whether the model can be divided by it
-algorithm.py     loss, advantages, KL, entropy, dynamic sampling
 batches.py       batch sizes and micro batches (batch_plan.py, batch_sizes.py: their arithmetic and suggestions)
+trained.py       trained weights, precision, recomputation, kernels
+adapter.py       the adapter, and what weight syncs send and verify
+reference.py     the reference policy and its layout
+positions.py     scaled rotary positions
+images.py        trained parts of a model with images
+routing.py       router replay
 sampling.py      sampling in training and in evaluation, lengths
 servers.py       vLLM here or behind servers
 asynchronous.py  generation ahead of training
-recording.py     rollouts on disk
-routing.py       router replay
-time_limits.py   time limits, traced steps
+rewards.py       weights of rewards, and who grades
+algorithm.py     loss, advantages, KL, entropy, dynamic sampling
 optimizer.py     learning rate, weight decay, optimizer
-training.py      duration, data, what is trained
+recording.py     rollouts on disk
+time_limits.py   time limits, traced steps
+run.py           duration, checkpoints, data, a check without training
 
 To add a flag, add a field to the class of the stage that reads it. Nothing else lists it.
 """

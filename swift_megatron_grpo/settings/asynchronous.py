@@ -21,7 +21,6 @@ class Asynchronous(Flags):
         "1: the next rollout is generated while one is trained, with the weights from before that training. 0: "
         "generation and training alternate, as without --async_generate. docs/async.md describes the effect on "
         "the loss. Default: 1.",
-        unit="rollouts",
         example="2",
     )
     vllm_mode: str | None

@@ -51,21 +51,18 @@ class MicroBatches(Flags):
         "this budget, the work is balanced across data-parallel ranks, and --micro_batch_size is ignored. A "
         "completion longer than the budget gets its own micro batch. Default: none, a micro batch has "
         "--micro_batch_size completions.",
-        unit="tokens",
         example="16384",
     )
     infer_max_tokens_per_micro_batch: Annotated[int | None, AtLeast(1, use=32768)] = flag(
         None,
         "Token budget of a packed micro batch in forward-only passes, which compute log-probs and need "
         "less memory than training. Default: the micro batches of training.",
-        unit="tokens",
         example="65536",
     )
     infer_batch_size: Annotated[int | None, AtLeast(1, use=16)] = flag(
         None,
         "Number of completions in a micro batch of forward-only passes; an alternative to "
         "--infer_max_tokens_per_micro_batch. Default: the micro batches of training.",
-        unit="completions",
         example="16",
     )
     share_prompts: SharePrompts = flag(

@@ -28,6 +28,7 @@ class DataShape:
     """The datasets."""
 
     images: int  # the most in a row
+    model_sees: bool = True  # the model has an image part
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class TimeLimits(Flags):
-        stop_grace: Annotated[float, Above(0, use=120)] = flag(120.0, "Time between ...", unit="seconds")  # added here
+        stop_grace: Annotated[float, Above(0, use=120)] = flag(120.0, "Time between ...")  # added here
         ddp_timeout: Annotated[int, AtLeast(1, use=18000000)]  # ms-swift's: it has a default, and gets a range here
         rollout_only: bool  # described in another class, and read here
 
@@ -21,8 +21,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints, overload
 
@@ -63,24 +64,23 @@ def Above(low: float, *, use: float | str, why: str = "") -> Range:
     return Range(low, use, above_low=True, why=why)
 
 
-def flag(default: Any, help: str, *, unit: str = "", example: str = "") -> Any:
+def flag(default: Any, help: str, *, example: str = "") -> Any:
     """Describe a flag that this package adds to ms-swift's; `example`: a value for docs/flags.md."""
-    described = {"help": help, "unit": unit, "example": example}
-    return dataclasses.field(default=default, metadata={"flag": described})
+    return dataclasses.field(default=default, metadata={"flag": {"help": help, "example": example}})
 
 
 @overload
 def rule(method: Rule, /) -> Rule: ...
 @overload
-def rule(*, as_typed: bool) -> Callable[[Rule], Rule]: ...
-def rule(method: Any = None, /, *, as_typed: bool = False) -> Any:
+def rule(*, before_resolution: bool) -> Callable[[Rule], Rule]: ...
+def rule(method: Any = None, /, *, before_resolution: bool = False) -> Any:
     """Mark a method that yields a message for every fault, or raises a ValueError.
 
-    With `as_typed` it judges only what the user has typed, and not what ms-swift has filled in since.
+    With `before_resolution` it judges only what the user has typed, and not what ms-swift has filled in since.
     """
 
     def mark(marked: Rule) -> Rule:
-        marked.__dict__["rule"] = as_typed
+        marked.__dict__["rule"] = before_resolution
         return marked
 
     return mark if method is None else mark(method)
@@ -92,16 +92,17 @@ class Flags:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Select the flags of this class from all flags, by name."""
-        return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})
+        """Select the flags of this class from all flags, by name; a field may be the class of another stage."""
+        kinds = _read(cls).hints
+        return cls(**{name: kinds[name].of(values) if is_group(kinds[name]) else values[name] for name in kinds})
 
     def faults(self, facts: Facts) -> Faults:
         """Yield a message for every fault that shows with these facts."""
         yield from self._choice_faults()
         yield from self._range_faults()
-        for method, names, as_typed in _rules(type(self)):
+        for method, names, before_resolution in _read(type(self)).rules:
             known = {name: getattr(facts, name) for name in names}
-            if None in known.values() or (as_typed and not facts.typed):
+            if None in known.values() or (before_resolution and not facts.typed):
                 continue
             try:
                 yield from method(self, **known) or ()
@@ -109,7 +110,7 @@ class Flags:
                 yield str(fault)
 
     def _choice_faults(self) -> Faults:
-        for name, hint in get_type_hints(type(self)).items():
+        for name, hint in _read(type(self)).hints.items():
             known = [
                 choice for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal for choice in get_args(kind)
             ]
@@ -125,19 +126,39 @@ class Flags:
                 yield f"--{name} {_typed(value)} must be {valid}{why}; use --{name} {valid.use}{advice}"
 
 
-def ranges(group: type[Any]) -> Mapping[str, tuple[Range, bool]]:
+def is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, Flags)
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """What the annotations and the methods of a class of flags say."""
+
+    hints: Mapping[str, Any]  # the types of its fields, without ranges
+    ranges: Mapping[str, tuple[Range, bool]]  # by flag, each with whether the flag may be left unset (None)
+    # each with the facts that it needs, and whether it holds only before ms-swift resolves the flags
+    rules: Sequence[tuple[Callable[..., Any], tuple[str, ...], bool]]
+
+
+_CLASSES: dict[Any, _Class] = {}  # reading annotations takes longer than all rules
+
+
+def _read(group: Any) -> _Class:
+    if group not in _CLASSES:
+        found = {}
+        for name, hint in get_type_hints(group, include_extras=True).items():
+            if get_origin(hint) is Annotated:
+                [valid] = (extra for extra in hint.__metadata__ if isinstance(extra, Range))
+                found[name] = (valid, NoneType in get_args(hint.__origin__))
+        methods = [method for method in vars(group).values() if "rule" in getattr(method, "__dict__", ())]
+        rules = [(m, tuple(inspect.signature(m).parameters)[1:], m.__dict__["rule"]) for m in methods]
+        _CLASSES[group] = _Class(get_type_hints(group), found, rules)
+    return _CLASSES[group]
+
+
+def ranges(group: type[Flags]) -> Mapping[str, tuple[Range, bool]]:
     """Return the ranges of a class by flag, each with whether the flag may be left unset (None)."""
-    found = {}
-    for name, hint in get_type_hints(group, include_extras=True).items():
-        if get_origin(hint) is Annotated:
-            [valid] = (extra for extra in hint.__metadata__ if isinstance(extra, Range))
-            found[name] = (valid, NoneType in get_args(hint.__origin__))
-    return found
-
-
-def _rules(group: type[Any]) -> list[tuple[Callable[..., Any], tuple[str, ...], bool]]:
-    methods = [method for method in vars(group).values() if "rule" in getattr(method, "__dict__", ())]
-    return [(m, tuple(inspect.signature(m).parameters)[1:], m.__dict__["rule"]) for m in methods]
+    return _read(group).ranges
 
 
 def check(groups: Iterable[type[Flags]], values: Mapping[str, Any], facts: Facts) -> None:
@@ -147,16 +168,18 @@ def check(groups: Iterable[type[Flags]], values: Mapping[str, Any], facts: Facts
         raise ValueError("\n".join(dict.fromkeys(faults)))
 
 
-def check_finite(values: Mapping[str, Any], defaults: Mapping[str, Any], described: Collection[str]) -> None:
+def check_finite(
+    values: Mapping[str, Any], flags: Iterable[dataclasses.Field[Any]], described: Collection[str]
+) -> None:
     """Raise ValueError for any flag without a range that is NaN or infinite."""
     faults = []
-    for name in values.keys() - described:
-        value, default = values[name], defaults[name]
+    for field in flags:
+        name, value = field.name, values[field.name]
         numbers = value if isinstance(value, list) else [value]
         infinite = [number for number in numbers if isinstance(number, float) and not math.isfinite(number)]
-        if infinite:
-            is_number = isinstance(default, int | float) and not isinstance(default, bool)
-            advice = f"use --{name} {default}" if is_number else "use a finite value, or leave it out"
+        if infinite and name not in described:
+            is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+            advice = f"use --{name} {field.default}" if is_number else "use a finite value, or leave it out"
             faults.append(f"--{name} {infinite[0]} is not a finite number; {advice}")
     if faults:
         raise ValueError("\n".join(sorted(faults)))
@@ -169,12 +192,20 @@ def parser_class(base: Any, groups: Iterable[type[Flags]]) -> Any:
     """
     added = []
     for group in groups:
-        hints = get_type_hints(group)  # without Annotated
         for field in dataclasses.fields(group):
             if "flag" in field.metadata:
                 plain = dataclasses.field(default=field.default, metadata={"help": field.metadata["flag"]["help"]})
-                added.append((field.name, hints[field.name], plain))
+                added.append((field.name, _read(group).hints[field.name], plain))
     return dataclasses.make_dataclass("AddedFlags", added, bases=(base,), namespace={"__module__": __name__})
+
+
+def as_typed(value: Any) -> str:
+    """Return a flag's value as a user types it on the command line."""
+    if isinstance(value, list):
+        return " ".join(as_typed(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value.name if isinstance(value, Enum) else str(value)
 
 
 def _typed(value: float) -> str:

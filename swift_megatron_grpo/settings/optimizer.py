@@ -74,7 +74,7 @@ class Optimizer(Flags):
                 f"--start_weight_decay {end:g}"
             )
 
-    @rule(as_typed=True)  # ms-swift sets those that are left out
+    @rule(before_resolution=True)  # ms-swift sets those that are left out
     def weight_decay_has_both_ends_or_none(self) -> Faults:
         ends = ("start_weight_decay", "end_weight_decay")
         given = [name for name in ends if getattr(self, name) is not None]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from swift_megatron_grpo.settings.facts import ModelShape
-from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, rule
 from swift_megatron_grpo.settings.layout import Layout, parse_stages
 
 _SIZE = AtLeast(1, use=1)
@@ -90,58 +90,6 @@ class Parallel(Flags):
                 "--moe_pad_expert_input_to_capacity true: with --expert_model_parallel_size above 1, ranks exchange "
                 "parts of one size, and their micro batches differ in length; leave it out"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceSizes(Flags):
-    """The layout of the frozen reference copy; a size that is left out is that of training."""
-
-    ref_tensor_model_parallel_size: int | None = flag(
-        None,
-        "Tensor-parallel size of the frozen reference copy (full tuning with --beta above 0), which needs less memory "
-        "than the trained model. Every --ref_..._parallel_size flag that is omitted takes the size of training. "
-        "Default: as in training.",
-    )
-    ref_pipeline_model_parallel_size: int | None = flag(
-        None, "Pipeline-parallel size of the frozen reference copy. Default: as in training."
-    )
-    ref_context_parallel_size: int | None = flag(
-        None, "Context-parallel size of the frozen reference copy. Default: as in training."
-    )
-    ref_expert_model_parallel_size: int | None = flag(
-        None, "Expert-parallel size of the frozen reference copy. Default: as in training."
-    )
-    ref_expert_tensor_parallel_size: int | None = flag(
-        None, "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."
-    )
-
-    @property
-    def typed(self) -> dict[str, int]:
-        """The sizes that are set, under the names of training's."""
-        return {name.removeprefix("ref_"): size for name, size in vars(self).items() if size is not None}
-
-    def layout(self, training: Layout) -> Layout | None:
-        """Return the layout of the copy; None: that of training."""
-        if not self.typed:
-            return None
-        sizes = replace(training, **self.typed)  # type: ignore[arg-type]
-        same_stages = sizes.pipeline_model_parallel_size == training.pipeline_model_parallel_size
-        return replace(
-            sizes,
-            virtual_pipeline_model_parallel_size=1,
-            microbatch_group_size_per_vp_stage=None,
-            stages=None,
-            sequence_parallel=sizes.tensor_model_parallel_size > 1,
-            first_stage_layers=training.first_stage_layers if same_stages else None,
-            last_stage_layers=training.last_stage_layers if same_stages else None,
-        )
-
-    @rule
-    def the_model_can_be_divided(self, layout: Layout, shape: ModelShape) -> Faults:
-        copy = self.layout(layout)
-        if copy is not None:
-            for fault in faults_of_layout(copy, shape):
-                yield f"the reference copy (--ref_...): {fault}"
 
 
 # ---- the model

@@ -22,7 +22,6 @@ class Routing(Flags):
         "compared with those that vLLM chose, in one forward pass: rollout/router_agreement is the share of tokens "
         "and layers with the same experts. It shows whether --router_replay_mode R3 is worth its bytes: "
         "docs/moe.md. Default: 0, no comparison.",
-        unit="completions",
         example="16",
     )
     moe_router_load_balancing_type: Sequence[str] | str | None

@@ -129,7 +129,6 @@ class Evaluation(Flags):
     eval_max_completion_length: Annotated[int | None, AtLeast(1, use=512)] = flag(
         None,
         "Most tokens of a completion in evaluation. Default: --max_completion_length.",
-        unit="tokens",
         example="8192",
     )
     eval_correct_reward: str | None = flag(

@@ -42,7 +42,6 @@ class Servers(Flags):
         "Time limit in seconds for a rollout server to complete one request or to load new weights; a "
         "request that exceeds it is resent to another server. It must be longer than the longest completion takes, "
         "time in the queue included; with several turns, longer than the longest conversation. Default: 3600.",
-        unit="seconds",
         example="7200",
     )
     vllm_server_pass_dataset: bool
@@ -131,6 +130,19 @@ class Servers(Flags):
             yield f"the rollout server {url} is listed twice; list every server once"
 
 
+@dataclass(frozen=True, kw_only=True)
+class ApiKey(Flags):
+    """The key of the servers: in a class of its own, because no class with it may be written or printed."""
+
+    vllm_server_api_key: str | None = flag(
+        None,
+        "The --api_key of the rollout servers. Servers and trainer also read it from the environment variable "
+        "SWIFT_ROLLOUT_API_KEY, or from the file that SWIFT_ROLLOUT_API_KEY_FILE names. As a flag it is visible in "
+        "process listings until the command has read it. It is never written to args.json. Default: none.",
+        example="KEY",
+    )
+
+
 def _faults_of_group_ports(given: list[int] | int | None, servers: int) -> Faults:
     ports = _listed(given)
     if len(ports) > 1 and len(ports) != servers:
@@ -206,8 +218,15 @@ class Engine(Flags):
             )
 
     def notes(self) -> list[str]:
-        """Return a note for the start-up log on flags without effect, because the server has its own."""
+        """Return a note for the start-up log on flags without effect."""
         given = [f"--{name}" for name, silent in _OF_ENGINE.items() if getattr(self, name) not in (silent, {})]
-        if not given or self.vllm_mode != "server":
+        moved = [f"--{name}" for name in ("offload_model", "offload_optimizer", "offload_grad") if getattr(self, name)]
+        if given and self.vllm_mode == "server":
+            server = "where the flags of `swift rollout` apply"
+            return [f"{', '.join(given)}: without effect with --vllm_mode server, {server}"]
+        if not moved or self.sleep_level:
             return []
-        return [f"{', '.join(given)}: without effect with --vllm_mode server, where the flags of `swift rollout` apply"]
+        return [
+            f"{', '.join(moved)}: nothing is offloaded once vLLM has started, because at --sleep_level 0 vLLM keeps "
+            "its GPU memory; use --sleep_level 2 to let trainer and vLLM alternate"
+        ]

@@ -21,7 +21,6 @@ class TimeLimits(Flags):
         "Time limit in seconds for one reward function on one rank's share of a rollout. If a function "
         "exceeds it, the run ends with an error that names the function. Default: none, only --phase_timeout "
         "applies.",
-        unit="seconds",
         example="300",
     )
     phase_timeout: Annotated[float, AtLeast(0, use=0, why="0 is no limit")] = flag(
@@ -30,7 +29,6 @@ class TimeLimits(Flags):
         "...) and for the work between two phases (checkpoints, callbacks). If a rank exceeds it, every rank "
         "writes its Python stacks and unfinished collectives to stuck-<time>.txt in --output_dir, and the run "
         "ends. 0: no limit. Default: 3600.",
-        unit="seconds",
         example="7200",
     )
     stop_grace: Annotated[float, Above(0, use=120, why="a cluster waits that long between SIGTERM and SIGKILL")] = flag(
@@ -40,7 +38,6 @@ class TimeLimits(Flags):
         "exits with 143 or 130. A step in which completions are still generated or graded after half of this time "
         "is given up, and the checkpoint is that of the step before. A second signal ends the run at once. "
         "Default: 120.",
-        unit="seconds",
         example="60",
     )
 

@@ -27,7 +27,7 @@ from transformers.models.glm4v.modeling_glm4v import Glm4vVisionModel
 from transformers.models.glm4v_moe.configuration_glm4v_moe import Glm4vMoeVisionConfig
 from transformers.models.glm4v_moe.modeling_glm4v_moe import Glm4vMoeVisionModel
 
-from swift_megatron_grpo.arguments.model_checks import COMPOSITE
+from swift_megatron_grpo.arguments.models import COMPOSITE
 from swift_megatron_grpo.training.reference import REFERENCE_ADAPTER
 from tests.support.interpreter import result_of
 
@@ -107,7 +107,7 @@ def test_rows_of_several_layers_are_cut_over_sequence_parallel_ranks() -> None:
 
 
 def test_the_rows_of_several_layers_must_be_on_the_first_stage() -> None:
-    """arguments/image_checks.check_deepstack refuses at start what would fail here."""
+    """settings/images.py refuses at start what would fail here."""
     block = inspect.getsource(qwen3_vl)
     assert "assert len(deepstack_visual_embeds) <= len(" in block
 

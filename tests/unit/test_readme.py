@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 
-from swift_megatron_grpo.arguments.support_table import NOT_YET
+from swift_megatron_grpo.arguments.refused import NOT_YET
 from swift_megatron_grpo.cli.main import COMMANDS
 from tests.paths import REPOSITORY
 

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from swift_megatron_grpo.arguments.model_checks import fault_of_delta_rule
+from swift_megatron_grpo.arguments.models import fault_of_delta_rule
 from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
 
 DISTRIBUTION = "swift-megatron-grpo"

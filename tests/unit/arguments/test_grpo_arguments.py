@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from swift.model import MODEL_MAPPING
 
-from swift_megatron_grpo.arguments.model_checks import REFUSED_COMPOSITE
-from swift_megatron_grpo.arguments.support_table import NOT_YET
+from swift_megatron_grpo.arguments.models import REFUSED_COMPOSITE
+from swift_megatron_grpo.arguments.refused import NOT_YET
 from tests.forking.client import run_code
 from tests.unit.model_config import QWEN3
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from modelscope.hub.check_model import get_model_id_from_cache
 
-from swift_megatron_grpo.arguments.model_origin import WRITTEN_BY_CLIENT, is_from_modelscope
+from swift_megatron_grpo.arguments.environment import WRITTEN_BY_CLIENT, is_from_modelscope
 
 
 @pytest.mark.parametrize("name", WRITTEN_BY_CLIENT)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from swift_megatron_grpo.arguments.stacked_experts import check_stacked_experts
+from swift_megatron_grpo.arguments.models import check_stacked_experts
 from swift_megatron_grpo.cli.tiny_models.composites import Shape, save_composite
 from swift_megatron_grpo.cli.tiny_models.text import TINY
 
 
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_experts_that_save_pretrained_has_left_turned_are_refused(kind: str, tmp_path: Path) -> None:
+def test_experts_that_save_pretrained_has_left_transposed_are_refused(kind: str, tmp_path: Path) -> None:
     released, again = tmp_path / "released", tmp_path / "again"
     save_composite(released, Shape(kind, TINY))
     AutoModelForImageTextToText.from_pretrained(released, dtype=torch.bfloat16).save_pretrained(again)
@@ -24,5 +24,5 @@ def test_experts_that_save_pretrained_has_left_turned_are_refused(kind: str, tmp
     if kind == "qwen3_5_moe":  # released as transformers has them in memory
         check_stacked_experts("m", again, config)
         return
-    with pytest.raises(ValueError, match=r"experts\.\w+ is \[4, .*turn experts back.*use the released checkpoint, or"):
+    with pytest.raises(ValueError, match=r"experts\.\w+ is \[4, .*transpose experts back.*use the released"):
         check_stacked_experts("m", again, config)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swift_megatron_grpo.arguments import start_up_log
-from swift_megatron_grpo.arguments.model_checks import shape_of
+from swift_megatron_grpo.arguments.derived import shape_of
 
 
 @pytest.mark.parametrize(

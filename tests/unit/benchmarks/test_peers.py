@@ -19,7 +19,7 @@ from benchmarks.harness.workload import places, reward_of
 from benchmarks.peers.settings import SwiftFlags
 from benchmarks.peers.trl_settings import PARTS, TrlSetting, trl_flags
 from benchmarks.peers.verl_settings import VerlSetting
-from swift_megatron_grpo.arguments.flags import GRPOFlags
+from swift_megatron_grpo.arguments.derived import AddedFlags
 from tests.paths import REPOSITORY
 
 LORA = ["--tuner_type", "lora", "--lora_rank", "16", "--lora_alpha", "32", "--target_modules", "all-linear"]
@@ -77,7 +77,7 @@ def test_every_part_of_a_setting_changes_its_flag(tmp_path: Path) -> None:
 def test_lora_has_the_same_rank_and_modules_and_computes_in_bf16(tmp_path: Path) -> None:
     config, model = parsed(flags_of("mbs8", *LORA), tmp_path)
     assert model.use_peft and (model.lora_r, model.lora_alpha) == (16, 32)
-    assert model.lora_dropout == GRPOFlags.lora_dropout == 0
+    assert model.lora_dropout == AddedFlags.lora_dropout == 0
     assert model.lora_target_modules == "all-linear"
     assert config.bf16 and model.dtype == "bfloat16"
     in_fp32, _ = parsed(flags_of("mbs8", *LORA, dtype="float32"), tmp_path)

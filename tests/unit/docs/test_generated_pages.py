@@ -9,7 +9,7 @@ import pytest
 from scripts import write_api_page, write_commands_page, write_flags_page, write_memory_page, write_support_table
 from scripts.write_flags_page import Flag
 from scripts.write_support_table import engine_table, page, table
-from swift_megatron_grpo.arguments.support_table import Refusal
+from swift_megatron_grpo.arguments.refused import Refusal
 
 
 def all_flags() -> list[Flag]:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.arguments.value_checks import check_soft_overlong, import_plugins
+from swift_megatron_grpo.arguments.environment import import_plugin
+from swift_megatron_grpo.generation.conversations.checks import check_max_turns
 from swift_megatron_grpo.plugin.refusals import is_caused_by_bug, is_raised_by_package
 from tests.forking.client import free_port
 from tests.paths import IMPORT_PATH
@@ -45,7 +46,7 @@ if "refuses" in sys.argv:
 if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import set_up_reported_by_torchrun
     from swift_megatron_grpo.runtime.parallel import Coordinator
-    from swift_megatron_grpo.arguments.value_checks import check_soft_overlong
+    from swift_megatron_grpo.generation.conversations.checks import check_max_turns
     import contextlib, datetime, torch.distributed
     torch.distributed.init_process_group("gloo")
     with contextlib.ExitStack() as stack:
@@ -54,7 +55,7 @@ if "cannot-be-set-up" in sys.argv or "has-a-bug" in sys.argv:
         open(f"ready{rank}", "w").write(str(os.getpid()))
         time.sleep(1)
         number = "many" if "has-a-bug" in sys.argv else 0
-        check = (lambda n: check_soft_overlong(["soft_overlong"], None, n)) if rank == 1 else (lambda n: None)
+        check = check_max_turns if rank == 1 else (lambda n: None)
         Coordinator(datetime.timedelta(seconds=60)).all_gather_or_raise(lambda: check(number), "checking")
 if "has-a-wrong-parser" in sys.argv:
     from swift_megatron_grpo.plugin.refusals import reported_by_torchrun
@@ -205,13 +206,13 @@ def test_only_what_the_package_raises_is_shown_without_a_traceback() -> None:
             work()
         return raised.value
 
-    assert is_raised_by_package(error_of(lambda: check_soft_overlong(["soft_overlong"], None, 0)))
-    assert not is_raised_by_package(error_of(lambda: check_soft_overlong(["soft_overlong"], None, "many")))  # type: ignore[arg-type]
+    assert is_raised_by_package(error_of(lambda: check_max_turns(0)))
+    assert not is_raised_by_package(error_of(lambda: check_max_turns("many")))  # type: ignore[arg-type]
     assert not is_raised_by_package(error_of(lambda: int("many")))
 
 
 def test_a_file_that_cannot_be_imported_is_refused_with_its_traceback(tmp_path: Path) -> None:
     (plugin := tmp_path / "plugin.py").write_text("rewards = {}\nrewards.apend(1)\n")
     with pytest.raises(ValueError, match="importing it raises AttributeError") as raised:
-        import_plugins("external_plugins", [str(plugin)], lambda file: runpy.run_path(file))
+        import_plugin("external_plugins", str(plugin), lambda file: runpy.run_path(file))
     assert is_caused_by_bug(raised.value) and not is_caused_by_bug(ValueError("--lr 0 must be above 0"))

@@ -9,19 +9,18 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.model_checks import shape_of
-from swift_megatron_grpo.arguments.value_checks import (
-    check_adapter_sync,
-    check_distributed_cpu_optimizer,
+from swift_megatron_grpo.arguments.derived import shape_of
+from swift_megatron_grpo.arguments.environment import (
     check_model_path,
     check_reference_adapter,
     check_reward_functions,
 )
 from swift_megatron_grpo.generation.protocol.model_identity import read_model_config
+from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.facts import Facts, ModelShape
 from swift_megatron_grpo.settings.layout import Layout, parse_stages
 from swift_megatron_grpo.settings.parallel import Parallel, expert_size_notes, faults_of_interleaving, faults_of_layout
-from tests.unit.settings.flags import of
+from tests.unit.settings.flags import faults, of
 
 
 def shape(**changes: Any) -> ModelShape:
@@ -162,15 +161,7 @@ def test_hub_ids_are_accepted() -> None:
 
 
 def test_a_callable_reward_function_needs_no_registry() -> None:
-    check_reward_functions([len], [])
-
-
-def test_what_a_distributed_optimizer_on_the_cpu_cannot_do_is_refused() -> None:
-    check_distributed_cpu_optimizer(in_fp32=False, optimizer="adam")
-    with pytest.raises(ValueError, match="use --torch_dtype bfloat16, or --use_distributed_optimizer false"):
-        check_distributed_cpu_optimizer(in_fp32=True, optimizer="adam")
-    with pytest.raises(ValueError, match="with --optimizer sgd needs --use_distributed_optimizer false"):
-        check_distributed_cpu_optimizer(in_fp32=False, optimizer="sgd")
+    check_reward_functions([len], {})
 
 
 def test_expert_parallelism_of_a_dense_model_is_noted() -> None:
@@ -240,39 +231,33 @@ def test_messages_of_virtual_stages_are_not_batched_between_two_stages(sizes: tu
 
 
 def test_a_virtual_pipeline_needs_groups_of_micro_batches() -> None:
-    def faults(sizes: Layout, micro_batches: int | None) -> str:
+    def faults_of(sizes: Layout, micro_batches: int | None) -> str:
         return "\n".join(faults_of_interleaving(sizes, micro_batches))
 
-    assert [faults(interleaved(), number) for number in (4, 8, None)] == ["", "", ""]
-    assert faults(interleaved(5), 9) == ""  # the remaining 4 still fill the pipeline
-    assert faults(interleaved(virtual=1), 3) == ""
+    assert [faults_of(interleaved(), number) for number in (4, 8, None)] == ["", "", ""]
+    assert faults_of(interleaved(5), 9) == ""  # the remaining 4 still fill the pipeline
+    assert faults_of(interleaved(virtual=1), 3) == ""
     for number in (2, 6):
         advice = "make it a multiple of 4 with --global_batch_size or --micro_batch_size"
-        assert advice in faults(interleaved(), number)
-    assert "use --microbatch_group_size_per_vp_stage 4, or leave it out" in faults(interleaved(3), 12)
-    assert "has no effect without --virtual_pipeline_model_parallel_size" in faults(interleaved(4, virtual=1), 12)
+        assert advice in faults_of(interleaved(), number)
+    assert "use --microbatch_group_size_per_vp_stage 4, or leave it out" in faults_of(interleaved(3), 12)
+    assert "has no effect without --virtual_pipeline_model_parallel_size" in faults_of(interleaved(4, virtual=1), 12)
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"has_adapter": False}, "--vllm_enable_lora true requires --tuner_type lora"),
-        ({"rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
-        (
-            {"mcore_model": "m"},
-            "adapter to --model, and the trainer applies it to --mcore_model m",
-        ),
-        ({"sleep_level": 2}, "use --sleep_level 1"),
+        ({"tuner_type": "full"}, "--vllm_enable_lora true requires --tuner_type lora"),
+        ({"lora_rank": 1024}, "up to rank 512, and --lora_rank is 1024"),
+        ({"mcore_model": "m"}, "adapter to --model, and the trainer applies it to --mcore_model m"),
+        ({"sleep_level": 2, "vllm_mode": "colocate"}, "use --sleep_level 1"),
         ({"sync_check": "full"}, "use --sync_check canary, or --vllm_enable_lora false"),
     ],
 )
 def test_flags_that_exclude_sending_only_the_adapter(flags: dict[str, Any], message: str) -> None:
-    valid: dict[str, Any] = {"enabled": True, "has_adapter": True, "rank": 8, "sleep_level": 1, "mcore_model": None,
-                             "sync_check": "canary"}  # fmt: skip
-    check_adapter_sync(**valid)
-    check_adapter_sync(**{**valid, **flags, "enabled": False})
-    with pytest.raises(ValueError, match=message):
-        check_adapter_sync(**{**valid, **flags})
+    valid: dict[str, Any] = {"tuner_type": "lora", "vllm_enable_lora": True}
+    assert faults(Adapter, **valid) == faults(Adapter, **{**flags, "vllm_enable_lora": False}) == ""
+    assert message in faults(Adapter, **valid | flags)
 
 
 def test_a_reference_adapter_has_the_settings_of_the_trained_one(tmp_path: Path) -> None:

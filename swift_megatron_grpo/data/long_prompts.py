@@ -6,17 +6,17 @@ be encoded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
 from swift.template import Template
 from swift.utils import get_logger
 
-from swift_megatron_grpo.arguments.rows_on_ranks import on_all_ranks
 from swift_megatron_grpo.data.image_checks import ImagesOfRow
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.requests import infer_request
+from swift_megatron_grpo.data.rows_on_ranks import on_all_ranks
+from swift_megatron_grpo.types import Prompt
 
 logger = get_logger()
 STRATEGIES = ("delete", "raise")
@@ -24,12 +24,20 @@ _LISTED = 5
 
 
 def without_long_prompts(
-    dataset: Any, images: Sequence[ImagesOfRow], template: Template, max_length: int | None, strategy: str, name: str
+    dataset: Any,
+    images: Sequence[ImagesOfRow],
+    template: Template,
+    *,
+    request: Callable[[Prompt], Any],
+    max_length: int | None,
+    strategy: str,
+    name: str,
 ) -> Any:
     """Return the rows of a dataset whose prompts fit. Every rank calls this, and encodes its share of the rows.
 
-    An image counts with all its tokens. `name`: the flag of the dataset, for messages. Raises ValueError for the first
-    rows that do not fit if the strategy is "raise", and if no row is left.
+    An image counts with all its tokens. `request`: turns a prompt into what the template encodes. `name`: the flag of
+    the dataset, for messages. Raises ValueError for the first rows that do not fit if the strategy is "raise", and if
+    no row is left.
     """
     if max_length is None or strategy not in STRATEGIES:
         return dataset
@@ -42,7 +50,7 @@ def without_long_prompts(
         prompts.taken = row
         [prompt] = prompts.take(1)
         expansion = images[row].tokens - images[row].images  # in place of one placeholder per image
-        return len(encoder.encode(infer_request(prompt))["input_ids"]) + expansion
+        return len(encoder.encode(request(prompt))["input_ids"]) + expansion
 
     long = find_long(on_all_ranks(length, len(dataset)), max_length)
     if not long:

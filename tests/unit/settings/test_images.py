@@ -7,27 +7,14 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.arguments.image_checks import (
-    check_deepstack,
-    check_parts,
-    check_vision_tower_heads,
-    layers_of_first_stage,
-    vision_tower_share,
-)
-from swift_megatron_grpo.settings.facts import DataShape
+from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
+from swift_megatron_grpo.settings.images import Images, layers_of_first_stage
 from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.servers import Engine
-from tests.unit.settings.flags import faults
+from tests.unit.settings.flags import faults, of
 
-PARTS: dict[str, Any] = {
-    "images": 1,
-    "freeze_vit": False,
-    "freeze_aligner": False,
-    "language_model_only": False,
-    "adapter_only": False,
-    "has_adapter": False,
-}
 THREE = {"deepstack_visual_indexes": [1, 2, 3], "num_heads": 6}
+PARTS: dict[str, Any] = {"tuner_type": "full", "freeze_vit": False, "freeze_aligner": False}
 
 
 @pytest.mark.parametrize(
@@ -38,13 +25,13 @@ THREE = {"deepstack_visual_indexes": [1, 2, 3], "num_heads": 6}
         ({"images": 0, "freeze_vit": True}, "--freeze_aligner false: no row"),
         ({"freeze_vit": True, "vit_lr": 1e-5}, "--vit_lr 1e-05: the part .* use --freeze_vit false, or leave --vit_lr"),
         ({"freeze_aligner": True, "aligner_lr": 0.1}, "--aligner_lr 0.1: .* use --freeze_aligner false"),
-        ({"adapter_only": True, "has_adapter": True}, "--vllm_enable_lora true with --freeze_vit false.*_lora false"),
+        ({"vllm_enable_lora": True, "tuner_type": "lora"}, "--vllm_enable_lora true with --freeze_vit false.*_lora f"),
     ],
 )
 def test_parts_that_cannot_be_trained_are_refused(values: dict[str, Any], message: str) -> None:
-    check_parts(**PARTS)
-    with pytest.raises(ValueError, match=message):
-        check_parts(**{**PARTS, **values})
+    assert faults(Images, rows=DataShape(1), **PARTS) == ""
+    typed = PARTS | values
+    assert re.search(message, faults(Images, rows=DataShape(typed.pop("images", 1)), **typed), re.DOTALL)
 
 
 def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
@@ -54,12 +41,19 @@ def test_a_limit_below_the_images_of_a_row_is_refused() -> None:
     assert re.search(r"allows 2 images, .* has 3; use .*'\{\"image\": 3, \"video\": 0\}'", message)
 
 
-def test_vllm_divides_the_heads_of_the_tower() -> None:
-    check_vision_tower_heads(THREE, 3, None)
-    check_vision_tower_heads(THREE, 4, {"mm_encoder_tp_mode": "data"})
-    check_vision_tower_heads({}, 4, None)
-    with pytest.raises(ValueError, match="--vllm_tensor_parallel_size 4 does not divide the 6 attention heads"):
-        check_vision_tower_heads(THREE, 4, {})
+def of_vision(vision: dict[str, Any], layout: Layout, **typed: Any) -> str:
+    shape = ModelShape("m", None, None, None, 12, None, None)
+    facts = Facts(layout, {"vision_config": vision}, shape, DataShape(1))
+    return "\n".join(of(Images, **typed).faults(facts))
+
+
+def test_vllm_divides_the_heads_of_the_vision_tower() -> None:
+    assert of_vision(THREE, Layout(12), vllm_tensor_parallel_size=3) == ""
+    data = {"mm_encoder_tp_mode": "data"}
+    assert of_vision(THREE, Layout(12), vllm_tensor_parallel_size=4, vllm_engine_kwargs=data) == ""
+    assert of_vision({}, Layout(12), vllm_tensor_parallel_size=4) == ""
+    message = of_vision(THREE, Layout(12), vllm_tensor_parallel_size=4)
+    assert "--vllm_tensor_parallel_size 4 does not divide the 6 attention heads" in message
 
 
 @pytest.mark.parametrize(
@@ -74,14 +68,14 @@ def test_vllm_divides_the_heads_of_the_tower() -> None:
 )
 def test_the_first_stage_has_the_layers_that_take_rows_of_the_tower(layout: Layout, layers: int) -> None:
     assert layers_of_first_stage(layout, 12) == layers
-    check_deepstack({}, layout, 12)
-    if layers >= 3:
-        check_deepstack(THREE, layout, 12)
-    else:
-        with pytest.raises(ValueError, match=f"has {layers} layers, .* adds to the first 3 layers.*; use --"):
-            check_deepstack(THREE, layout, 12)
+    assert of_vision({}, layout) == ""
+    expected = "" if layers >= 3 else f"has {layers} layers, .* adds to the first 3 layers.*; use --"
+    assert re.search(expected, message := of_vision(THREE, layout)) and bool(message) == (layers < 3)
 
 
 def test_a_training_pass_has_the_work_of_what_is_trained() -> None:
-    assert vision_tower_share(False, True) == vision_tower_share(False, False) == 1.0
-    assert vision_tower_share(True, False) == 1 / 3 and vision_tower_share(True, True) == 0.0
+    def share(freeze_vit: bool, freeze_aligner: bool, images: int = 1) -> float:
+        return of(Images, freeze_vit=freeze_vit, freeze_aligner=freeze_aligner).trained_share(images)
+
+    assert share(False, True) == share(False, False) == 1.0
+    assert share(True, False) == 1 / 3 and share(True, True) == share(False, False, images=0) == 0.0

@@ -1,20 +1,32 @@
-"""Checks of composite models: a language model with a tower for images, video or audio.
+"""Checks of the model that config.json describes: supported types, attention layers, kernels, experts, positions.
 
-Pure functions on plain values. A type is supported if a test trains a tiny model of it on text and images, and compares
-it with plain transformers. docs/models.md has the list with what is trained, frozen and sent.
+A composite model, which is a language model with an image, video or audio part, is supported if a test trains a tiny
+model of its type on text and images, and compares it with plain transformers. docs/models.md has the list with what is
+trained, frozen and sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import torch
 from packaging.version import Version
 
-from swift_megatron_grpo.generation.protocol.model_identity import language_config
-from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.arguments.derived import DerivedArguments
+from swift_megatron_grpo.arguments.problems import check_all
+from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
+from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
+from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
+from swift_megatron_grpo.settings.flag import as_typed
+from swift_megatron_grpo.settings.positions import Positions
+from swift_megatron_grpo.settings.trained import check_target_modules
+from swift_megatron_grpo.weights.load.quantization import check_quantization
+from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 _IMAGES_AND_VIDEOS = ("image", "video")
 
@@ -57,25 +69,32 @@ REFUSED_COMPOSITE: Mapping[str, str] = {
 }
 
 
-def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape of a config.json as transformers writes it; of a composed model, of its text part."""
-    text = language_config(config)
+def check_model(args: DerivedArguments) -> None:
+    """Check what this trainer has to know of the architecture in config.json, which ms-swift has read."""
+    check_all([partial(_check_architecture, args), partial(_check_precision, args)])
 
-    def number(*keys: str) -> int | None:
-        return next((text[key] for key in keys if isinstance(text.get(key), int)), None)
 
-    latent = "kv_lora_rank" in text  # every rank holds the whole latent, and all heads are alike
-    linear = [number("linear_num_key_heads"), number("linear_num_value_heads")]
-    return ModelShape(
-        name=name,
-        attention_heads=number("num_attention_heads"),
-        kv_heads=None if latent else number("num_key_value_heads"),
-        ffn=number("intermediate_size"),
-        layers=number("num_hidden_layers"),
-        experts=number("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
-        expert_ffn=number("moe_intermediate_size"),
-        linear_heads=tuple(heads for heads in linear if heads is not None),
-    )
+def _check_architecture(args: DerivedArguments) -> None:
+    config = args.model_config
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    check_kernels(args.model, config, on_hopper)
+    check_attention_layers(args.model, config)
+    if torch.cuda.is_available():
+        check_flash_attention(as_typed(args.attention_backend), args.context_parallel_size, has_flash_attention())
+    check_stacked_experts(args.model, args.model_dir, config)
+    if not args.model_meta.is_multimodal:
+        check_target_modules(args.target_modules)
+    else:
+        check_composite_rope(args.of(Positions), config)
+        frozen = (args.freeze_llm, args.freeze_vit, args.freeze_aligner)
+        check_composite(args.model, config["model_type"], *frozen, STOCK_TRAINER)
+        check_language_model(args.model, config, STOCK_TRAINER)
+
+
+def _check_precision(args: DerivedArguments) -> None:
+    """Check --rollout_quantization against the model; vLLM's part and servers check their own devices."""
+    dtype = str(args.torch_dtype).removeprefix("torch.")
+    check_quantization(args.rollout_quantization, args.vllm_enable_lora, dtype, None)
 
 
 def check_composite(
@@ -173,3 +192,44 @@ def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:
 
 def _layers(interval: int, layers: int) -> list[str]:
     return ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)]
+
+
+_TRANSPOSED = "qwen3_vl_moe"  # the one model_type of COMPOSITE whose released experts are transposed
+
+
+def check_stacked_experts(model: str, folder: str | Path, config: Mapping[str, Any]) -> None:
+    """Refuse a Qwen3-VL mixture of experts that transformers has saved again.
+
+    The released checkpoints have [experts, inputs, outputs], and transformers transposes them when it loads. Its
+    save_pretrained does not transpose them back. mcore-bridge and vLLM expect every checkpoint to be as released.
+    """
+    if config.get("model_type") != _TRANSPOSED:
+        return
+    text = language_config(config)
+    hidden, intermediate = text["hidden_size"], text["moe_intermediate_size"]
+    released = {"gate_up_proj": (hidden, 2 * intermediate), "down_proj": (intermediate, hidden)}
+    for name, tensor in stored_tensors(folder).items():
+        wanted = released.get(name.rpartition("mlp.experts.")[2])
+        if wanted is not None and tensor.shape[1:] != wanted:
+            raise ValueError(
+                f"--model {model}: {name} is {list(tensor.shape)}, and the released checkpoints of {_TRANSPOSED} have "
+                f"{[tensor.shape[0], *wanted]}: transformers' save_pretrained does not transpose experts back, and "
+                "neither Megatron nor vLLM can load them; use the released checkpoint, or exchange the last two "
+                "dimensions of every mlp.experts.gate_up_proj and mlp.experts.down_proj"
+            )
+
+
+def check_composite_rope(positions: Positions, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if --rope_scaling changes the positions of a composite model. `config`: of its config.json.
+
+    ms-swift fills in the checkpoint's own scaling where the flag is not given, which vLLM reads from config.json.
+    """
+    value = positions.rope_scaling
+    if not value:
+        return
+    asked, own = position_identity({"rope_parameters": positions.scaling}), position_identity(config)
+    if asked["rope_type"] != own["rope_type"] or asked["rope_factor"] not in (None, own["rope_factor"]):
+        raise ValueError(
+            f"--rope_scaling {value}: vLLM takes the positions of a model with an image or video part from its "
+            "config.json only, so trainer and vLLM would differ; leave it out, or change rope_parameters in config.json"
+        )

@@ -8,7 +8,7 @@ import pytest
 from mcore_bridge.model.constant import MLLMModelType
 from mcore_bridge.model.register import MODEL_MAPPING
 
-from swift_megatron_grpo.arguments.model_checks import (
+from swift_megatron_grpo.arguments.models import (
     COMPOSITE,
     INTERNVL_LANGUAGES,
     REFUSED_COMPOSITE,
@@ -109,7 +109,7 @@ def test_a_model_without_linear_attention_is_not_checked() -> None:
 
 def test_linear_attention_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     check_kernels("m", described(None, 4, True), on_hopper=False)  # the CPU platform has them
-    monkeypatch.setattr("swift_megatron_grpo.arguments.model_checks.find_spec", lambda name: None)
+    monkeypatch.setattr("swift_megatron_grpo.arguments.models.find_spec", lambda name: None)
     check_kernels("m", {"num_hidden_layers": 2}, on_hopper=True)
     with pytest.raises(ValueError, match="--model m has linear attention, which needs flash-linear-attention"):
         check_kernels("m", described(None, 4, True), on_hopper=True)

@@ -1,0 +1,145 @@
+"""Flags of ms-swift that this trainer refuses, and those that change nothing here: data, and the messages about it.
+
+A flag of ms-swift is in neither table, and is read by this trainer or by ms-swift's own code. tests/unit/arguments/
+test_flags.py lists them all, so a flag that a new ms-swift release adds fails that test by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from swift_megatron_grpo import SWITCH
+from swift_megatron_grpo.settings.flag import as_typed
+
+STOCK_TRAINER = f"{SWITCH}=off for ms-swift's own trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A flag of which this trainer supports only some values."""
+
+    allowed: tuple[Any, ...]  # the default is one of them
+    why: str
+    stock: bool = True  # True if ms-swift's own trainer supports the other values
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A flag that refines how ms-swift's own trainer works, and changes no result here."""
+
+    silent: tuple[Any, ...]  # values that need no note; the default is one of them
+    why: str
+
+
+_TEACHER = "distillation from a teacher is not supported yet"
+_PACKED = "sequences are always packed, without padding between them"
+_LOW_BITS = "training below 16 bits is not supported yet"
+_OVERLAP = "this overlap is not supported yet"
+_LENGTHS = "packed micro batches differ in length"
+
+NOTED: Mapping[str, Note] = {
+    "padding_free": Note((True,), "sequences are packed without padding in any case, and the loss is the same"),
+    "offload_bridge": Note(
+        (False,), "weights are sent to vLLM one tensor at a time, so there is no second copy of them to offload"
+    ),
+}
+
+NOT_YET: Mapping[str, Refusal] = {
+    # algorithm
+    "calculate_per_token_loss": Refusal((False, None), "losses are always normalised over the whole optimizer step"),
+    "loss_scale": Refusal(
+        ("last_round", "last_round+ignore_empty_think"),
+        "exactly the tokens that the policy generated are trained",
+        stock=False,
+    ),
+    "is_binary_loss_scale": Refusal((None,), "exactly the tokens that the policy generated are trained", stock=False),
+    "mtp_num_layers": Refusal((None, 0), "multi-token prediction is not trained", stock=False),
+    # rollouts
+    "use_vllm": Refusal((True,), "completions come from vLLM", stock=False),
+    "move_model_batches": Refusal((None,), "weights are sent to vLLM one tensor at a time", stock=False),
+    # rewards, teacher, reference
+    "reward_model": Refusal((None,), "reward models are not supported yet", stock=False),
+    "reward_model_plugin": Refusal((None,), "reward models are not supported yet", stock=False),
+    **dict.fromkeys(
+        ("teacher_model", "teacher_model_type", "teacher_model_revision", "teacher_model_server"),
+        Refusal((None,), _TEACHER),
+    ),
+    "offload_teacher_model": Refusal((False,), _TEACHER),
+    "sync_ref_model": Refusal((False,), "the reference policy is never updated", stock=False),
+    "mcore_ref_adapter": Refusal((None,), "the reference adapter is read from safetensors, with --ref_adapters"),
+    # data
+    "truncation_strategy": Refusal(
+        (None, "left", "delete", "raise"), "the end of a prompt is the question, and one prompt is one row", stock=False
+    ),
+    "streaming": Refusal((False,), "the dataset's length must be known"),
+    "packing": Refusal((False,), "completions are packed after they are generated"),
+    "cached_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
+    "cached_val_dataset": Refusal(([],), "it holds tokens, and completions need messages", stock=False),
+    "data_sharding": Refusal((False,), "every rank computes the order of all prompts"),
+    "group_by_length": Refusal((False,), "prompts are not sorted by length", stock=False),
+    # model
+    "tuner_type": Refusal(("full", "lora"), "an adapter next to a trained image part is not supported yet"),
+    "lora_bias": Refusal(
+        ("none",), "biases of the model are frozen, and an adapter is saved without them", stock=False
+    ),
+    "tuner_backend": Refusal(("peft",), "adapters are created with peft", stock=False),
+    "task_type": Refusal((None, "causal_lm"), "the policy is a causal language model", stock=False),
+    "new_special_tokens": Refusal(
+        ([],), "vLLM uses the vocabulary of the checkpoint; save the model with them once (swift export), then train it"
+    ),
+    "quant_method": Refusal((None,), _LOW_BITS, stock=False),
+    "quant_bits": Refusal((None,), _LOW_BITS, stock=False),
+    "bridge_backend": Refusal(("mcore-bridge",), "weights are converted by mcore-bridge"),
+    # precision
+    "fp16": Refusal((None, False), "fp16 needs a loss scaler, which skips steps, and a failed step stops the run"),
+    "fp8_format": Refusal((None,), _LOW_BITS),
+    "fp8_param_gather": Refusal((False,), _LOW_BITS),
+    "fp4_format": Refusal((None,), _LOW_BITS),
+    "fp4_param_gather": Refusal((False,), _LOW_BITS),
+    # layout and communication
+    "mlp_padding_free": Refusal((False,), _PACKED),
+    "attention_backend": Refusal(("flash", "flash_2", "flash_3", "flash_4", "fused", "unfused", "auto"), _PACKED),
+    "sequence_packing_scheduler": Refusal((None,), "this trainer has its own packing"),
+    "cp_partition_mode": Refusal(("zigzag",), "context-parallel ranks always hold zigzag slices"),
+    "tp_comm_overlap": Refusal((False,), _LENGTHS),
+    "overlap_param_gather_with_optimizer_step": Refusal((False,), _OVERLAP),
+    "use_megatron_fsdp": Refusal((False,), "Megatron-FSDP is not supported yet"),
+    # optimizer
+    "optimizer": Refusal(("adam", "sgd"), "Muon is not supported yet"),
+    "optimizer_cuda_graph": Refusal((False,), _LENGTHS),
+    # other ways to start
+    "use_ray": Refusal((False,), "ranks are started by torchrun"),
+    "ray_exp_name": Refusal((None,), "ranks are started by torchrun"),
+    "device_groups": Refusal((None,), "ranks are started by torchrun"),
+    "skip_megatron_init": Refusal((False,), "ranks are started by torchrun"),
+}
+
+
+def refuse(values: Mapping[str, Any], refused: Mapping[str, Refusal] = NOT_YET) -> None:
+    """Raise ValueError for every flag whose value this trainer does not support."""
+    faults = [_message(flag, values[flag], no) for flag, no in refused.items() if not _is_allowed(values[flag], no)]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def notes_on_flags(values: Mapping[str, Any]) -> list[str]:
+    """Return a line for the start-up log on every flag that is accepted and changes nothing."""
+    return [
+        f"--{flag} {as_typed(values[flag])}: without effect, because {note.why}"
+        for flag, note in NOTED.items()
+        if values[flag] not in note.silent
+    ]
+
+
+def _is_allowed(value: Any, refusal: Refusal) -> bool:
+    return (value.name if isinstance(value, Enum) else value) in refusal.allowed
+
+
+def _message(flag: str, value: Any, refusal: Refusal) -> str:
+    choices = [as_typed(choice) for choice in refusal.allowed if choice not in (None, False, [])]
+    remedies = [f"use --{flag} {' or '.join(choices)}" if choices else "leave it out"]
+    remedies += [STOCK_TRAINER] if refusal.stock else []
+    return f"--{flag} {as_typed(value)}: {refusal.why}; {', or '.join(remedies)}"

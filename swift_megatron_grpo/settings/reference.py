@@ -1,0 +1,103 @@
+"""The reference policy: a frozen copy of the model in full tuning, the model without its adapter in LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from swift_megatron_grpo.settings.adapter import Adapter
+from swift_megatron_grpo.settings.batches import Batches
+from swift_megatron_grpo.settings.facts import ModelShape
+from swift_megatron_grpo.settings.flag import Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.parallel import faults_of_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference(Flags):
+    """Where the reference comes from, and the layout of a copy: a size that is left out is that of training."""
+
+    ref_tensor_model_parallel_size: int | None = flag(
+        None,
+        "Tensor-parallel size of the frozen reference copy (full tuning with --beta above 0), which needs less memory "
+        "than the trained model. Every --ref_..._parallel_size flag that is omitted takes the size of training. "
+        "Default: as in training.",
+    )
+    ref_pipeline_model_parallel_size: int | None = flag(
+        None, "Pipeline-parallel size of the frozen reference copy. Default: as in training."
+    )
+    ref_context_parallel_size: int | None = flag(
+        None, "Context-parallel size of the frozen reference copy. Default: as in training."
+    )
+    ref_expert_model_parallel_size: int | None = flag(
+        None, "Expert-parallel size of the frozen reference copy. Default: as in training."
+    )
+    ref_expert_tensor_parallel_size: int | None = flag(
+        None, "Expert-tensor-parallel size of the frozen reference copy. Default: as in training."
+    )
+    model: str | None
+    ref_model: str | None
+    mcore_ref_model: str | None
+    beta: float | None
+    adapter: Adapter
+    batches: Batches
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that are set, under the names of training's."""
+        sizes = {name: value for name, value in vars(self).items() if name.startswith("ref_") and "parallel" in name}
+        return {name.removeprefix("ref_"): size for name, size in sizes.items() if size is not None}
+
+    @property
+    def copied_from(self) -> str | None:
+        """The weights of the frozen copy, a folder or a hub id; None: there is no copy."""
+        if self.beta == 0 or self.adapter.exists:
+            return None
+        return self.mcore_ref_model or self.ref_model or self.model
+
+    def layout(self, training: Layout) -> Layout | None:
+        """Return the layout of the copy; None: that of training."""
+        if not self.sizes:
+            return None
+        layout = replace(training, **self.sizes)  # type: ignore[arg-type]
+        same_stages = layout.pipeline_model_parallel_size == training.pipeline_model_parallel_size
+        return replace(
+            layout,
+            virtual_pipeline_model_parallel_size=1,
+            microbatch_group_size_per_vp_stage=None,
+            stages=None,
+            sequence_parallel=layout.tensor_model_parallel_size > 1,
+            first_stage_layers=training.first_stage_layers if same_stages else None,
+            last_stage_layers=training.last_stage_layers if same_stages else None,
+        )
+
+    @rule
+    def the_copy_is_of_one_checkpoint(self) -> Faults:
+        if self.ref_model is not None and self.adapter.exists:
+            yield "--ref_model: the reference of a LoRA run is the model without its adapter; leave it out"
+        if self.mcore_ref_model is not None and (self.adapter.exists or self.ref_model is not None):
+            reason = "the reference is the frozen copy of a run without an adapter, from one checkpoint"
+            yield f"--mcore_ref_model {self.mcore_ref_model}: {reason}; leave it or the other flag out"
+
+    @rule
+    def sizes_are_of_a_copy_and_divide_the_batches(self, layout: Layout) -> Faults:
+        copy = self.layout(layout)
+        if copy is None:
+            return
+        if self.beta == 0 or self.adapter.exists:
+            lora = "the reference of a LoRA run is the model without its adapter"
+            yield (
+                "the --ref_..._parallel_size flags need a frozen reference copy, and "
+                f"{lora if self.adapter.exists else '--beta is 0'}; leave them out"
+            )
+        for size, value in self.sizes.items():
+            if value <= 0:
+                yield f"--ref_{size} {value} must be at least 1; use --ref_{size} 1, or leave it out"
+        if copy.is_positive:
+            replace(self.batches, micro_batch_size=1).plan(copy)
+
+    @rule
+    def the_model_can_be_divided(self, layout: Layout, shape: ModelShape) -> Faults:
+        copy = self.layout(layout)
+        if copy is not None:
+            for fault in faults_of_layout(copy, shape):
+                yield f"the reference copy (--ref_...): {fault}"

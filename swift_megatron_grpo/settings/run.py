@@ -1,0 +1,94 @@
+"""The length of a run, its checkpoints and its data, and a check without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from swift_megatron_grpo.settings.config import UnreadTensors
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duration(Flags):
+    """Length of a run, and intervals of logs and checkpoints."""
+
+    train_iters: Annotated[int | None, AtLeast(1, use=100)]
+    num_train_epochs: Annotated[int | None, AtLeast(1, use=1)]
+    logging_steps: Annotated[int, AtLeast(1, use=1)]
+    save_steps: Annotated[int, AtLeast(1, use=100)]
+    save_total_limit: Annotated[int | None, AtLeast(1, use=2)]
+    ddp_timeout: Annotated[int, AtLeast(1, use=18000000)]
+
+    @rule
+    def the_length_is_set(self) -> Faults:
+        if self.train_iters is None and self.num_train_epochs is None:
+            yield "the length of training is not set; use --num_train_epochs 1 or --train_iters 100"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Flags):
+    """Checkpoints that a run loads and saves."""
+
+    resume: str = flag(
+        "never",
+        "auto: continue from the newest whole checkpoint in --output_dir or in one of its version folders, in the "
+        "folder of that run; incomplete and damaged checkpoints are skipped, with a line in the log. Without a "
+        "checkpoint the run starts with step 1, and a run that has done all its steps ends at once. Rollouts that "
+        "--rollout_dump has stored beyond the checkpoint are trained without being generated again. A folder "
+        "checkpoint-N: continue from it. never: start with step 1, unless --finetune false and --mcore_model or "
+        "--mcore_adapter name a checkpoint. docs/checkpoints.md describes it. Default: never.",
+        example="auto",
+    )
+    verify_checkpoint: bool = flag(
+        True,
+        "Verify checkpoints before they are loaded: every file against the size and the checksum in manifest.json, the "
+        "model, and when a run resumes the tokenizer. A damaged or incomplete checkpoint is refused, and the error "
+        "names a whole one. false: files are not verified, and differences are only logged. Default: true.",
+    )
+    unread_tensors: UnreadTensors = flag(
+        "stop",
+        "What to do if a checkpoint has tensors that nothing loads, so that they would be neither trained nor sent to "
+        "vLLM. stop: the run ends with an error that names them. warn: they are logged and left out. Layers of "
+        "multi-token prediction and buffers that are computed are always left out. Default: stop.",
+    )
+    save_missing_weights: bool | None = flag(
+        None,
+        "Copy the tensors of the checkpoint that the model does not have into saved models, as they were. Default: "
+        "copy layers of multi-token prediction and, with --language_model_only true, the image, video and audio "
+        "parts; other tensors are left out.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Flags):
+    """Rows of the datasets."""
+
+    data_seed: Annotated[int | None, Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")]
+    dataset_num_proc: Annotated[int, AtLeast(1, use=1)]
+    max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="an image has at least one patch")]
+    truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = flag(
+        None,
+        "What to do with prompts longer than --max_length. left: cut their beginning. delete: leave them out of the "
+        "dataset before training. raise: refuse the dataset, with the rows. Default: left.",
+        example="delete",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Flags):
+    """A check of the settings without training; cli/check reads it."""
+
+    check: bool = flag(
+        False,
+        "Do not train. In one process, without a GPU and without weights: check all flags, read the dataset, call the "
+        "reward functions with made-up completions, and print the layout, the batches, the memory of each GPU by "
+        "phase, a guess of the time, and settings that fit if these do not. docs/check.md has an example. Default: "
+        "false.",
+    )
+    check_gpu: str | None = flag(
+        None,
+        "With --check true: the GPU of the run, such as A100-80G, H100-80G or H200-141G. Default: the GPU of this "
+        "machine, or H100-80G without one.",
+        example="H200-141G",
+    )

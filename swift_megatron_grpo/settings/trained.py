@@ -1,0 +1,203 @@
+"""What is trained: frozen weights, precision, recomputation and the kernels of the model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+
+from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, as_typed, flag, rule
+
+_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp16", "half", "float32", "fp32", "float")
+_ONLY_FULL = (
+    "freeze_parameters_ratio",
+    "freeze_parameters_regex",
+    "trainable_parameters",
+    "trainable_parameters_regex",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Flags):
+    """Flags that choose what is trained: they must leave something to train, and do what they name."""
+
+    tuner_type: str
+    freeze_parameters: list[str]
+    freeze_parameters_ratio: Annotated[float, Range(0, 0, high=1)]
+    freeze_parameters_regex: str | None
+    trainable_parameters: list[str]
+    trainable_parameters_regex: str | None
+    target_regex: str | None
+    lora_rank: Annotated[int, AtLeast(1, use=8)]
+    lora_alpha: Annotated[int, Above(0, use=32, why="the adapter is multiplied by it")]
+    max_model_len: Annotated[int | None, AtLeast(2, use=32768)]
+    moe_z_loss_coeff: Annotated[float | None, AtLeast(0, use=0.001)]
+    optimizer: str
+    optimizer_cpu_offload: bool
+    use_distributed_optimizer: bool
+    model: str | None
+    fp16: bool | None
+    torch_dtype: Any
+    recompute_granularity: str | None
+    recompute_method: str | None
+    recompute_num_layers: int | None
+
+    @property
+    def freezing(self) -> str:
+        """The flags that freeze weights, as typed; empty if there are none."""
+        flags = ("freeze_parameters", "freeze_parameters_regex", "freeze_parameters_ratio")
+        return " ".join(f"--{flag} {as_typed(getattr(self, flag))}" for flag in flags if getattr(self, flag))
+
+    @rule(before_resolution=True)
+    def patterns_are_regular_expressions(self) -> Faults:
+        """ms-swift logs a warning for one that it cannot read, and continues without it."""
+        for name in ("freeze_parameters_regex", "trainable_parameters_regex", "target_regex"):
+            pattern = getattr(self, name) or ""
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield (
+                    f"--{name} {pattern} is not a regular expression ({error}); use one that Python's re.search "
+                    rf"accepts, for example --{name} 'layers\.[0-3]\.', or leave it out"
+                )
+
+    @rule(before_resolution=True)
+    def some_weights_are_trained(self) -> Faults:
+        given = [name for name in _ONLY_FULL if getattr(self, name)]
+        if self.tuner_type != "full" and given:
+            yield (
+                f"--{given[0]} {as_typed(getattr(self, given[0]))} has no effect with --tuner_type {self.tuner_type}, "
+                "which trains all of an adapter; leave it out, or choose the layers that have one: use "
+                "--target_modules linear_qkv linear_proj"
+            )
+        elif not self.trainable_parameters and not self.trainable_parameters_regex:
+            pattern = self.freeze_parameters_regex
+            frozen_by = "freeze_parameters_ratio 1" if self.freeze_parameters_ratio == 1 else ""
+            if pattern and _finds(pattern, ""):  # what is found in an empty name is found in every one
+                frozen_by = f"freeze_parameters_regex {pattern}"
+            if frozen_by:
+                yield (
+                    f"--{frozen_by} freezes every weight, so nothing would be trained; leave it out, or use "
+                    "--trainable_parameters with the names of some weights"
+                )
+
+    @rule
+    def megatron_recomputes_some_layers(self) -> Faults:
+        full = self.recompute_granularity == "full"
+        if full and self.recompute_method is not None and self.recompute_num_layers is None:
+            yield f"--recompute_method {self.recompute_method} needs a number of layers; use --recompute_num_layers 1"
+
+    @rule
+    def weights_of_this_type_can_be_trained(self) -> Faults:
+        typed = self.torch_dtype
+        if isinstance(typed, str) and typed.removeprefix("torch.") not in _DTYPES:
+            yield f"--torch_dtype {typed} is not a type of weights that can be trained; use --torch_dtype bfloat16"
+        if self.fp16 is None and typed in (torch.float16, torch.float32):  # as resolved, from config.json
+            yield (
+                f"--model {self.model} has torch_dtype {str(typed).removeprefix('torch.')}, which ms-swift would train "
+                "in fp16, and fp16 is not supported; use --torch_dtype bfloat16, or --fp16 false for fp32"
+            )
+
+    @rule
+    def the_distributed_optimizer_has_states_on_the_cpu(self) -> Faults:
+        """Megatron fails once the model is built."""
+        if not (self.optimizer_cpu_offload and self.use_distributed_optimizer):
+            return
+        if self.torch_dtype == torch.float32:
+            yield (
+                "--optimizer_cpu_offload true: Megatron's distributed optimizer cannot move states of fp32 weights to "
+                "the CPU; use --torch_dtype bfloat16, or --use_distributed_optimizer false"
+            )
+        elif self.optimizer != "adam":
+            yield (
+                f"--optimizer_cpu_offload true with --optimizer {self.optimizer} needs --use_distributed_optimizer "
+                "false; set it, or use --optimizer adam"
+            )
+
+
+def _finds(pattern: str, text: str) -> bool:
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:  # reported by a rule
+        return False
+
+
+_IN_MEGATRON: Mapping[str, str] = {  # names of transformers: those of Megatron
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "qkv_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "gate_up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+    "embed_tokens": "all-embedding",
+    "lm_head": "output_layer",
+}
+
+
+def check_target_modules(typed: object) -> None:
+    """Refuse names of transformers in --target_modules of a language model, whose layers have Megatron's names."""
+    modules: Sequence[str] = typed if isinstance(typed, list) else []
+    wrong = [module for module in modules if module in _IN_MEGATRON]
+    if wrong:
+        right = dict.fromkeys(_IN_MEGATRON.get(module, module) for module in modules)
+        raise ValueError(
+            f"--target_modules {' '.join(wrong)}: these are names of transformers, and no layer of Megatron has them; "
+            f"use --target_modules {' '.join(right)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels(Flags):
+    """The kernels of the model's layers, and what they recompute."""
+
+    check_attention: bool = flag(
+        True,
+        "Compare output and gradients of the model's attention kernels with exact arithmetic before training, on "
+        "random packed sequences, and end the run if one is wrong. It takes about a second. Default: true.",
+    )
+    fast_kernels: bool = flag(
+        True,
+        "Multiply all experts of a layer in one kernel, without expert parallelism do not sort tokens that are sorted "
+        "by expert already, with it send a token's row once to a rank, and add adapters inside the products of their "
+        "layers. On GPUs, also use Transformer Engine's kernels for rotary embedding, SwiGLU, norms and the "
+        "accumulation of weight gradients, and this package's for SwiGLU of experts, where they compute the same as "
+        "Megatron's. false: use Megatron's. Default: true.",
+    )
+    recompute_elementwise: bool = flag(
+        False,
+        "On GPUs, recompute the outputs of norms and SwiGLU in the backward pass instead of storing them, in micro "
+        "batches of 4,096 tokens or more. This saves a quarter of activation memory and costs 5 to 7 %% of the time. "
+        "It requires --fast_kernels. Default: false.",
+    )
+    attention_backend: Any
+    context_parallel_size: int
+    share_prompts: str
+
+    @rule
+    def elementwise_needs_fast_kernels(self) -> Faults:
+        if self.recompute_elementwise and not self.fast_kernels:
+            yield (
+                "--recompute_elementwise true needs the kernels that --fast_kernels false disables; leave one of them "
+                "out"
+            )
+
+    @rule
+    def unfused_attention_is_of_one_rank(self) -> Faults:
+        if as_typed(self.attention_backend) != "unfused":
+            return
+        if self.context_parallel_size > 1:
+            yield (
+                f"--attention_backend unfused with --context_parallel_size {self.context_parallel_size}: Transformer "
+                "Engine has only flash and fused attention for context-parallel ranks; use --attention_backend flash"
+            )
+        if self.share_prompts == "true":
+            yield (
+                "--share_prompts true with --attention_backend unfused is not tested; use --share_prompts auto, which "
+                "repeats prompts here, or --attention_backend flash"
+            )
