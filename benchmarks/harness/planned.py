@@ -16,7 +16,8 @@ from swift_megatron_grpo.cli.estimate.memory import RankMemory, Training, Vllm, 
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
-from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
+from swift_megatron_grpo.settings.config import PackingConfig
 from swift_megatron_grpo.settings.layout import Layout
 
 from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes
@@ -32,7 +33,7 @@ class Planned:
     """A step of a measured process, as `--check true` plans it."""
 
     model: Model
-    batch: BatchPlan
+    batch: BatchSizes
     samples: list[Sample]
     plan: StepPlan
     largest: Tokens  # micro batch
@@ -108,7 +109,7 @@ def _recompute(setting: str) -> Recompute:
     return Recompute(elementwise="elementwise" in setting)
 
 
-def _batch(run: Run, flags: Sequence[str]) -> BatchPlan:
+def _batch(run: Run, flags: Sequence[str]) -> BatchSizes:
     layout = Layout(
         run.ranks,
         tensor_model_parallel_size=_number(flags, "tensor_model_parallel_size", 1),
@@ -121,7 +122,7 @@ def _batch(run: Run, flags: Sequence[str]) -> BatchPlan:
     )
     workload = Workload(**run.workload)
     size = _number(flags, "micro_batch_size", 1)
-    return BatchPlan(layout, size, workload.completions, workload.completions, 1, workload.generations)
+    return BatchSizes(layout, size, workload.completions, workload.completions, 1, workload.generations)
 
 
 def _samples(run: Run) -> list[Sample]:
@@ -133,7 +134,7 @@ def _samples(run: Run) -> list[Sample]:
     return [(prompt + tokens, tokens) for prompt, group in zip(prompts, completions, strict=True) for tokens in group]
 
 
-def _image_tokens(run: Run, plan: StepPlan, batch: BatchPlan) -> ImageTokens:
+def _image_tokens(run: Run, plan: StepPlan, batch: BatchSizes) -> ImageTokens:
     shape = SHAPES[run.workload["shape"]]
     tokens = shape.image_tokens - 2 if shape.vision is not None else 0  # without those around the image
     return image_tokens_of(plan, batch, [tokens] * batch.global_batch_size)

@@ -20,8 +20,9 @@ from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.asynchronous import Asynchronous
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import Batches
-from swift_megatron_grpo.settings.config import BatchPlan, RemoteTurnsConfig
+from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
@@ -155,15 +156,15 @@ class DerivedArguments(AddedFlags):
         other.finetune = other.no_load_optim = other.no_load_rng = True
         return other
 
-    def batch_plan(self) -> BatchPlan:
+    def batch_sizes(self) -> BatchSizes:
         """Resolve the batch sizes. Raises BatchError if they do not fit together."""
-        return self.of(Batches).plan(self.layout)
+        return self.of(Batches).sizes(self.layout)
 
     @property
     def steps_per_rollout(self) -> int:
         """Number of optimizer steps that train on one rollout."""
         iterations: int = self.num_iterations
-        return self.batch_plan().steps_per_generation * iterations
+        return self.batch_sizes().steps_per_generation * iterations
 
     @property
     def rollouts_ahead(self) -> int:
@@ -209,7 +210,7 @@ class DerivedArguments(AddedFlags):
     @property
     def evaluated_at_once(self) -> int:
         """Prompts that are evaluated together: with as many completions as a rollout of training has."""
-        return max(1, self.batch_plan().generation_batch_size // self.of(Evaluation).generations)
+        return max(1, self.batch_sizes().generation_batch_size // self.of(Evaluation).generations)
 
     @property
     def evaluation_names(self) -> dict[str, str]:
@@ -242,7 +243,7 @@ class DerivedArguments(AddedFlags):
 
     def recording_settings(self) -> recording.Settings:
         """Return the settings that a folder of recorded rollouts must match."""
-        plan = self.batch_plan()
+        plan = self.batch_sizes()
         return recording.Settings(plan.num_generations, plan.generation_batch_size, self.temperature, self.reward_names)
 
     def check_replay_reach(self, rollouts_done: int) -> None:

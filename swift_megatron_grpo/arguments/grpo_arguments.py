@@ -130,7 +130,7 @@ class GRPOArguments(DerivedArguments):
 
     def _init_generation_batch_params(self) -> None:
         """Replace ms-swift's own arithmetic, which also refuses sizes that only its own trainer cannot handle."""
-        plan = self.batch_plan()
+        plan = self.batch_sizes()
         self.micro_batch_size = plan.micro_batch_size  # ms-swift divides by it; with a token budget it is 1
         self.generation_batch_size = plan.generation_batch_size
         self.steps_per_generation = plan.steps_per_generation
@@ -204,7 +204,7 @@ class GRPOArguments(DerivedArguments):
         ms-swift's number leaves the last prompts out, and all of a small dataset.
         """
         sizes = [len(rows) for rows in rows_by_name(val_dataset, self.evaluation_names).values()]
-        self.most_evaluated = max(0, typed) * self.batch_plan().train_prompts
+        self.most_evaluated = max(0, typed) * self.batch_sizes().train_prompts
         self.eval_iters = rounds_of(sizes, self.most_evaluated, self.evaluated_at_once)
 
 

@@ -13,9 +13,9 @@ from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
-    BatchPlan,
     CompletionLogConfig,
     DataConfig,
     EvaluationConfig,
@@ -43,7 +43,7 @@ _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
 def configure(args: GRPOArguments) -> GRPOConfig:
     """Return the settings of all stages. Call it after ms-swift has finished parsing."""
-    plan = args.batch_plan()
+    plan = args.batch_sizes()
     weights = args.reward_weights or [1.0] * len(args.reward_names)
     turns = None if args.uses_servers else args.multi_turn_scheduler
     return GRPOConfig(
@@ -131,7 +131,7 @@ def _saved_parts(args: GRPOArguments) -> SavedParts:
     )
 
 
-def _vllm(args: GRPOArguments, plan: BatchPlan) -> VllmConfig:
+def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
     completions_per_engine = -(-plan.generation_batch_size // plan.layout.world_size) * args.vllm_tensor_parallel_size
     return VllmConfig(
         model_dir=args.model_dir,

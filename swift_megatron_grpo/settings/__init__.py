@@ -6,7 +6,8 @@ config.py        settings that the stages take
 layout.py        the parallel sizes of a run
 facts.py         facts that rules may know beyond the flags, such as the model's config.json
 parallel.py      the flags of the layout, and whether the model can be divided by it
-batches.py       batch sizes and micro batches (batch_plan.py, batch_sizes.py: their arithmetic and suggestions)
+batches.py       batch sizes and micro batches
+batch_sizes.py   the arithmetic of batch sizes, and the nearest ones that fit together
 trained.py       trained weights, precision, recomputation, kernels
 adapter.py       the adapter, and what weight syncs send and verify
 reference.py     the reference policy and its layout

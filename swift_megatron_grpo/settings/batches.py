@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.settings.batch_plan import resolve
-from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, BatchPlan, PackingConfig, SharePrompts
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes, resolve
+from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, PackingConfig, SharePrompts
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
 from swift_megatron_grpo.settings.layout import Layout
 
@@ -26,9 +26,9 @@ class Batches(Flags):
     @rule
     def sizes_fit_together(self, layout: Layout) -> None:
         if layout.is_positive:
-            self.plan(layout)
+            self.sizes(layout)
 
-    def plan(self, layout: Layout) -> BatchPlan:
+    def sizes(self, layout: Layout) -> BatchSizes:
         """Fill in the sizes that are not typed. Raises BatchError if they do not fit together."""
         return resolve(
             layout,
@@ -38,6 +38,29 @@ class Batches(Flags):
             generation_batch_size=self.generation_batch_size,
             steps_per_generation=self.steps_per_generation,
         )
+
+    def notes(self, sizes: BatchSizes) -> list[str]:
+        """Return one line if ms-swift's own trainer would refuse these sizes, so that switching back is no surprise."""
+        objection = _objection_of_ms_swift(sizes)
+        if objection is None:
+            return []
+        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
+        return [f"{objection}. {here}."]
+
+
+def _objection_of_ms_swift(sizes: BatchSizes) -> str | None:
+    dp, prompts, world = sizes.data_parallel, sizes.rollout_prompts, sizes.layout.world_size
+    count = f"generation_batch_size ({sizes.generation_batch_size}) // num_generations ({sizes.num_generations})"
+    if prompts % dp:
+        return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
+    if prompts // dp % sizes.micro_batch_size:
+        return (
+            f"Per-device rollout prompt count ({prompts // dp}) = ({count}) // dp_size ({dp}) is not divisible by "
+            f"micro_batch_size ({sizes.micro_batch_size})"
+        )
+    if sizes.generation_batch_size % world:
+        return f"generation_batch_size ({sizes.generation_batch_size}) is not divisible by the world size ({world})"
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.types import Quantization
 
@@ -25,68 +26,6 @@ SharePrompts = Literal["auto", "true", "false"]
 SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
 RouterReplay = Literal["disabled", "R2", "R3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """Batch sizes that fit together, created by `resolve`."""
-
-    layout: Layout
-    micro_batch_size: int
-    global_batch_size: int
-    generation_batch_size: int
-    steps_per_generation: int
-    num_generations: int
-
-    @property
-    def data_parallel(self) -> int:
-        return self.layout.data_parallel
-
-    @property
-    def gradient_accumulation(self) -> int:
-        """Number of micro batches of one optimizer step on each data-parallel rank."""
-        return self.global_batch_size // (self.micro_batch_size * self.data_parallel)
-
-    @property
-    def rollout_prompts(self) -> int:
-        return self.generation_batch_size // self.num_generations
-
-    @property
-    def train_prompts(self) -> int:
-        """Number of whole prompts of one optimizer step, at least 1: a step may end within a prompt's completions."""
-        return max(1, self.global_batch_size // self.num_generations)
-
-    @property
-    def prompts_per_dp_group(self) -> float:
-        """global_batch_size / num_generations / data parallel size; ms-swift's documentation requires an integer."""
-        return self.global_batch_size / self.num_generations / self.data_parallel
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """One line if ms-swift's own trainer would refuse these sizes, so that switching back is no surprise."""
-        objection = self._objection_of_ms_swift()
-        if objection is None:
-            return ()
-        here = "ms-swift's own trainer refuses that; this one distributes single completions to ranks and accepts it"
-        return (f"{objection}. {here}.",)
-
-    def _objection_of_ms_swift(self) -> str | None:
-        dp, prompts = self.data_parallel, self.rollout_prompts
-        count = f"generation_batch_size ({self.generation_batch_size}) // num_generations ({self.num_generations})"
-        if prompts % dp:
-            return f"num_rollout_prompt ({prompts}) = {count} is not divisible by dp_size ({dp})"
-        per_device = prompts // dp
-        if per_device % self.micro_batch_size:
-            return (
-                f"Per-device rollout prompt count ({per_device}) = ({count}) // dp_size ({dp}) is not divisible by "
-                f"micro_batch_size ({self.micro_batch_size})"
-            )
-        if self.generation_batch_size % self.layout.world_size:
-            return (
-                f"generation_batch_size ({self.generation_batch_size}) is not divisible by the world size "
-                f"({self.layout.world_size})"
-            )
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +310,7 @@ class SavedParts:
 class GRPOConfig:
     """All settings of one run."""
 
-    batch: BatchPlan
+    batch: BatchSizes
     num_iterations: int  # number of times each completion is trained
     data: DataConfig
     sampling: SamplingConfig

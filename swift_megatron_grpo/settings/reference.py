@@ -93,7 +93,7 @@ class Reference(Flags):
             if value <= 0:
                 yield f"--ref_{size} {value} must be at least 1; use --ref_{size} 1, or leave it out"
         if copy.is_positive:
-            replace(self.batches, micro_batch_size=1).plan(copy)
+            replace(self.batches, micro_batch_size=1).sizes(copy)
 
     @rule
     def the_model_can_be_divided(self, layout: Layout, shape: ModelShape) -> Faults:

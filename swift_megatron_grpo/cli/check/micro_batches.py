@@ -11,14 +11,15 @@ from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
-from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
+from swift_megatron_grpo.settings.config import PackingConfig
 from swift_megatron_grpo.settings.layout import Layout
 
 Sample = tuple[int, int]  # tokens, and those of its completion
 
 
 def micro_batches(
-    batch: BatchPlan, packing: PackingConfig, model: Model, samples: Sequence[Sample]
+    batch: BatchSizes, packing: PackingConfig, model: Model, samples: Sequence[Sample]
 ) -> tuple[StepPlan, Tokens]:
     """Plan a step as training/planner.py does, on numbers alone. Returns the plan and its largest micro batch."""
     layout, work, groups = batch.layout, _work(model, samples), _groups(batch, samples)
@@ -49,7 +50,7 @@ def micro_batches(
 
 
 def fullest(
-    plan: StepPlan, largest: Tokens, batch: BatchPlan, packing: PackingConfig, samples: Sequence[Sample]
+    plan: StepPlan, largest: Tokens, batch: BatchSizes, packing: PackingConfig, samples: Sequence[Sample]
 ) -> int:
     """Return the packed tokens of the largest micro batch that shorter completions can make.
 
@@ -66,7 +67,7 @@ def fullest(
     return max(largest.packed, min(room_of(packing.max_tokens, align), of_rank))
 
 
-def image_tokens_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> ImageTokens:
+def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> ImageTokens:
     """Return the images of a step. `tokens`: those that stand for images of the prompt of each sample."""
     size = batch.num_generations
 
@@ -81,7 +82,7 @@ def image_tokens_of(plan: StepPlan, batch: BatchPlan, tokens: Sequence[int]) -> 
     )
 
 
-def saved_by_sharing(plan: StepPlan, batch: BatchPlan, model: Model, samples: Sequence[Sample]) -> float:
+def saved_by_sharing(plan: StepPlan, batch: BatchSizes, model: Model, samples: Sequence[Sample]) -> float:
     """Return the share of a step's work that shared prompts save."""
     return gain_of(plan, _work(model, samples), _groups(batch, samples)).gain if plan.share_prompts else 0.0
 
@@ -90,7 +91,7 @@ def _work(model: Model, samples: Sequence[Sample]) -> SampleWork:
     return SampleWork([tokens for tokens, _ in samples], [completion for _, completion in samples], None, model.flops)
 
 
-def _groups(batch: BatchPlan, samples: Sequence[Sample]) -> list[Group]:
+def _groups(batch: BatchSizes, samples: Sequence[Sample]) -> list[Group]:
     size = batch.num_generations
     if size < 2:
         return []

@@ -8,10 +8,11 @@ from swift_megatron_grpo.cli.check.micro_batches import fullest, image_tokens_of
 from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
-from swift_megatron_grpo.settings.config import BatchPlan, PackingConfig
+from swift_megatron_grpo.settings.batch_sizes import BatchSizes
+from swift_megatron_grpo.settings.config import PackingConfig
 from swift_megatron_grpo.settings.layout import Layout
 
-BATCH = BatchPlan(Layout(2), 1, 8, 16, 2, num_generations=2)
+BATCH = BatchSizes(Layout(2), 1, 8, 16, 2, num_generations=2)
 TOKENS = [10, 10, 0, 0, 30, 30, 40, 40]  # of the images of each sample's prompt
 # Completions of the third prompt are on both ranks.
 PLAN = StepPlan([[[0, 1, 4], [2, 3]], [[5, 6], [7]]])
