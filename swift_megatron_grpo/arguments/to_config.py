@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.model_checks import text_only_limits
+from swift_megatron_grpo.arguments.models import text_only_limits
 from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.adapter import Adapter
@@ -16,15 +16,12 @@ from swift_megatron_grpo.settings.algorithm import Algorithm
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
-    CompletionLogConfig,
-    DataConfig,
     EvaluationConfig,
     GradingConfig,
     GRPOConfig,
     MultiTurnConfig,
     RecordingConfig,
     ReferenceConfig,
-    ResidencyConfig,
     SavedParts,
     ServerConfig,
     SyncCheckConfig,
@@ -32,11 +29,14 @@ from swift_megatron_grpo.settings.config import (
 )
 from swift_megatron_grpo.settings.images import Images
 from swift_megatron_grpo.settings.positions import Positions
+from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.run import Data
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
 from swift_megatron_grpo.settings.time_limits import TimeLimits, Trace
+from swift_megatron_grpo.settings.trained import Offloading
 
 _BUCKET_VARIABLE = "SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE"  # ms-swift's, in MiB
 
@@ -49,7 +49,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
     return GRPOConfig(
         batch=plan,
         num_iterations=args.num_iterations,
-        data=DataConfig(args.data_seed, args.train_dataloader_shuffle),
+        data=args.of(Data),
         sampling=args.of(Sampling).settings(),
         vllm=_vllm(args, plan),
         sync_check=SyncCheckConfig(args.sync_check, args.torch_dtype, args.has_adapter, args.rollout_quantization),
@@ -74,17 +74,11 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             layout=args.reference_layout,
             adapter=args.reference_adapter,
         ),
-        residency=ResidencyConfig(args.offload_model, args.offload_optimizer, args.offload_grad),
-        log=CompletionLogConfig(
-            enabled=args.log_completions,
-            output_dir=args.output_dir,
-            report_to=tuple(args.report_to),
-            unique_prompts=bool(args.wandb_log_unique_prompts),
-        ),
+        offloading=args.of(Offloading),
+        log=args.of(CompletionLogging),
         saved=_saved_parts(args),
-        seed=args.seed,
         kl=args.of(Algorithm).kl_settings(),
-        deadlines=args.of(TimeLimits).settings(),
+        deadlines=args.of(TimeLimits),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(
             args.dump_folder,
@@ -95,7 +89,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             dict(args.typed),
         ),
         max_staleness=args.rollouts_ahead,
-        routing=args.of(Routing).settings(),
+        routing=args.of(Routing),
         logprobs_interval=args.rollout_logprobs_interval,
         trace_steps=args.of(Trace).steps,
         top_entropy_quantile=args.top_entropy_quantile,
@@ -151,7 +145,7 @@ def _vllm(args: GRPOArguments, plan: BatchSizes) -> VllmConfig:
         seed=args.seed,
         lora_rank=args.of(Adapter).slot,
         hf_overrides=args.of(Positions).overrides(args.model_config),
-        returns_experts=args.of(Routing).settings().requested(1) > 0,
+        returns_experts=args.of(Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
         has_experts=args.model_shape.experts is not None,
     )
@@ -186,6 +180,6 @@ def configure_server(args: GRPOArguments) -> ServerConfig | None:
         lora_rank=args.lora_rank if args.vllm_enable_lora else None,
         turns=servers.turns,
         images=args.most_images,
-        returns_experts=args.of(Routing).settings().requested(1) > 0,
+        returns_experts=args.of(Routing).requested(1) > 0,
         quantization=args.rollout_quantization,
     )

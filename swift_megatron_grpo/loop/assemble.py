@@ -135,7 +135,7 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
     problem, found = None, None
     if run.checkpoints:
         sources = (
-            prompt_source(config, run.template, run.train_rows, config.data.shuffle),
+            prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle),
             _spare_prompts(config, run),
         )
 
@@ -160,7 +160,7 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
 def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, first_new_rollout: int) -> Stages:
     """Build the stages. `first_new_rollout`: the number of the first one that this run generates."""
     frozen_models = [] if models.reference is None else models.reference.models
-    residency = Residency(config.residency, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
+    residency = Residency(config.offloading, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
     training = training_engine(config, models)  # refuses what the model cannot do, before vLLM takes its minutes
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
@@ -184,7 +184,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     dump, earlier = _dump(config, run, first_new_rollout)
     prompts_done = run.rollouts_done * config.batch.rollout_prompts
     return Stages(
-        prompts=prompt_source(config, run.template, run.train_rows, config.data.shuffle, prompts_done),
+        prompts=prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle, prompts_done),
         spare_prompts=_spare_prompts(config, run),
         image_reader=run.image_reader,
         generation=generation,
@@ -196,8 +196,8 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
         logprob_check=LogprobCheck(
             training.passes, canary.passes, run.coordinator, config.sampling, config.sync_check.quantization
         ),
-        router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.compared)
-        if config.routing.compared
+        router_agreement=RouterAgreement(training.passes, run.coordinator, config.routing.router_agreement_samples)
+        if config.routing.router_agreement_samples
         else None,
         coordinator=run.coordinator,
         log=CompletionLog(
@@ -315,7 +315,7 @@ def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
 
 def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
     system, seed = run.template.template_meta.default_system, config.data.seed + _SPARE_SEED
-    return PromptSource(run.train_rows, seed, config.data.shuffle, system, label="spare-")
+    return PromptSource(run.train_rows, seed, config.data.train_dataloader_shuffle, system, label="spare-")
 
 
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
@@ -334,7 +334,7 @@ def _start_watchdog(config: GRPOConfig, run: RunInputs) -> Watchdog:
     coordinator = run.coordinator
     name = coordinator.all_gather(time.strftime("stuck-%Y%m%d-%H%M%S.txt"))[0]  # one name for all ranks
     report = Path(config.log.output_dir).absolute() / name
-    watchdog = Watchdog(report, coordinator.rank, coordinator.world_size, config.deadlines.phase)
+    watchdog = Watchdog(report, coordinator.rank, coordinator.world_size, config.deadlines.phase_timeout)
 
     def limit_stop(seconds: float) -> None:
         watchdog.limit_everything("the stop after a signal", seconds, "--stop_grace", "use a larger --stop_grace")

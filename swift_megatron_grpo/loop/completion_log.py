@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.output.disk.full_disk import naming_full_disk
-from swift_megatron_grpo.settings.config import CompletionLogConfig
+from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.types import Graded
 
 
@@ -16,7 +16,7 @@ class CompletionLog:
 
     def __init__(
         self,
-        config: CompletionLogConfig,
+        config: CompletionLogging,
         reward_names: Sequence[str],
         decode: Callable[[list[int]], str],
         write: Callable[[list[dict[str, Any]]], None],
@@ -27,7 +27,7 @@ class CompletionLog:
         self._reward_names = list(reward_names)
         self._decode = decode
         self._write = write
-        self._active = config.enabled and writes_here
+        self._active = config.log_completions and writes_here
         self._rollout = first_new_rollout  # the number of the next one
 
     def append(self, graded: Sequence[Graded]) -> None:
@@ -61,7 +61,7 @@ class CompletionLog:
         import wandb
 
         frame = pandas.DataFrame(rows)
-        if self._config.unique_prompts:
+        if self._config.wandb_log_unique_prompts:
             frame = frame.drop_duplicates(subset=["prompt"])
         wandb.log({"completions": wandb.Table(dataframe=frame)}, commit=False)
 

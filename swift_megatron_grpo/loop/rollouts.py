@@ -348,7 +348,7 @@ class Rollouts:
 
     @contextmanager
     def _reward_limit(self, what: str) -> Iterator[float | None]:
-        seconds, stop = self._config.deadlines.reward, self._stages.stop
+        seconds, stop = self._config.deadlines.reward_timeout, self._stages.stop
         try:
             with self._stages.watchdog.limit(what, seconds, "--reward_timeout", stop.out_of_time):
                 yield seconds

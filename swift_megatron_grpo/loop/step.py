@@ -183,7 +183,11 @@ class GRPOLoop:
         coordinator, current = self.stages.coordinator, self._current
         if self.kl_controller.adapts and coordinator.rank == 0:
             self.kl_controller.save(folder)
-        if current is None or self._weights_version % self._per_rollout == 0 or self.config.routing.replay == "R2":
+        if (
+            current is None
+            or self._weights_version % self._per_rollout == 0
+            or self.config.routing.router_replay_mode == "R2"
+        ):
             current = None  # with R2, each rank has the experts of its own layers
         else:
             samples = list(chain.from_iterable(self._batches_in_training))
@@ -207,7 +211,7 @@ class GRPOLoop:
 
     def _add_old_policy(self, batches: Sequence[list[Sample]], from_engine: bool, timer: PhaseTimer) -> None:
         later = batches if self.config.num_iterations > 1 else batches[1:]
-        if self.config.routing.replay == "R2":
+        if self.config.routing.router_replay_mode == "R2":
             self._record_old_policy(later, timer)
         elif not from_engine:
             self._add_old_logprobs(later, timer)
@@ -259,7 +263,7 @@ class GRPOLoop:
 
     @property
     def _replays_engine(self) -> bool:
-        return self.config.routing.replay == "R3"
+        return self.config.routing.router_replay_mode == "R3"
 
     def _measure_agreement(self, samples: Sequence[Sample], graded: Sequence[Graded], step: StepContext) -> None:
         """Compare the experts that trainer and engine choose for some completions of this rollout."""

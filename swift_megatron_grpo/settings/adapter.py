@@ -14,7 +14,7 @@ VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Flags):
-    """Whether this run trains an adapter, and whether vLLM runs it or merged weights; weight syncs read it."""
+    """The adapter that a run trains, and whether vLLM runs it or merged weights; weight syncs read it."""
 
     tuner_type: str
     adapters: list[str]

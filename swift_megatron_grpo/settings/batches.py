@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes, resolve
 from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, PackingConfig, SharePrompts
-from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, as_typed, flag, rule
 from swift_megatron_grpo.settings.layout import Layout
 
 
@@ -96,6 +96,7 @@ class MicroBatches(Flags):
         "Default: auto.",
     )
     context_parallel_size: int
+    attention_backend: Any
 
     @rule
     def one_size_of_forward_only_passes(self) -> Faults:
@@ -114,6 +115,11 @@ class MicroBatches(Flags):
             yield (
                 f"--share_prompts true with --context_parallel_size {self.context_parallel_size}: ring attention cuts "
                 "queries and keys alike; use --share_prompts auto, which repeats prompts here"
+            )
+        if as_typed(self.attention_backend) == "unfused":
+            yield (
+                "--share_prompts true with --attention_backend unfused is not tested; use --share_prompts auto, which "
+                "repeats prompts here, or --attention_backend flash"
             )
         by_tokens = self.max_tokens_per_micro_batch or self.infer_max_tokens_per_micro_batch
         if not by_tokens and max(self.micro_batch_size, self.infer_batch_size or 1) == 1:

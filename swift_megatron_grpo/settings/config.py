@@ -11,6 +11,11 @@ import torch
 
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.recording import CompletionLogging
+from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.run import Data
+from swift_megatron_grpo.settings.time_limits import TimeLimits
+from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.types import Quantization
 
 LossName = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "real", "fipo"]
@@ -20,11 +25,9 @@ Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
-UnreadTensors = Literal["stop", "warn"]
 SharePrompts = Literal["auto", "true", "false"]
 # Share of a step's FLOPs that sharing prompts must save to be done; None: never.
 SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
-RouterReplay = Literal["disabled", "R2", "R3"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -216,15 +219,6 @@ class PackingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidencyConfig:
-    """State that may be offloaded while vLLM generates."""
-
-    offload_model: bool  # the policy, and the frozen reference outside its own pass
-    offload_optimizer: bool
-    offload_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
 
@@ -233,18 +227,6 @@ class ReferenceConfig:
     in_megatron_format: bool  # model_dir is that of --mcore_ref_model
     layout: Layout | None  # of the frozen copy; None: as in training
     adapter: str | None = None  # folder of the adapter of --ref_adapters
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingConfig:
-    """Experts of a mixture: whose choice is replayed, and how many completions are compared with the engine's."""
-
-    replay: RouterReplay = "disabled"  # R2: the trainer's own, before the first update of a rollout. R3: the engine's
-    compared: int = 0  # completions of each rollout
-
-    def requested(self, completions: int) -> int:
-        """Return for how many of these completions the engine returns experts: the first ones."""
-        return completions if self.replay == "R3" else min(self.compared, completions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,24 +240,6 @@ class KlConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DataConfig:
-    """Order of the training prompts."""
-
-    seed: int
-    shuffle: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionLogConfig:
-    """The log of completions (--log_completions)."""
-
-    enabled: bool
-    output_dir: str
-    report_to: tuple[str, ...]
-    unique_prompts: bool
-
-
-@dataclass(frozen=True, slots=True)
 class RecordingConfig:
     """Folders of recorded rollouts."""
 
@@ -285,14 +249,6 @@ class RecordingConfig:
     vocabulary: int = 0  # rows of the model's embedding, which bound the tokens of a replay
     continues: bool = False  # True: what an earlier run has left in the folders of this run is continued (--resume)
     flags: Mapping[str, str] = field(default_factory=dict)  # those that decide what a run generates, as typed
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlineConfig:
-    """Time limits in seconds."""
-
-    phase: float = 3600.0  # one phase of the loop, or the time between two; 0: no limit
-    reward: float | None = None  # one reward function; None: only the limit of the phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +268,7 @@ class GRPOConfig:
 
     batch: BatchSizes
     num_iterations: int  # number of times each completion is trained
-    data: DataConfig
+    data: Data
     sampling: SamplingConfig
     vllm: VllmConfig
     sync_check: SyncCheckConfig
@@ -322,16 +278,15 @@ class GRPOConfig:
     packing: PackingConfig
     loss: LossConfig
     reference: ReferenceConfig
-    residency: ResidencyConfig
-    log: CompletionLogConfig
+    offloading: Offloading
+    log: CompletionLogging
+    deadlines: TimeLimits
+    routing: Routing
     saved: SavedParts
-    seed: int
     kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
-    deadlines: DeadlineConfig = DeadlineConfig()
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
-    routing: RoutingConfig = RoutingConfig()
     logprobs_interval: int = 1  # loop/logprob_requests.py
     trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
     top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss

@@ -132,7 +132,7 @@ def is_group(hint: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What the annotations and the methods of a class of flags say."""
+    """The contents of the annotations and methods of a class of flags."""
 
     hints: Mapping[str, Any]  # the types of its fields, without ranges
     ranges: Mapping[str, tuple[Range, bool]]  # by flag, each with whether the flag may be left unset (None)

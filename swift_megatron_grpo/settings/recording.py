@@ -57,5 +57,15 @@ class Recording(Flags):
         return _absolute(self.rollout_replay)
 
 
+@dataclass(frozen=True, kw_only=True)
+class CompletionLogging(Flags):
+    """The log of completions, in the run's folder and in trackers; the loop writes it."""
+
+    log_completions: bool
+    output_dir: str  # ms-swift fills it in
+    report_to: list[str]
+    wandb_log_unique_prompts: bool | None
+
+
 def _absolute(typed: str | None) -> Path | None:
     return None if typed is None else Path(typed).expanduser().absolute()

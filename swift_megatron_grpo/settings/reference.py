@@ -14,7 +14,7 @@ from swift_megatron_grpo.settings.parallel import faults_of_layout
 
 @dataclass(frozen=True, kw_only=True)
 class Reference(Flags):
-    """Where the reference comes from, and the layout of a copy: a size that is left out is that of training."""
+    """The source of the reference, and the layout of a copy: a size that is left out is that of training."""
 
     ref_tensor_model_parallel_size: int | None = flag(
         None,

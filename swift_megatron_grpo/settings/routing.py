@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.config import RouterReplay, RoutingConfig
 from swift_megatron_grpo.settings.facts import ModelShape
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, flag, rule
+
+# R2: the experts of the trainer before the first update of a rollout are replayed. R3: those of the engine.
+RouterReplay = Literal["disabled", "R2", "R3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +44,11 @@ class Routing(Flags):
                 "use --moe_router_load_balancing_type aux_loss, or --router_replay_mode disabled"
             )
 
-    def settings(self) -> RoutingConfig:
-        return RoutingConfig(self.router_replay_mode, self.router_agreement_samples)
+    def requested(self, completions: int) -> int:
+        """Return for how many of these completions the engine returns experts: the first ones."""
+        if self.router_replay_mode == "R3":
+            return completions
+        return min(self.router_agreement_samples, completions)
 
     def notes(self, steps_per_rollout: int) -> list[str]:
         """Return notes for the start-up log."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from swift_megatron_grpo.settings.config import UnreadTensors
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, Range, flag, rule
+
+UnreadTensors = Literal["stop", "warn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +63,10 @@ class Checkpoints(Flags):
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Flags):
-    """Rows of the datasets."""
+    """Rows of the datasets, and the order of the training prompts."""
 
     data_seed: Annotated[int | None, Range(0, 42, high=2**31 - 1, why="numpy and vLLM accept no other seeds")]
+    train_dataloader_shuffle: bool
     dataset_num_proc: Annotated[int, AtLeast(1, use=1)]
     max_pixels: Annotated[int | None, AtLeast(784, use=1003520, why="an image has at least one patch")]
     truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = flag(
@@ -73,6 +75,12 @@ class Data(Flags):
         "dataset before training. raise: refuse the dataset, with the rows. Default: left.",
         example="delete",
     )
+
+    @property
+    def seed(self) -> int:
+        """--data_seed, which ms-swift sets to --seed if it is left out."""
+        assert self.data_seed is not None
+        return self.data_seed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,6 @@ class Sampling(Flags):
             "0: with the first one only, which is always compared with the trainer's. The interval has no effect where "
             "the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every rollout. "
             "Default: 10.",
-            unit="rollouts",
             example="1",
         )
     )

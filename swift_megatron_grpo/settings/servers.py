@@ -199,12 +199,7 @@ class Engine(Flags):
     sleep_level: int
     offload_model: bool
     offload_optimizer: bool
-    offload_grad: bool = flag(
-        False,
-        "Allow the gradient buffers to leave the GPU while vLLM generates and log-probs are computed, in "
-        "addition to --offload_model and --offload_optimizer. The buffers are empty between steps, so they are "
-        "freed and not copied. As with those two flags, nothing is moved while everything fits. Default: false.",
-    )
+    offload_grad: bool
 
     @rule
     def rows_fit_the_limit_of_images(self, rows: DataShape) -> Faults:

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from typing import Annotated
 
-from swift_megatron_grpo.settings.config import DeadlineConfig
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, flag, rule
 
 _MOST_TRACED = 100
@@ -48,9 +47,6 @@ class TimeLimits(Flags):
                 f"--reward_timeout {self.reward_timeout:g} must be below --phase_timeout {self.phase_timeout:g}, which "
                 f"would end the run first; use --phase_timeout {2 * self.reward_timeout:g}, or 0 for no limit"
             )
-
-    def settings(self) -> DeadlineConfig:
-        return DeadlineConfig(self.phase_timeout, self.reward_timeout)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is trained: frozen weights, precision, recomputation and the kernels of the model."""
+"""The trained weights, their precision, recomputation and kernels, and what may leave the GPU."""
 
 from __future__ import annotations
 
@@ -177,7 +177,6 @@ class Kernels(Flags):
     )
     attention_backend: Any
     context_parallel_size: int
-    share_prompts: str
 
     @rule
     def elementwise_needs_fast_kernels(self) -> Faults:
@@ -189,15 +188,22 @@ class Kernels(Flags):
 
     @rule
     def unfused_attention_is_of_one_rank(self) -> Faults:
-        if as_typed(self.attention_backend) != "unfused":
-            return
-        if self.context_parallel_size > 1:
+        if as_typed(self.attention_backend) == "unfused" and self.context_parallel_size > 1:
             yield (
                 f"--attention_backend unfused with --context_parallel_size {self.context_parallel_size}: Transformer "
                 "Engine has only flash and fused attention for context-parallel ranks; use --attention_backend flash"
             )
-        if self.share_prompts == "true":
-            yield (
-                "--share_prompts true with --attention_backend unfused is not tested; use --share_prompts auto, which "
-                "repeats prompts here, or --attention_backend flash"
-            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloading(Flags):
+    """State that may leave the GPU while vLLM generates; offload_model includes the frozen reference."""
+
+    offload_model: bool
+    offload_optimizer: bool
+    offload_grad: bool = flag(
+        False,
+        "Allow the gradient buffers to leave the GPU while vLLM generates and log-probs are computed, in "
+        "addition to --offload_model and --offload_optimizer. The buffers are empty between steps, so they are "
+        "freed and not copied. As with those two flags, nothing is moved while everything fits. Default: false.",
+    )

@@ -25,7 +25,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
-from swift_megatron_grpo.settings.config import ResidencyConfig
+from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.training.memory import storages
 from swift_megatron_grpo.training.memory.offload import HostCopy, StorageGroup
 from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
@@ -45,7 +45,7 @@ class Residency:
 
     def __init__(
         self,
-        config: ResidencyConfig,
+        config: Offloading,
         models: Sequence[torch.nn.Module],  # as wrapped for training (DDP)
         frozen: Sequence[torch.nn.Module],  # the reference policy's own
         optimizer: MegatronOptimizer,

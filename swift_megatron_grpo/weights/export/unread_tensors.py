@@ -19,7 +19,7 @@ from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.config import ModelConfig
 
 from swift_megatron_grpo.runtime.parallel import max_over_ranks
-from swift_megatron_grpo.settings.config import UnreadTensors
+from swift_megatron_grpo.settings.run import UnreadTensors
 from swift_megatron_grpo.weights.export.tensor_names import (
     is_copy_of_embedding,
     is_prediction_layer,

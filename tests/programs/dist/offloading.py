@@ -15,15 +15,16 @@ import torch
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
-from swift_megatron_grpo.settings.config import LossConfig, ResidencyConfig
+from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.training.loss import make_loss
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export.export import export_weights
 from tests.programs.dist.engine_runs import make_reference
 
 STEPS, SHORT_STEPS = 3, 2
-EVERYTHING = ResidencyConfig(offload_model=True, offload_optimizer=True, offload_grad=True)
-NOTHING = ResidencyConfig(offload_model=False, offload_optimizer=False, offload_grad=False)
+EVERYTHING = Offloading(offload_model=True, offload_optimizer=True, offload_grad=True)
+NOTHING = Offloading(offload_model=False, offload_optimizer=False, offload_grad=False)
 
 
 def main(out: str, flags: list[str]) -> None:
@@ -70,7 +71,7 @@ def _frozen_models(trainer: Any) -> list[Any]:
 class Run:
     """A trainer on a simulated GPU that has room for either vLLM or the trained state."""
 
-    def __init__(self, flags: list[str], config: ResidencyConfig) -> None:
+    def __init__(self, flags: list[str], config: Offloading) -> None:
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
         self.trainer = MegatronRLHF(flags).prepare_trainer()

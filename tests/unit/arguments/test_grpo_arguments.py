@@ -172,9 +172,9 @@ def test_engine_settings_are_checked_before_ms_swift_repairs_them(typed: dict[st
 
 
 def test_vllm_must_be_installed(typed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from swift_megatron_grpo.arguments import value_checks
+    from swift_megatron_grpo.arguments import environment
 
-    monkeypatch.setattr(value_checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(environment, "find_spec", lambda name: None)
     assert "vLLM, which generates the completions, is not installed" in refuse(typed)
 
 
@@ -368,7 +368,7 @@ def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) ->
         "beta=0.04, model_dir='tiny'",
         "reward_names=('Format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
         "dtype=torch.bfloat16, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=16",
-        "CompletionLogConfig(enabled=True",
+        "CompletionLogging(log_completions=True",
     ):
         assert part in full
     for part in (

@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from swift_megatron_grpo.settings.config import RouterReplay, RoutingConfig
 from swift_megatron_grpo.settings.facts import ModelShape
-from swift_megatron_grpo.settings.routing import Routing
+from swift_megatron_grpo.settings.routing import RouterReplay, Routing
 from tests.unit.settings.flags import faults, of
 
 
@@ -49,5 +48,9 @@ def test_r2_without_effect_is_noted() -> None:
 
 
 def test_experts_are_requested_for_all_completions_or_for_those_that_are_compared() -> None:
-    assert RoutingConfig("R3").requested(100) == 100 and RoutingConfig("R2").requested(100) == 0
-    assert RoutingConfig("disabled", 16).requested(100) == 16 and RoutingConfig("R2", 16).requested(8) == 8
+    def requested(replay: RouterReplay, compared: int, completions: int) -> int:
+        routing = of(Routing, router_replay_mode=replay, router_agreement_samples=compared)
+        return routing.requested(completions)
+
+    assert requested("R3", 0, 100) == 100 and requested("R2", 0, 100) == 0
+    assert requested("disabled", 16, 100) == 16 and requested("R2", 16, 8) == 8

@@ -10,7 +10,7 @@ import pytest
 
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.output.disk.full_disk import NoSpace
-from swift_megatron_grpo.settings.config import CompletionLogConfig
+from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 from tests.unit.output.disk.small_files import file_size_limit
 
@@ -20,7 +20,9 @@ def completion_log(folder: Path) -> CompletionLog:
         with (folder / "completions.jsonl").open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
-    config = CompletionLogConfig(enabled=True, output_dir=str(folder), report_to=(), unique_prompts=False)
+    config = CompletionLogging(
+        log_completions=True, output_dir=str(folder), report_to=[], wandb_log_unique_prompts=False
+    )
     return CompletionLog(config, ["letters"], str, write, writes_here=True, first_new_rollout=3)
 
 

@@ -32,9 +32,9 @@ from swift_megatron_grpo.settings.config import (
     EvaluationConfig,
     GradingConfig,
     RecordingConfig,
-    RoutingConfig,
     SamplingConfig,
 )
+from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.types import Prompt, Rollout
 
 T = TypeVar("T")
@@ -114,6 +114,11 @@ class Generation:
         return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)
 
 
+ROUTING = Routing(
+    router_replay_mode="disabled", router_agreement_samples=3, moe_router_load_balancing_type=None, model=None
+)
+
+
 def make(
     max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0, folder: Path | None = None
 ) -> tuple[Rollouts, Engine]:
@@ -123,8 +128,8 @@ def make(
     engine = Engine()
     grading = GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample)
     config = SimpleNamespace(
-        batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward=None),
-        sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=RoutingConfig("disabled", compared=3),
+        batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward_timeout=None),
+        sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=ROUTING,
         recording=RecordingConfig(dump=folder, continues=True), loss=SimpleNamespace(correction=CorrectionConfig()),
         max_staleness=max_staleness, logprobs_interval=2,
     )  # fmt: skip

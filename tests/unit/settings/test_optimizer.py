@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ def error_of(**typed: Any) -> str:
 
 
 def finite_error_of(**typed: Any) -> str:
+    from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
+
     with pytest.raises(ValueError) as caught:
-        check_finite(defaults() | typed, defaults(), RANGES)
+        check_finite(defaults() | typed, fields(GRPOArguments), RANGES)
     return str(caught.value)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.loop.completion_log import CompletionLog
-from swift_megatron_grpo.settings.config import CompletionLogConfig
+from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 HOSTILE = (
@@ -43,7 +43,9 @@ def write_completions(folder: Path, rollouts: int, texts: list[str]) -> None:
         with (folder / "completions.jsonl").open("a") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
-    config = CompletionLogConfig(enabled=True, output_dir=str(folder), report_to=(), unique_prompts=False)
+    config = CompletionLogging(
+        log_completions=True, output_dir=str(folder), report_to=[], wandb_log_unique_prompts=False
+    )
     log = CompletionLog(config, ["letters", "short"], lambda tokens: f"prompt {tokens}", write, writes_here=True)
     for rollout in range(rollouts):
         graded = []

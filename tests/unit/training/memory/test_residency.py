@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
-from swift_megatron_grpo.settings.config import ResidencyConfig
+from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.training.memory.residency import GIB, Residency
 
-EVERYTHING = ResidencyConfig(offload_model=True, offload_optimizer=True, offload_grad=True)
+EVERYTHING = Offloading(offload_model=True, offload_optimizer=True, offload_grad=True)
 NEEDED = 10 * GIB
 
 
