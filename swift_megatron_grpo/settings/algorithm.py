@@ -97,7 +97,6 @@ class Algorithm(Flags):
     micro_batch_size: int
     global_batch_size: int
     max_tokens_per_micro_batch: int | None
-    temperature: float
     max_completion_length: int
 
     @rule
@@ -230,7 +229,6 @@ class Algorithm(Flags):
             epsilon_low=self.epsilon,
             epsilon_high=self.high,
             beta=self.beta or 0.0,
-            temperature=self.temperature,
             level=self.importance_sampling_level,
             delta=self.delta,
             dual_clip=self.dual_clip,

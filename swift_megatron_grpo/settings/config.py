@@ -193,7 +193,6 @@ class LossConfig:
     epsilon_low: float
     epsilon_high: float
     beta: float  # weight of the KL to the reference; 0: there is no reference
-    temperature: float
     level: RatioLevel = "token"
     delta: float | None = None
     dual_clip: float | None = None

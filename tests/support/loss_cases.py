@@ -9,7 +9,7 @@ from swift_megatron_grpo.training.loss import LOSSES
 
 LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]
 GROUP, LIMIT = 4, 16
-PLAIN = LossConfig("grpo", 0.2, 0.3, 0.1, 1.0, max_completion_length=LIMIT, log_entropy=True)
+PLAIN = LossConfig("grpo", 0.2, 0.3, 0.1, max_completion_length=LIMIT, log_entropy=True)
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 

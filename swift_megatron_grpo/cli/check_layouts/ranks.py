@@ -107,7 +107,7 @@ def train(flags: list[str], kinds: list[str], one_prompt: bool) -> tuple[list[di
     if trainer.args.overlap_param_gather:  # ms-swift enables it after the first step of a run
         enable_forward_pre_hook(trainer.wrapped_models)
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
     batches = make_batches(kinds, engine, trainer.config.padded_vocab_size, one_prompt)
     metrics = [engine.train_step(samples, loss) for samples in batches]
     gather_parameters(trainer.wrapped_models)

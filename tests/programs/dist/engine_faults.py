@@ -22,7 +22,7 @@ def main(out: str, flags: list[str]) -> None:
     trainer = MegatronRLHF(flags).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.2, beta=0.0, temperature=1.0))
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.2, beta=0.0))
     before = [p.detach().clone() for p in trainer.unwrapped_models[0].parameters()]
 
     samples = fixed_samples(trainer.config.padded_vocab_size, 8, policies_given=True)

@@ -27,7 +27,7 @@ def make_loss() -> Any:
     from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training import loss
 
-    return loss.make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+    return loss.make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
 
 
 def write_report(out: str, report: Report) -> None:

@@ -38,7 +38,7 @@ def make_losses() -> dict[str, Any]:
     from swift_megatron_grpo.training.loss import LOSSES, make_loss
 
     correction = CorrectionConfig("token_truncate", 1.2, log_metrics=True)
-    plain = LossConfig("grpo", 0.2, 0.3, 0.1, 0.9, log_entropy=True, max_completion_length=32, correction=correction)
+    plain = LossConfig("grpo", 0.2, 0.3, 0.1, log_entropy=True, max_completion_length=32, correction=correction)
     configs = {name: replace(plain, name=name) for name in LOSSES}
     configs["real"] = replace(configs["real"], correction=CorrectionConfig(mask_delta=0.01))
     configs["gspo"] = replace(plain, level="sequence", entropy_coef=0.01)

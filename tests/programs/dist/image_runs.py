@@ -85,7 +85,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
     trainer = MegatronRLHF([*flags, *Variant.parse(name).flags()]).prepare_trainer()
     trainer.setup_model_training()
     engine = trainer.build_engine()
-    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+    loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
     metrics, logprobs, first = [], {}, []
     for number, kind in enumerate(batches, start=1):
         samples = image_samples(trainer.template, number, kind == "given")
@@ -137,7 +137,7 @@ def count_embedded(flags: list[str], report: str) -> None:
     for _ in range(2):
         engine.infer(samples)
         counts.append(sum(embedded))
-    engine.train_step(samples, make_loss(LossConfig("grpo", 0.2, 0.28, beta=0.1, temperature=0.9)))
+    engine.train_step(samples, make_loss(LossConfig("grpo", 0.2, 0.28, beta=0.1)))
     counts.append(sum(embedded))
     kept = len(trainer.unwrapped_models[0].visual.get_inputs_embeds.__self__._kept)
     del samples

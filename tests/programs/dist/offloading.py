@@ -78,7 +78,7 @@ class Run:
         self.trainer.setup_model_training()
         self.engine = self.trainer.build_engine()
         self.reference = make_reference(self.trainer, self.engine)
-        self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1, temperature=0.9))
+        self.loss = make_loss(LossConfig(name="grpo", epsilon_low=0.2, epsilon_high=0.28, beta=0.1))
         self.decisions: list[str] = []
         self.spare = 0  # bytes of the GPU that are free while nothing is offloaded
         trainer = self.trainer

@@ -364,7 +364,7 @@ def test_the_start_up_log_names_the_trainer_and_the_layout(accepted: dict[str, A
 def test_the_settings_of_the_stages_equal_the_flags(accepted: dict[str, Any]) -> None:
     full, lora = accepted["full"], accepted["lora"]
     for part in (
-        "epsilon_low=0.2, epsilon_high=0.3, beta=0.04, temperature=0.9",
+        "epsilon_low=0.2, epsilon_high=0.3, beta=0.04",
         "beta=0.04, model_dir='tiny'",
         "reward_names=('Format',), reward_weights=(1.0,), scale_rewards='group', bad_reward='stop'",
         "dtype=torch.bfloat16, tensor_parallel_size=1, gpu_memory_utilization=0.9, max_model_len=None, max_num_seqs=16",

@@ -23,7 +23,6 @@ PLAIN = LossConfig(
     epsilon_low=0.2,
     epsilon_high=0.3,
     beta=0.1,
-    temperature=1.0,
     max_completion_length=16,
     log_entropy=True,
 )
@@ -212,7 +211,7 @@ def test_clipped_tokens_are_those_whose_gradient_clipping_removes() -> None:
     high = Sample([1, 1, 1], [False, True, True], advantage=1.0, old_logprobs=[-2.0, -2.0])
     low = Sample([1, 1], [False, True], advantage=-1.0, old_logprobs=[-1.0], group=1)
     step = Step([high, low], [[-1.0, -2.0], [-3.0]], [[0.0, 0.0], [0.0]])  # ratios e (clipped), 1 and e^-2 (clipped)
-    result = run(step, LossConfig("grpo", 0.2, 0.2, 0.0, 1.0))
+    result = run(step, LossConfig("grpo", 0.2, 0.2, 0.0))
     assert result.gradients == {0: [0.0, pytest.approx(-0.25)], 1: [0.0]}
     third = pytest.approx(1 / 3)
     assert result.metrics["clip_ratio/high_mean"] == result.metrics["clip_ratio/low_mean"] == third
