@@ -23,7 +23,6 @@ from swift.utils import JsonlWriter, get_dist_setting, get_logger, is_last_rank,
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.resume import check_or_fall_back
-from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
@@ -84,8 +83,6 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     args: GRPOArguments
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
-        for line in start_up_lines(args):
-            logger.info(line)
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         self._locked = LockedFolders(args.output_dir, args.dump_folder, self.coordinator)

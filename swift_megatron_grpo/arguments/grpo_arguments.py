@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swift.template import Template
+from swift.utils import get_logger
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments, as_list
 from swift_megatron_grpo.arguments.environment import (
@@ -28,6 +29,7 @@ from swift_megatron_grpo.arguments.models import check_model
 from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.refused import refuse
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
+from swift_megatron_grpo.arguments.start_up_log import start_up_lines
 from swift_megatron_grpo.data.checks import check_rows
 from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
@@ -42,6 +44,8 @@ from swift_megatron_grpo.settings.flag import check, check_finite
 from swift_megatron_grpo.settings.groups import GROUPS, RANGES
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.sampling import rounds_of
+
+logger = get_logger()
 
 
 @dataclass
@@ -113,6 +117,11 @@ class GRPOArguments(DerivedArguments):
             check_all(
                 [self._check_flags, lambda: check_reward_registry(self), lambda: check_recording(self)],
             )
+
+    def log_start(self) -> None:
+        """Log the layout, the batch sizes, and notes on flags: all are known before the model loads."""
+        for line in start_up_lines(self):
+            logger.info(line)
 
     # ---- overrides of ms-swift
 

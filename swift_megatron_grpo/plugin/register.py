@@ -95,6 +95,7 @@ def _replace_arguments(rlhf: ModuleType) -> None:
         if self.args.rlhf_type != "grpo":
             return stock_prepare_trainer(self)
         with set_up_reported_by_torchrun():
+            self.args.log_start()
             return stock_prepare_trainer(self)
 
     pipeline._parse_args, pipeline.run, pipeline._prepare_dataset = parse_args, run, prepare_dataset

@@ -41,7 +41,7 @@ class Sampling(Flags):
         flag(
             10,
             "vLLM returns the log-probs of completions with every Nth rollout only, because they cost 4 to "
-            "11 % of the time of generation of a small model: the steps on other rollouts log no rollout/k3_kl. "
+            "11 %% of the time of generation of a small model: the steps on other rollouts log no rollout/k3_kl. "
             "1: with every rollout. "
             "0: with the first one only, which is always compared with the trainer's. The interval has no effect where "
             "the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every rollout. "
