@@ -74,7 +74,8 @@ class _Payloads:
     """Requests in JSON types. The completions of a prompt share its request and its images, which are read once."""
 
     def __init__(self, sampling: SamplingConfig, has_turns: bool) -> None:
-        self._sampling, self._has_turns = sampling, has_turns
+        self._sampling = sampling
+        self._has_turns = has_turns
         self._images: dict[str, list[tuple[str, bytes]]] = {}  # by prompt
         self._requests: dict[str, dict[str, Any]] = {}  # by prompt
 

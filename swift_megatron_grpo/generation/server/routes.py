@@ -117,7 +117,10 @@ class RolloutRoutes:
         health: EngineHealth,
         engine_settings: Mapping[str, Any],  # as the engine process describes them
     ) -> None:
-        self._args, self._commands, self._health, self._engine_settings = args, commands, health, engine_settings
+        self._args = args
+        self._commands = commands
+        self._health = health
+        self._engine_settings = engine_settings
         self._instance = uuid.uuid4().hex
         self._lease = RunLease()
         self.weights_version = NO_WEIGHTS
@@ -139,7 +142,8 @@ class RolloutRoutes:
         refuse_if_failed(self._health)
         now = time.monotonic()
         if self._lease.touch(run, now):
-            self.weights_version, self._joining = NO_WEIGHTS, None  # they belong to another run
+            self.weights_version = NO_WEIGHTS  # they belong to another run
+            self._joining = None
         return asdict(
             ServerStatus(
                 plugin=__version__,
@@ -241,7 +245,8 @@ class RolloutRoutes:
         everywhere = self._args.host in _EVERY_INTERFACE
         if self._hub is not None:
             self._hub.close()
-        size, secret = self._world_size + 1, new_secret()
+        size = self._world_size + 1
+        secret = new_secret()
         try:
             self._hub = Hub(self._args.host or "::", body.port, size, secret)
         except OSError as error:
