@@ -30,11 +30,7 @@ from swift_megatron_grpo.generation.interface import (
     Request,
     Share,
 )
-from swift_megatron_grpo.generation.local.engine_settings import (
-    quantization_settings,
-    reporting_settings,
-    shared_settings,
-)
+from swift_megatron_grpo.generation.local.engine_settings import further_settings, shared_settings
 from swift_megatron_grpo.generation.local.sampling import GiveUp, sample
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
 from swift_megatron_grpo.generation.vllm.adapter import load_adapter
@@ -256,12 +252,7 @@ def _build(config: VllmConfig, template: Template, sleep_mode: bool, seed: int) 
     template.padding_free = False
     template.sequence_parallel_size = 1
     set_expandable_segments(False)  # vLLM's memory pool for sleeping cannot live in expandable segments
-    engine_kwargs = {
-        **config.engine_kwargs,
-        **reporting_settings(config),
-        **quantization_settings(config),
-        "hf_overrides": dict(config.hf_overrides),
-    }
+    engine_kwargs = {**config.engine_kwargs, **further_settings(config)}
     engine = EngineForImages(
         config.model_dir,
         torch_dtype=config.dtype,

@@ -79,14 +79,10 @@ def shared_settings(config: VllmConfig) -> dict[str, Any]:
     }
 
 
-def reporting_settings(config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's settings for reports that this run reads."""
-    return {"enable_return_routed_experts": True} if config.returns_experts else {}
-
-
-def quantization_settings(config: VllmConfig) -> dict[str, Any]:
-    """Return vLLM's settings for --rollout_quantization."""
-    return quantization.engine_settings(config.quantization)
+def further_settings(config: VllmConfig) -> dict[str, Any]:
+    """Return the settings of this run that only vLLM has, which ms-swift's engine passes on."""
+    reports = {"enable_return_routed_experts": True} if config.returns_experts else {}
+    return {"hf_overrides": dict(config.hf_overrides), **reports, **quantization.engine_settings(config.quantization)}
 
 
 def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArgs:
@@ -96,10 +92,8 @@ def _engine_args(config: VllmConfig, engine_kwargs: dict[str, Any]) -> EngineArg
         dtype=str(config.dtype).removeprefix("torch."),
         seed=config.seed,
         trust_remote_code=True,
-        hf_overrides=dict(config.hf_overrides),
         **{name: value for name, value in shared_settings(config).items() if value is not None},
-        **reporting_settings(config),
-        **quantization_settings(config),
+        **further_settings(config),
         **engine_kwargs,
     )
 

@@ -16,8 +16,8 @@ from swift.utils import get_logger
 from swift_megatron_grpo.generation.interface import (
     AdapterConfig,
     AnsweredRequest,
+    BatchGeneration,
     Generation,
-    Progress,
     Request,
     Share,
 )
@@ -271,7 +271,7 @@ class RemoteVllm:
 
     def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         if self._events is None:
-            return _NoGeneration()
+            return BatchGeneration(dict)  # this rank contacts no server, so it has no results
         older = [generation for generation in self._generations if generation.is_running]
         generation = RemoteGeneration(self._events, self._servers, requests, group_size, sampling, self._version, older)
         self._generations = [*older, generation]
@@ -305,12 +305,3 @@ def _close_if_failed(connection: WeightConnection, response: Future[dict[str, An
     """Close a connection if its server no longer receives; a thread that sends on it would block indefinitely."""
     if response.cancelled() or response.exception() is not None:
         connection.close()
-
-
-class _NoGeneration:
-    """The generation on ranks that do not contact servers: it has no progress."""
-
-    is_running = False
-
-    def next(self, newest: int) -> Progress:
-        return Progress({}, needs_weights=False)
