@@ -55,7 +55,7 @@ def arguments_of_ranks(args: Sequence[str]) -> list[str] | None:
 
 
 def _classify_rank(args: Sequence[str]) -> str | None:
-    rlhf_type = _parse_rlhf_type(args)
+    rlhf_type = parse_flag(args, "rlhf_type")
     if rlhf_type is None and ("--help" in args or "-h" in args):
         return HELP
     return RANK if rlhf_type == "grpo" else None
@@ -63,11 +63,7 @@ def _classify_rank(args: Sequence[str]) -> str | None:
 
 def selects_grpo(args: Sequence[str]) -> bool:
     """Return True if ms-swift's parser will read `--rlhf_type grpo` from these arguments."""
-    return _parse_rlhf_type(args) == "grpo"
-
-
-def _parse_rlhf_type(args: Sequence[str]) -> str | None:
-    return parse_flag(args, "rlhf_type")
+    return parse_flag(args, "rlhf_type") == "grpo"
 
 
 def parse_flag(args: Sequence[str], wanted: str) -> str | None:
