@@ -75,7 +75,8 @@ def test_a_tower_of_tiles_is_asked_once_with_its_aligner() -> None:
     assert "vision_outputs.pooler_output = vision_features" in inspect.getsource(InternVLModel.get_image_features)
 
 
-def test_mcore_bridge_builds_the_tower_of_the_mixture_for_both_types_of_glm_and_it_computes_the_same() -> None:
+def test_mcore_bridge_builds_the_vision_tower_of_the_mixture_for_both_glms() -> None:
+    """Both types of GLM get the vision tower of the mixture, and it computes the same."""
     sizes = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
              "image_size": 112, "attn_implementation": "eager"}  # fmt: skip
     dense = Glm4vVisionModel(Glm4vVisionConfig(**sizes)).eval()

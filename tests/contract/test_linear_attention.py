@@ -64,7 +64,7 @@ def test_the_delta_net_gathers_tokens_before_its_first_norm() -> None:
     assert 'getattr(param, "sequence_parallel", False)' in FINALIZE or "sequence_parallel" in FINALIZE
 
 
-def test_nothing_sums_the_gradient_of_out_norm_without_sequence_parallelism() -> None:
+def test_nothing_sums_out_norms_gradient_without_sequence_parallelism() -> None:
     assert "q_layernorm" in FINALIZE and "k_layernorm" in FINALIZE and "out_norm" not in FINALIZE
 
 
@@ -86,14 +86,14 @@ class Net(GatedDeltaNet):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_the_marks_of_both_projections_are_removed_and_that_of_out_norm_stays(decoupled: bool) -> None:
+def test_marks_of_both_projections_are_removed_and_out_norms_stays(decoupled: bool) -> None:
     net = Net(decoupled)
     fixes.unmark_gathered_projections([torch.nn.ModuleList([net])])
     assert net.in_proj.weight.sequence_parallel is decoupled
     assert net.out_proj.weight.sequence_parallel is False and net.out_norm.weight.sequence_parallel is True
 
 
-def test_megatron_core_below_0_17_has_no_context_parallelism_for_delta_nets() -> None:
+def test_megatron_below_0_17_has_no_context_parallelism_for_delta_nets() -> None:
     """Once no supported version lacks it, delete linear_attention_context.py."""
     has_it = "tensor_a2a_cp2hp" in inspect.getsource(gated_delta_net)  # defined or, from 0.19 on, imported
     check = inspect.getsource(inspect.unwrap(TransformerConfig.__post_init__))
@@ -102,7 +102,7 @@ def test_megatron_core_below_0_17_has_no_context_parallelism_for_delta_nets() ->
     assert "tensor_a2a_cp2hp, tensor_a2a_hp2cp" in FORWARD and "self.cp_size" in FORWARD
 
 
-def test_a_delta_net_reads_the_bounds_of_sequences_on_the_host_and_passes_on_a_view() -> None:
+def test_a_delta_net_reads_sequence_bounds_on_the_host_and_passes_a_view() -> None:
     """Once it does neither, delete sequence_bounds.py."""
     check = inspect.getsource(GatedDeltaNet._resolve_cu_seqlens)
     assert "cu_seqlens = cu_seqlens.reshape(-1)" in check and "cu_seqlens[0] != 0:" in check
@@ -123,7 +123,7 @@ def test_the_bounds_of_a_micro_batch_pass_the_check_of_delta_nets(cp_size: int, 
     assert bounds(None, given, batch.inputs.packed_ids.shape[1], cp_size=cp_size) is given
 
 
-def test_the_bridge_reads_the_interval_of_full_attention_and_not_the_list_of_layers() -> None:
+def test_the_bridge_reads_the_full_attention_interval_not_the_layer_list() -> None:
     """Fails once it reads layer_types; then delete check_attention_layers."""
     assert parser.config_mapping["linear_attention_freq"] == ["full_attention_interval"]
     branch = inspect.getsource(parser.hf_to_mcore_config).partition("hf_model_type in {'qwen3_5', 'qwen3_5_moe'")[2]

@@ -89,7 +89,7 @@ def core() -> Version:
     return Version(Version(upstream()["megatron.core"]).public)
 
 
-def test_the_imported_megatron_is_the_installed_one_and_in_the_supported_range(core: Version) -> None:
+def test_the_imported_megatron_is_installed_and_in_the_supported_range(core: Version) -> None:
     assert core == Version(upstream()["distribution"])
     assert Version("0.16.1") <= core < Version("0.20")
 
@@ -105,7 +105,7 @@ def test_groups_are_private_variables_in_capitals(core: Version) -> None:
     assert set(odd) <= {"_global_process_group_list"}
 
 
-def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
+def test_clipping_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
     """training/upstream_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
     names = {"multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"}
     assert names <= set(upstream()["clip_grads"])
@@ -113,7 +113,8 @@ def test_clipping_uses_loops_from_0_17_on_without_multi_tensor_scale_tensor(core
     assert upstream()["loops_used"] is (core >= Version("0.17"))
 
 
-def test_an_optimizer_step_reads_parameters_and_states_from_the_inner_optimizer(core: Version) -> None:
+def test_an_optimizer_step_reads_all_state_from_the_inner_optimizer(core: Version) -> None:
+    """A step reads parameters and states from the inner optimizer."""
     norm = "get_main_grads_for_grad_norm" if core < Version("0.19") else "get_grads_for_grad_norm"
     source = upstream()["optimizer"]
     assert f"def {norm}(self" in source
@@ -180,8 +181,11 @@ def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
     assert asked in " ".join(upstream()["topk"].split())
 
 
-def test_a_dispatcher_of_one_rank_reads_its_number_of_experts_only_to_decide_whether_to_sort() -> None:
-    """training/moe/expert_chunks.py changes the number."""
+def test_a_dispatcher_of_one_rank_reads_its_expert_count_only_for_sorting() -> None:
+    """It reads its number of experts only to decide whether to sort.
+
+    training/moe/expert_chunks.py changes the number.
+    """
     body = upstream()["dispatcher"].split("    def preprocess(")[1]
     code = [line.strip() for line in body.splitlines() if "self.num_local_experts" in line and "# [" not in line]
     assert code == [
@@ -221,8 +225,11 @@ def test_swiglu_of_experts_is_a_class_of_its_own() -> None:
         assert condition in before[-200:] and "elif self.config.bias_activation_fusion" in before
 
 
-def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_for_the_gpu() -> None:
-    """training/stage_shapes.py replaces the method; training/preparation.py switches off the wait after each tensor."""
+def test_stages_exchange_shapes_before_every_tensor_and_wait_for_the_gpu() -> None:
+    """One method exchanges them.
+
+    training/stage_shapes.py replaces the method; training/preparation.py switches off the wait after each tensor.
+    """
     exchanged = ["self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next"]
     assert upstream()["communicate_shapes"] == exchanged
     compact = "".join(upstream()["communicate"].split())
@@ -233,7 +240,10 @@ def test_stages_exchange_shapes_in_one_method_before_every_tensor_and_then_wait_
     assert "schedule_table = get_schedule_table(" in upstream()["schedules"]
 
 
-def test_the_interleaved_schedule_frees_what_it_sends_before_the_send_has_ended_below_0_18(core: Version) -> None:
-    """Once no supported version does, delete SENDS_END_BEFORE_MEMORY_IS_FREED."""
+def test_the_interleaved_schedule_frees_tensors_in_flight_below_0_18(core: Version) -> None:
+    """It frees what it sends before the send has ended.
+
+    Once no supported version does, delete SENDS_END_BEFORE_MEMORY_IS_FREED.
+    """
     wait = "if send_next_wait_handle is not None and config.deallocate_pipeline_outputs:"
     assert (wait in upstream()["schedules"]) is (core >= Version("0.18")) is SENDS_END_BEFORE_MEMORY_IS_FREED

@@ -121,7 +121,7 @@ def test_the_engine_checks_the_length_limit_after_it_has_encoded_a_prompt() -> N
     assert upstream()["set_default_max_tokens"] == ["self", "request_config", "inputs"]
 
 
-def test_the_server_starts_its_workers_in_init_and_waits_for_them_in_its_lifespan() -> None:
+def test_the_server_starts_workers_in_init_and_awaits_them_in_lifespan() -> None:
     source = upstream()["__init__"]
     assert source.index("_register_rl_rollout_app()") < source.index("self._start_data_parallel_workers()")
     assert "self.connections = []" in source and "self.processes = []" in source
@@ -224,7 +224,7 @@ def test_the_code_that_the_cpu_platform_fixes_still_exists() -> None:
     assert "self.discard_request_mask.np[:num_reqs]" in upstream()["bookkeeping"]
 
 
-def test_requests_have_seeds_and_the_trainer_creates_its_client_in_one_method() -> None:
+def test_requests_have_seeds_and_one_method_creates_the_trainers_client() -> None:
     assert upstream()["seeded"] == [True, True]
     assert upstream()["_prepare_vllm_client"] == ["self"]
 

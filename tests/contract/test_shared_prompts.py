@@ -49,7 +49,7 @@ def test_layers_pass_the_parameters_of_the_micro_batch_to_attention() -> None:
     assert {"cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"} <= set(upstream()["fields"])
 
 
-def test_angles_are_taken_by_position_unless_a_fused_kernel_takes_them_by_place() -> None:
+def test_angles_are_read_by_position_unless_a_fused_kernel_reads_by_place() -> None:
     assert upstream()["angles"][:4] == ["self", "decoder_input", "position_ids", "packed_seq_params"]
     assert "packed_seq and not self.config.apply_rope_fusion" in upstream()["forward"]
     assert "rotary_pos_emb[position_ids[0]]" in upstream()["forward"]

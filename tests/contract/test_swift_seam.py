@@ -99,7 +99,7 @@ def upstream() -> dict[str, Any]:
 # ---- registration
 
 
-def test_prepare_trainer_looks_up_the_class_by_name_in_swift_megatron_trainers() -> None:
+def test_prepare_trainer_finds_its_class_by_name_in_swift_megatron() -> None:
     source = upstream()["prepare_trainer"]
     assert upstream()["prepare_trainer_of"] == "MegatronRLHF.prepare_trainer"
     assert "'grpo': 'MegatronGRPOTrainer'" in source
@@ -128,13 +128,13 @@ def test_run_loads_the_dataset_before_it_builds_the_trainer() -> None:
     assert source.index("self._prepare_dataset()") < source.index("self.prepare_trainer()")
 
 
-def test_external_plugins_are_imported_by_path_with_their_folder_first_on_sys_path() -> None:
+def test_plugins_are_imported_by_path_with_their_folder_first_on_sys_path() -> None:
     source = upstream()["import_external_file"]
     assert "sys.path.insert(0, py_dir)" in source
     assert "spec_from_file_location(module_name, file_path)" in source
 
 
-def test_the_parent_process_expands_a_config_file_before_it_starts_the_ranks() -> None:
+def test_the_parent_process_expands_a_config_file_before_ranks_start() -> None:
     source = upstream()["swift_main"]
     assert source.index("parse_yaml_args(argv)") < source.index("subprocess.run(args)")
     assert upstream()["megatron_routes"]["rlhf"] == "swift.cli._megatron.rlhf"
@@ -190,7 +190,7 @@ def test_asynchronous_saves_end_before_a_step_and_at_the_end_of_training() -> No
     assert "get_num_unfinalized_calls() == 0" in upstream()["is_empty_async_queue"]
 
 
-def test_resume_may_create_the_process_group_and_reads_the_step_of_a_checkpoint() -> None:
+def test_resume_may_create_the_process_group_and_reads_a_checkpoints_step() -> None:
     created = upstream()["init_process_group"]
     assert created.startswith("def init_process_group(backend: Optional[str] = None, timeout: int")
     assert created.index("if dist.is_initialized():\n        return") < created.index("dist.init_process_group(")
@@ -213,7 +213,7 @@ def test_megatron_still_loads_one_optimizer_format_with_gradients_enabled() -> N
 # ---- output layer, weight export, generation engine
 
 
-def test_postprocess_calls_the_output_layer_through_one_method_with_its_weight() -> None:
+def test_postprocess_calls_the_output_layer_by_one_method_with_its_weight() -> None:
     assert upstream()["_forward_output_layer"] == "(self, hidden_states, *args, **kwargs)"
     calls = upstream()["_postprocess"].split("self._forward_output_layer(")[1:]
     assert calls
@@ -241,7 +241,7 @@ def test_the_engine_encodes_prompts_and_makes_sampling_parameters() -> None:
     }
 
 
-def test_vllms_allocator_counts_memory_while_asleep_and_empties_torchs_cache() -> None:
+def test_vllms_allocator_counts_memory_asleep_and_empties_torchs_cache() -> None:
     """generation/local/engine.py reads tags and sizes of what a sleeping engine will allocate when it wakes up."""
     usage = upstream()["get_current_usage"]
     assert "for ptr, data in self.pointer_to_data.items()" in usage and "sum_bytes += handle[1]" in usage
@@ -321,7 +321,8 @@ def test_register_replaces_only_the_grpo_trainer() -> None:
     assert registered()["from import"] == "swift_megatron_grpo.trainer"
 
 
-def test_a_trainer_that_cannot_be_imported_raises_instead_of_falling_back_to_ms_swift() -> None:
+def test_a_trainer_that_cannot_be_imported_raises() -> None:
+    """It does not fall back to ms-swift's own trainer."""
     assert registered()["broken"] == "ImportError"
 
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 from torch.distributed import HashStore, TCPStore
 
 
-def test_the_store_of_torchrun_listens_on_every_interface_and_asks_for_no_key() -> None:
+def test_torchruns_store_listens_on_every_interface_without_a_key() -> None:
     """docs/security.md warns of it. If this fails, torch has changed: restrict the address, and correct the page."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("a", "1")

@@ -27,7 +27,7 @@ def test_a_non_finite_step_updates_nothing_and_is_named_in_the_error(ranks: Rank
 
 @pytest.mark.dist
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_weight_that_an_update_breaks_is_named_in_that_step_on_every_rank(ranks: Ranks, rank: int) -> None:
+def test_a_weight_that_an_update_breaks_is_named_at_once_on_every_rank(ranks: Ranks, rank: int) -> None:
     """Rank 1 has the weight; rank 0 raises with it, before a checkpoint or a weight sync."""
     message = faults(ranks, rank)["weights"]
     assert message.startswith(

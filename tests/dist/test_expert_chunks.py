@@ -34,7 +34,7 @@ def steps(ranks: Ranks, number: int, name: str) -> tuple[dict[str, Any], dict[st
 
 
 @pytest.mark.parametrize(("number", "name"), [(number, name) for number in SORTED for name in SORTED[number]])
-def test_tokens_that_arrive_sorted_are_not_sorted_and_the_step_has_the_same_bits(
+def test_sorted_tokens_are_not_sorted_again_and_the_step_has_the_same_bits(
     ranks: Ranks, number: int, name: str
 ) -> None:
     step, sorting = steps(ranks, number, name)

@@ -128,10 +128,12 @@ def released(name: str) -> str:
 @pytest.mark.parametrize(
     ("parts", "expected"), [([], [4, 4, 4]), (EVERYTHING[:4], [4, 8, 13])], ids=["frozen", "trained"]
 )
-def test_a_tower_embeds_an_image_once_per_micro_batch_and_a_frozen_one_once_in_all(
+def test_a_vision_tower_embeds_an_image_once_per_micro_batch(
     ranks: Ranks, parts: list[str], expected: list[int]
 ) -> None:
-    """Four images, each shown by two completions of a micro batch; rows are dropped with the last sample.
+    """A frozen one embeds it once in all.
+
+    Four images, each shown by two completions of a micro batch; rows are dropped with the last sample.
 
     A step that trains the vision tower embeds one more: a blank image for the micro batch of text.
     """

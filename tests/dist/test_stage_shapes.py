@@ -96,9 +96,7 @@ def test_the_host_waits_for_the_gpu_in_exchanges_of_shapes_alone(ranks: Ranks, n
 
 
 @pytest.mark.parametrize(("number", "layout"), CASES)
-def test_a_pipeline_with_another_shape_on_one_stage_exchanges_in_every_pass(
-    ranks: Ranks, number: int, layout: str
-) -> None:
+def test_a_pipeline_with_another_shape_on_one_stage_always_exchanges(ranks: Ranks, number: int, layout: str) -> None:
     right, wrong = (reports(ranks, number, layout, run) for run in ("right", "wrong"))
     for rank, (with_plan, report) in enumerate(zip(right, wrong, strict=True)):
         assert report["steps"] == with_plan["steps"]

@@ -50,7 +50,7 @@ def test_tensors_may_be_left_out_on_request(ranks: Ranks) -> None:
 
 
 @pytest.mark.dist
-def test_a_tensor_under_another_name_is_refused_with_the_name_that_it_should_have(ranks: Ranks) -> None:
+def test_a_tensor_under_another_name_is_refused_with_its_right_name(ranks: Ranks) -> None:
     name = "model.layers.1.self_attn.q_norm.weight"
     [error] = build(ranks, "renamed", rename(name, name.replace("q_norm", "query_norm")), [])
     assert "has no tensor whose name ends with q_norm.weight" in error

@@ -59,7 +59,7 @@ def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Fini
         assert note in noted.output and note not in plain.output
 
 
-def test_optimizer_states_on_the_cpu_start_from_weights_of_a_megatron_checkpoint(
+def test_optimizer_states_on_cpu_start_from_a_megatron_checkpoint(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
     """Upstream copies the weights to the CPU before it loads them; see megatron_fixes/hybrid_optimizer.py."""
@@ -86,7 +86,7 @@ def test_optimizer_states_on_the_cpu_work_with_the_distributed_optimizer(
         assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
 
 
-def test_a_run_with_optimizer_states_on_the_cpu_resumes_as_if_uninterrupted(
+def test_a_run_with_optimizer_states_on_cpu_resumes_as_if_uninterrupted(
     low: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
     start = ["--finetune", "false", "--mcore_model", str(low.folder / "checkpoint-1")]

@@ -60,9 +60,7 @@ def test_drop_trains_the_other_completions_of_a_function_that_raises(folder: Pat
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in run.log)
 
 
-def test_megabytes_of_output_of_a_reward_function_neither_block_nor_end_a_run(
-    folder: Path, dense: Path, dataset: Path
-) -> None:
+def test_megabytes_of_output_of_a_reward_neither_block_nor_end_a_run(folder: Path, dense: Path, dataset: Path) -> None:
     run = train((folder, dense, dataset), "prints_megabytes")
     # steps, ranks, outputs, lines; the ranks share one pipe, so their lines are mixed
     assert len(run.log) == 2 and run.output.count("x") >= 2 * 2 * 2 * 64 * 2**16

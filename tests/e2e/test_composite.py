@@ -118,7 +118,7 @@ def test_a_server_gets_the_towers_if_it_holds_them(folder: Path, dataset: Path, 
 
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl_moe", "glm4v", "internvl"])
-def test_text_of_other_types_is_generated_and_trained_with_the_same_numbers(
+def test_text_of_other_types_is_generated_and_trained_with_equal_numbers(
     folder: Path, dataset: Path, kind: str
 ) -> None:
     model = make_model(folder / kind, kind)

@@ -42,7 +42,7 @@ def test_completions_of_a_server_match_ms_swifts_and_cost_less(dense: Path) -> N
 
 
 @pytest.mark.e2e
-def test_an_engine_in_a_thread_aborts_runs_commands_and_reports_its_failure(dense: Path) -> None:
+def test_an_engine_in_a_thread_aborts_runs_commands_and_reports_failure(dense: Path) -> None:
     report = report_of("rollout", "engine_in_thread", dense)
     for ours, stock in report["pairs"]:
         assert ours == stock and len(ours[0]) == len(ours[3]) == 24

@@ -25,9 +25,8 @@ def test_a_setting_that_vllm_refuses_ends_the_run_before_a_model_loads(
 
 
 @pytest.mark.e2e
-def test_rows_that_would_be_dropped_end_the_run_with_one_message_before_a_model_loads(
-    folder: Path, dense: Path, dataset: Path
-) -> None:
+def test_rows_that_would_be_dropped_end_the_run_before_a_model_loads(folder: Path, dense: Path, dataset: Path) -> None:
+    """The run prints one message."""
     rows = dataset.read_text().splitlines()[:8]
     mixed = folder / "mixed.jsonl"
     mixed.write_text("\n".join([*rows, json.dumps({"query": "1+1", "letters": "a"})]))
@@ -52,7 +51,7 @@ def test_the_folder_of_another_run_is_refused_before_a_model_loads(
 
 
 @pytest.mark.e2e
-def test_a_setting_that_changes_the_policy_ends_a_rollout_server_at_its_start(folder: Path, dense: Path) -> None:
+def test_a_setting_that_changes_the_policy_ends_a_server_at_its_start(folder: Path, dense: Path) -> None:
     settings = json.dumps({"quantization": "fp8", "max_num_batch_tokens": 8192})
     server = RolloutServer(dense, folder / "quantized.txt", ["--vllm_engine_kwargs", settings]).start()
     assert server.process is not None and server.process.wait(timeout=300) != 0

@@ -46,7 +46,7 @@ def test_a_resumed_run_matches_an_uninterrupted_one(
 
 
 @pytest.mark.slow  # the tests of --resume auto cover the same, but for the flags that name a checkpoint
-def test_resuming_in_the_same_folder_keeps_the_checkpoint_and_logs_each_step_once(
+def test_resuming_in_place_keeps_the_checkpoint_and_logs_each_step_once(
     tmp_path: Path, dense: Path, dataset: Path
 ) -> None:
     """A run of five steps ends; a second run resumes in the same folder from step 3, in the middle of a rollout."""
@@ -111,10 +111,11 @@ def inputs(dense: Path, dataset: Path) -> tuple[Path, Path]:
     return dense, dataset
 
 
-def test_a_killed_run_and_a_stopped_run_continue_with_the_same_command_to_the_same_digits(
-    inputs: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Killed after step 5, stopped by Ctrl-C in step 5, which ends the step in the middle of the last rollout."""
+def test_killed_and_stopped_runs_continue_to_the_same_digits(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same command continues both.
+
+    Killed after step 5, stopped by Ctrl-C in step 5, which ends the step in the middle of the last rollout.
+    """
     whole, folder = tmp_path / "whole", tmp_path / "broken"
     unbroken = run_auto(inputs, whole, ["--rollout_dump", str(tmp_path / "whole-dump")])
     assert unbroken.code == 0, unbroken.output[-4000:]
@@ -144,7 +145,7 @@ def test_a_killed_run_and_a_stopped_run_continue_with_the_same_command_to_the_sa
     assert "model_config" not in again.output  # which ms-swift logs when it builds the model
 
 
-def test_a_lora_run_that_was_killed_while_it_generated_continues_in_its_version_folder(
+def test_a_lora_run_killed_in_generation_continues_in_its_version_folder(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Each of the two ranks has the old log-probs of its own completions, which the checkpoint gathers."""
@@ -160,7 +161,7 @@ def test_a_lora_run_that_was_killed_while_it_generated_continues_in_its_version_
     assert saved(folder) == ["checkpoint-3", "checkpoint-6"]
 
 
-def test_the_completions_of_a_rollout_that_was_killed_halfway_are_not_generated_again(
+def test_completions_of_a_rollout_killed_halfway_are_not_generated_again(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The server generates one group at a time. Before the first checkpoint, the dump alone is continued."""

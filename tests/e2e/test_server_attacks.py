@@ -207,9 +207,8 @@ def test_bodies_beyond_a_limit_are_refused_and_the_answers_are_short(
     assert b" 413 " in raw(server, chunked + b"ffff\r\n" + b" " * 0xFFFF + b"\r\n" + b"ffff\r\n" + b" " * 0xFFFF)
 
 
-def test_a_prompt_without_room_and_a_message_without_template_are_the_clients_faults(
-    server: RolloutServer, trainer: RemoteVllm
-) -> None:
+def test_a_prompt_without_room_is_the_clients_fault(server: RolloutServer, trainer: RemoteVllm) -> None:
+    """So is a message without template."""
     body = generate_body()
     body["request"]["messages"][0]["content"] = "word " * 300  # 256 tokens fit
     status, text = respond(server, "POST", Routes.GENERATE, body, trainer._servers.run)

@@ -102,7 +102,7 @@ def test_an_environment_on_a_server_matches_colocate(
     assert sorted(closed(folder)) == sorted({*closed(folder)}) and len(closed(folder)) == 16
 
 
-def test_a_limit_of_all_turns_and_a_grammar_hold_on_a_server_and_in_the_ranks(
+def test_a_limit_of_all_turns_and_a_grammar_hold_on_server_and_ranks(
     folder: Path, dense: Path, dataset: Path, riddles: RolloutServer
 ) -> None:
     """Eight letters a turn: the third has what two have left of 20. On the server only its environment grades."""

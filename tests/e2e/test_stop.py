@@ -36,10 +36,11 @@ def check_stopped(run: Finished, step: int) -> str:
     return line.partition("use the same command with ")[2]
 
 
-def test_a_signal_to_the_command_stops_all_processes_and_the_run_continues_from_its_checkpoint(
-    folder: Path, dense: Path, dataset: Path
-) -> None:
-    """The real command: `megatron rlhf` starts torchrun, which starts two ranks."""
+def test_a_signal_to_the_command_stops_all_processes(folder: Path, dense: Path, dataset: Path) -> None:
+    """The run then continues from its checkpoint.
+
+    The real command: `megatron rlhf` starts torchrun, which starts two ranks.
+    """
     started: list[psutil.Process] = []
     ended: list[float] = []
 
@@ -82,7 +83,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_step(inputs: tuple[Path, Path,
     check_stopped(run, 2)
 
 
-def test_a_generation_that_takes_too_long_is_given_up_by_all_ranks_of_an_engine(
+def test_all_ranks_of_an_engine_give_up_a_generation_that_takes_too_long(
     inputs: tuple[Path, Path, Path],
 ) -> None:
     """Both ranks run one engine, whose steps have collectives: ranks that left it at different steps would hang."""

@@ -39,7 +39,7 @@ def test_out_of_memory_in_training_names_the_flag_to_lower(tmp_path: Path) -> No
     assert "lower --max_tokens_per_micro_batch from 512 to 256" in finished.output
 
 
-def test_a_data_parallel_rank_that_runs_out_of_memory_goes_on_with_half_the_budget(tmp_path: Path) -> None:
+def test_a_data_parallel_rank_out_of_memory_continues_with_half_the_budget(tmp_path: Path) -> None:
     finished = run("memory_once", tmp_path, "--sleep_level", "1", "--max_tokens_per_micro_batch", "512")
     assert finished.code == 0 and len(finished.log) == 6
     message = "the train phase ran out of GPU memory with --max_tokens_per_micro_batch 512; it is run again with 256"

@@ -43,7 +43,7 @@ def test_kernels_match_plain_torch(entropy: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_bf16_error_beyond_rounding_logits_and_their_gradient_is_below_1e_3(entropy: bool) -> None:
+def test_bf16_adds_below_1e_3_to_rounding_logits_and_their_gradient(entropy: bool) -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     grad = torch.randn(K, 1 + entropy, device="cuda")
     run(rows, weight, targets, head(entropy), grad)

@@ -42,7 +42,7 @@ def test_recomputing_activations_changes_nothing(gpus: Gpus) -> None:
 
 
 @needs_cuda
-def test_an_mlp_that_recomputes_keeps_less_memory_and_has_the_same_gradients() -> None:
+def test_a_recomputing_mlp_keeps_less_memory_and_has_the_same_gradients() -> None:
     import transformer_engine.pytorch as te
 
     from swift_megatron_grpo.training.layers import fast_kernels as kernels

@@ -18,6 +18,7 @@ FRAGMENTS = {
     "to", "until", "up", "what", "when", "where", "whether", "which", "without",
 }  # fmt: skip
 LONGEST_FILE, LONGEST_FUNCTION = 500, 80  # lines
+LONGEST_TEST_NAME = 70  # characters; the rest of what holds goes into the docstring
 MODULES_AT_THE_ROOT = 8
 
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
@@ -57,6 +58,16 @@ def test_files_and_functions_are_short() -> None:
         and (length := (node.end_lineno or node.lineno) - node.lineno + 1) > LONGEST_FUNCTION
     ]
     assert not long, "\n".join(long)
+
+
+def test_names_of_tests_are_short() -> None:
+    long = [
+        f"{name_of(path)}: {node.name} has {len(node.name)} characters"
+        for path in FILES
+        for node in definitions(path)
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and len(node.name) > LONGEST_TEST_NAME
+    ]
+    assert not long, f"at most {LONGEST_TEST_NAME}, the rest goes into the docstring:\n" + "\n".join(long)
 
 
 def test_the_root_of_the_package_holds_few_modules() -> None:

@@ -25,7 +25,7 @@ FROZEN = {"freeze_llm": False, "freeze_vit": True, "freeze_aligner": True, "stoc
 LINEAR, FULL = "linear_attention", "full_attention"
 
 
-def test_every_type_that_mcore_bridge_converts_is_supported_or_refused_with_a_reason() -> None:
+def test_every_type_of_mcore_bridge_is_supported_or_refused_with_a_reason() -> None:
     """mcore-bridge registers deepseek_v41 only if megatron-core has a HybridModel with its layers."""
     converted = {name for meta in MODEL_MAPPING.values() if meta.is_multimodal for name in meta.model_types}
     assert converted | {"deepseek_v41"} == {*COMPOSITE, *REFUSED_COMPOSITE}
@@ -120,7 +120,7 @@ def test_linear_attention_needs_its_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     [("3.3.1", False, True), ("3.4.0", False, False), ("3.6.0", False, False), ("3.6.0", True, True),
      ("3.7.1", False, True)],
 )  # fmt: skip
-def test_wrong_kernels_of_linear_attention_on_hopper_are_refused_with_a_remedy(
+def test_wrong_linear_attention_kernels_on_hopper_are_refused_with_a_fix(
     triton: str, tilelang: bool, right: bool
 ) -> None:
     fault = fault_of_delta_rule(triton, tilelang)

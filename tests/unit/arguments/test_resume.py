@@ -57,7 +57,7 @@ def test_an_adapter_is_loaded_beside_the_base_model_that_the_user_gives(tmp_path
     assert (args.mcore_model, args.mcore_adapter) == ("base", str(folder))
 
 
-def test_a_given_checkpoint_of_another_folder_begins_a_run_in_the_output_folder(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_folder_begins_a_run_in_the_output_folder(tmp_path: Path) -> None:
     folder = saved(tmp_path / "other", 3, at=1.0)
     saved(tmp_path / "out", 5, at=2.0)
     args = applied(tmp_path / "out", resume=str(folder))
@@ -79,7 +79,7 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, changes: dict[str, 
         applied(tmp_path, **changes)
 
 
-def test_damage_that_only_the_full_verification_detects_falls_back_with_auto_alone(tmp_path: Path) -> None:
+def test_damage_that_only_full_verification_finds_falls_back_with_auto(tmp_path: Path) -> None:
     whole, damaged = saved(tmp_path, 2, at=1.0), saved(tmp_path, 3, at=2.0)
     for value, tried in (("auto", ["checkpoint-3", "checkpoint-2"]), (str(damaged), ["checkpoint-3"])):
         args, seen = applied(tmp_path, resume=value), list[str]()

@@ -47,7 +47,7 @@ def test_r2_without_effect_is_noted() -> None:
     assert of(Routing, router_replay_mode="R2").notes(2) == of(Routing, router_replay_mode="R3").notes(1) == []
 
 
-def test_experts_are_requested_for_all_completions_or_for_those_that_are_compared() -> None:
+def test_experts_are_requested_for_all_or_for_compared_completions() -> None:
     def requested(replay: RouterReplay, compared: int, completions: int) -> int:
         routing = of(Routing, router_replay_mode=replay, router_agreement_samples=compared)
         return routing.requested(completions)

@@ -108,7 +108,7 @@ def test_a_suitable_server_is_accepted() -> None:
     assert "secret" not in repr(CONFIG)
 
 
-def test_a_server_that_does_not_report_experts_is_refused_only_if_the_run_reads_them() -> None:
+def test_a_server_without_experts_is_refused_only_if_the_run_reads_them() -> None:
     reads = replace(CONFIG, returns_experts=True)
     [message] = problems_of(status(), reads, PROTOCOL)
     assert "does not report the experts" in message and '{"enable_return_routed_experts": true}' in message

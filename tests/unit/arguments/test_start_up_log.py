@@ -15,7 +15,7 @@ from swift_megatron_grpo.arguments.derived import shape_of
     ("experts", "gpus_of_an_engine", "uses_servers", "is_noted"),
     [(8, 2, False, True), (8, 1, False, False), (8, 2, True, False), (None, 2, False, False)],
 )
-def test_fp8_is_noted_where_gpus_of_this_run_share_the_experts_of_an_engine(
+def test_fp8_is_noted_where_gpus_of_a_run_share_the_experts_of_an_engine(
     experts: int | None, gpus_of_an_engine: int, uses_servers: bool, is_noted: bool
 ) -> None:
     sizes = {} if experts is None else {"num_experts": experts}

@@ -9,7 +9,7 @@ import pytest
 from swift_megatron_grpo.generation.conversations.checks import check_multi_turn
 
 
-def test_flags_of_conversations_must_name_registered_schedulers_and_environments() -> None:
+def test_conversation_flags_name_registered_schedulers_and_environments() -> None:
     def check(scheduler: str | None = None, **flags: Any) -> None:
         given = {"max_turns": None, "use_gym_env": None, "gym_env": None, **flags}
         check_multi_turn(scheduler, **given, schedulers=["a", "b"], with_own_run=["b"], environments=["e"])

@@ -272,7 +272,7 @@ def test_settings_with_different_numbers_of_ranks_are_rejected() -> None:
         bench.settings_of(bench.parse(["train", "--json", "x.json", "--ours", "tp2", "--stock", "mbs4"]))
 
 
-def test_a_server_may_leave_out_the_tokens_of_a_few_completions_that_end_early() -> None:
+def test_a_server_may_omit_the_tokens_of_a_few_completions_that_end_early() -> None:
     assert tokens_of_early_ends([[512] * 8] * 16, vocabulary=151936) < 0.03 * 512 * 128
     assert tokens_of_early_ends([[16] * 8] * 2, vocabulary=512) < 0.25 * 16 * 16
 
@@ -308,7 +308,7 @@ def test_the_committed_page_matches_the_committed_results() -> None:
         assert run.workload["generations"] == 8
 
 
-def test_shared_prompts_are_compared_with_repeated_ones_and_count_once_in_the_mfu() -> None:
+def test_shared_prompts_are_compared_and_count_once_in_the_mfu() -> None:
     run = some_run()
     steps = run.measured("ours", "mbs4").steps
     processes = [*run.processes, Process("ours", "mbs4+shared", "ok", steps, [])]
@@ -373,7 +373,7 @@ def test_the_report_replaces_only_the_table_in_the_readme() -> None:
     assert "| old |" not in readme and readme.count(row) == len(other_pages.HEADLINES)
 
 
-def test_the_recorded_train_phase_on_one_cpu_rank_is_1_5_times_as_fast_as_ms_swift() -> None:
+def test_the_recorded_train_phase_on_a_cpu_is_1_5_times_ms_swifts_speed() -> None:
     """Compares the recorded results; tests/e2e/test_bench.py measures again."""
     run = Run.read(REPOSITORY / "benchmarks" / "cpu" / "train-tiny.json")
     (best,) = (pair for pair in run.comparisons() if pair.what == "each at its best")

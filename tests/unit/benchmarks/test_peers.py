@@ -195,7 +195,7 @@ def test_a_run_without_peers_has_no_section_for_them() -> None:
     assert "TRL" not in text.replace(run.goal, "").replace(run.versions["trl"], "").replace(", trl ", "")
 
 
-def test_the_readme_compares_with_ms_swift_and_with_peers_in_tables_of_their_own() -> None:
+def test_the_readme_compares_with_ms_swift_and_with_peers_in_two_tables() -> None:
     runs = [replace(run_with_trl(), name=name) for name in other_pages.HEADLINES]
     assert other_pages.headlines(runs).count("| **2.00** | 8.00 s | 4.00 s |") == len(other_pages.HEADLINES)
     sentence = "On the same work, a whole step is 1.50 to 1.50 times as fast as in TRL.\n"

@@ -26,7 +26,7 @@ def test_rows_without_a_user_turn_are_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_dataset_without_any_user_turn_is_refused_with_the_flag_that_maps_a_column(tmp_path: Path) -> None:
+def test_a_dataset_without_user_turns_is_refused_with_the_flag_that_maps(tmp_path: Path) -> None:
     """ms-swift takes a column named text for the response, and makes messages of it."""
     dataset = load(write(tmp_path / "a.jsonl", {"text": "x"}, {"text": "y"}))
     with pytest.raises(

@@ -17,7 +17,7 @@ def test_datasets_are_named_after_their_files_and_hub_ids(tmp_path: Path) -> Non
     assert names == {str(file): "gsm_8k.test", "org/math-500": "math-500", "other/aime.v2": "aime.v2"}
 
 
-def test_datasets_of_one_name_are_numbered_and_entries_of_one_id_are_one_dataset() -> None:
+def test_datasets_of_one_name_are_numbered_entries_of_one_id_are_joined() -> None:
     assert names_of(["a/test.jsonl", "b/test.jsonl"], None) == {"a/test.jsonl": "test", "b/test.jsonl": "test_2"}
     assert names_of(["org/x:main", "org/x:socratic"], None) == {"org/x": "x"}
 

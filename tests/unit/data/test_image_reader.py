@@ -148,7 +148,7 @@ def test_rows_are_refused_with_their_problem(reader: ImageReader) -> None:
         assert check_row(row(content, *images), reader, PLACEHOLDERS) == ImagesOfRow(len(images), 4 * len(images))
 
 
-def test_the_most_images_of_a_row_are_counted_and_prompts_of_too_many_tokens_refused() -> None:
+def test_the_most_images_of_a_row_are_counted_and_long_prompts_refused() -> None:
     rows = [ImagesOfRow(0), ImagesOfRow(2, 60), ImagesOfRow(1, 100)]
     assert check_images(rows, 200, 50) == 2 and check_images(rows, None, 50) == 2 and check_images([], 9, 1) == 0
     with pytest.raises(ValueError, match=r"row 2 has 100; use a smaller --max_pixels, or .* above 150"):

@@ -126,7 +126,7 @@ def test_a_service_that_is_too_slow_stops_the_run(service: Any, monkeypatch: pyt
         call(service, [rollout("abc")])
 
 
-def test_the_environment_asks_until_the_answer_is_right_and_grades_the_conversation() -> None:
+def test_the_environment_asks_until_the_answer_is_right_and_grades_it() -> None:
     envs["guess"] = program("guess.py")["Guess"]
     scheduler = GYMScheduler(gym_env="guess", max_turns=5)
     row = RolloutInferRequest(messages=[{"role": "user", "content": "-"}], uuid="a", data_dict={"number": "5"})

@@ -49,7 +49,7 @@ def test_no_groups_are_generated_if_none_are_missing() -> None:
     assert result.metrics()["dynamic_sample/generated_groups"] == 2
 
 
-def test_groups_with_a_spread_are_kept_and_only_missing_groups_are_generated() -> None:
+def test_groups_with_a_spread_are_kept_and_only_missing_ones_generated() -> None:
     """ms-swift generates a whole batch in every round, and drops the groups that it has kept if the rounds run out."""
     first = group("a", EQUAL) + group("b", MIXED) + group("c", EQUAL) + group("d", EQUAL)
     draw, requested = draws([MIXED, EQUAL, EQUAL], [EQUAL, MIXED], [MIXED])

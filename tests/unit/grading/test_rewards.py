@@ -121,7 +121,7 @@ def test_reward_functions_of_ms_swift_can_be_called() -> None:
     ]
 
 
-def test_a_function_that_modifies_its_arguments_does_not_modify_the_dataset() -> None:
+def test_a_function_that_modifies_its_arguments_leaves_the_dataset_alone() -> None:
     def careless(completions: list[str], messages: list[Any], solution: list[Any], **kwargs: Any) -> list[float]:
         for turn in messages:
             turn.clear()
@@ -229,7 +229,7 @@ def test_a_function_that_raises_is_not_called_again() -> None:
 
 @pytest.mark.parametrize("function_is_async", [False, True])
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_an_exception_that_would_end_the_rank_is_reported_as_a_failure_of_the_function(
+def test_an_exception_that_would_end_the_rank_is_a_failure_of_the_function(
     error: BaseException, function_is_async: bool
 ) -> None:
     def leaves(completions: list[str], **kwargs: Any) -> list[float]:
@@ -387,7 +387,7 @@ def test_extreme_rewards_give_finite_advantages(scale: ScaleRewards, rewards: li
     assert all(map(math.isfinite, group_advantages(rewards, 4, scale)))
 
 
-def test_the_total_reward_is_the_weighted_sum_over_the_functions_that_apply() -> None:
+def test_the_total_reward_is_the_weighted_sum_over_applicable_functions() -> None:
     assert total_reward([1.0, None, 3.0], [1.0, 5.0, 0.5]) == 2.5
     assert total_reward([None, None], [1.0, 1.0]) is None
     assert total_reward([1.0, math.nan], [1.0, 1.0]) is None

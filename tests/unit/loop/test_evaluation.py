@@ -64,7 +64,8 @@ def test_a_limit_counts_the_prompts_of_each_dataset() -> None:
     assert [len(prompts) for prompts in rounds] == [2, 1, 2, 1]
 
 
-def test_metrics_count_the_chosen_reward_from_its_threshold_and_leave_out_where_it_does_not_apply() -> None:
+def test_metrics_count_the_chosen_reward_from_its_threshold() -> None:
+    """They leave out prompts to which it does not apply."""
     evaluation, _ = make(["math"], rows=2)
     metrics = evaluation.run(lambda: None)
     assert metrics["pass@1"] == metrics["math/pass@1"] == pytest.approx((2 / 3 + 0) / 2)

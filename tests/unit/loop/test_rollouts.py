@@ -194,7 +194,7 @@ def indices(engine: Engine) -> list[list[int]]:
     return [[request.index for request in requests] for requests in engine.requested]
 
 
-def test_a_killed_run_continues_its_dump_and_generates_only_what_is_missing(tmp_path: Path) -> None:
+def test_a_killed_run_continues_its_dump_and_generates_only_the_rest(tmp_path: Path) -> None:
     """Killed in rollout 2, of which one group has finished; the checkpoint is that before rollout 1."""
     before, engine = make(0, rollouts=4, folder=tmp_path)
     trained = [before.take(step(number)) for number in range(2)]
@@ -270,7 +270,7 @@ def test_completions_of_unexpected_weights_stop_the_run() -> None:
         rollouts.take(step(1))
 
 
-def test_old_log_probs_are_the_engines_for_older_weights_without_a_correction() -> None:
+def test_old_log_probs_are_the_engines_for_old_weights_without_correction() -> None:
     def rollout(version: int, logprobs: list[float] | None) -> Rollout:
         return Rollout(Prompt("p", {}), [1], [2], logprobs, "", "stop", version)
 
@@ -284,7 +284,7 @@ def test_old_log_probs_are_the_engines_for_older_weights_without_a_correction() 
             old_logprobs_from_engine([without_logprobs], 4, correction)
 
 
-def test_experts_are_requested_of_the_first_completions_and_not_of_an_evaluation() -> None:
+def test_experts_are_requested_of_first_completions_but_not_in_evaluation() -> None:
     rollouts, engine = make(0, 1)
     requested: list[list[bool]] = []
     sampled: list[SamplingConfig] = []
@@ -303,7 +303,7 @@ def test_experts_are_requested_of_the_first_completions_and_not_of_an_evaluation
     assert sampled == [SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), EVALUATION.sampling]
 
 
-def test_log_probs_are_requested_only_for_rollouts_whose_log_probs_something_reads() -> None:
+def test_log_probs_are_requested_only_where_something_reads_them() -> None:
     rollouts, engine = make(0, rollouts=5)
     for number in range(5):
         rollouts.take(step(number))

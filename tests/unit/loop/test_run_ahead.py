@@ -27,7 +27,7 @@ def test_at_0_nothing_starts_ahead() -> None:
     assert started_ahead(rule, training=3, engine_version=12, idle=True) == []
 
 
-def test_at_1_the_next_rollout_is_generated_by_the_weights_before_this_training() -> None:
+def test_at_1_the_weights_before_this_training_generate_the_next_rollout() -> None:
     rule = RunAhead(1, steps_per_rollout=4, first_rollout=0, first_version=0, total_steps=16)
     assert started_ahead(rule, training=0, engine_version=0, idle=True) == [1]
     assert rule.staleness(1, version=0) == 1
@@ -38,7 +38,7 @@ def test_at_1_the_next_rollout_is_generated_by_the_weights_before_this_training(
     assert started_ahead(partly_trained, training=3, engine_version=8, idle=True) == [4]
 
 
-def test_a_busy_engine_starts_rollouts_with_its_weights_while_they_are_new_enough() -> None:
+def test_a_busy_engine_starts_rollouts_while_its_weights_are_new_enough() -> None:
     rule = RunAhead(2, steps_per_rollout=1, first_rollout=0, first_version=0, total_steps=100)
     assert started_ahead(rule, training=5, engine_version=5, idle=True) == [6, 7]
     assert rule.may_start(7, engine_version=5, newest=6, idle=False)  # 2 behind

@@ -40,7 +40,7 @@ def test_every_sample_is_assigned_once_and_counts_are_equal(dp: int, micro: int,
     assert {len(rank) for rank in plan.assignment} == {accumulation} == {plan.num_micro_batches}
 
 
-def test_a_number_of_samples_that_cannot_be_split_is_refused_with_the_multiple_that_can() -> None:
+def test_a_sample_count_that_cannot_be_split_is_refused_with_a_multiple() -> None:
     with pytest.raises(ValueError, match="positive multiple of 6"):
         plan_by_count(10, dp_size=2, micro_batch_size=3)
 
@@ -59,7 +59,7 @@ def test_padding_meets_the_multiples_of_the_layout(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from([1, 2, 4]))
-def test_zigzag_assigns_every_position_to_one_rank_and_each_rank_the_same_number(pieces: list[int], cp: int) -> None:
+def test_zigzag_assigns_every_position_once_and_each_rank_equally_many(pieces: list[int], cp: int) -> None:
     lengths = [piece * 2 * cp for piece in pieces]
     held = [zigzag_positions(lengths, rank, cp) for rank in range(cp)]
     assert sorted(i for rank in held for i in rank) == list(range(sum(lengths)))

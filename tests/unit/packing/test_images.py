@@ -47,7 +47,7 @@ def test_positions_are_those_of_transformers(model: tuple, length: int, placed: 
 
 
 @pytest.mark.parametrize("cp", [1, 2])
-def test_a_micro_batch_has_positions_on_three_axes_and_marks_the_tokens_of_its_images(cp: int) -> None:
+def test_a_micro_batch_has_positions_on_three_axes_and_marks_image_tokens(cp: int) -> None:
     samples = [
         Sample(list(range(1, 13)), [False] * 10 + [True] * 2, 1.0, images=(PlacedImage(A, 3),)),
         Sample(list(range(1, 6)), [False] * 3 + [True] * 2, 1.0),

@@ -106,7 +106,8 @@ def steps(draw: st.DrawFn) -> Step:
 
 
 @given(steps())
-def test_every_sample_is_assigned_once_no_micro_batch_is_empty_and_the_largest_comes_first(step: Step) -> None:
+def test_every_sample_is_assigned_once_and_the_largest_micro_batch_first(step: Step) -> None:
+    """No micro batch is empty."""
     plan = step.plan
     assert len(plan.assignment) == step.ranks
     assert {len(rank) for rank in plan.assignment} == {plan.num_micro_batches}
@@ -176,7 +177,7 @@ def test_256_samples_fill_the_micro_batches_that_four_ranks_can_share(share: flo
         assert imbalance(work_of_ranks(plan, lengths, lengths, SMALL)) <= 1.03, seed
 
 
-def test_256_samples_need_the_least_number_of_micro_batches_and_none_stalls_a_pipeline() -> None:
+def test_256_samples_need_the_fewest_micro_batches_and_stall_no_pipeline() -> None:
     for seed in range(40):
         lengths = log_normal(256, seed)
         plan = plan_by_tokens(lengths, 4, K16, SMALL, PLAIN)
@@ -214,7 +215,7 @@ def test_extremes(lengths: list[int], ranks: int, budget: int, sizes: list[int])
     assert plan.over_budget == ()
 
 
-def test_a_sample_over_the_budget_gets_its_own_micro_batch_and_its_rank_less_other_work() -> None:
+def test_a_sample_over_budget_is_a_micro_batch_and_its_rank_gets_less_work() -> None:
     lengths = [50, *[10] * 15]
     plan = plan_by_tokens(lengths, 2, 40, TOKENS, PLAIN)
     assert plan.over_budget == (0,)
@@ -228,7 +229,7 @@ def test_too_few_small_samples_are_spread_so_that_no_rank_is_idle() -> None:
     assert plan.over_budget == ()
 
 
-def test_samples_share_a_micro_batch_beyond_the_budget_only_if_one_would_be_empty() -> None:
+def test_samples_share_beyond_the_budget_only_if_a_micro_batch_were_empty() -> None:
     plan = plan_by_tokens([9, 8, 7, 6, 6], 2, 10, SMALL, PLAIN)  # five micro batches for two ranks
     assert plan.num_micro_batches == 2
     assert plan.over_budget == (3, 4)
@@ -279,7 +280,7 @@ def test_another_budget_for_inference_moves_no_sample_to_another_rank(
     size=st.integers(1, 9),
     multiple=st.sampled_from([1, 2]),
 )
-def test_another_micro_batch_size_for_inference_moves_no_sample_to_another_rank(
+def test_another_micro_batch_size_for_inference_moves_no_sample(
     lengths: list[int], dp: int, size: int, multiple: int
 ) -> None:
     plan = plan_by_tokens(lengths, dp, 100, SMALL, PLAIN, multiple)

@@ -73,10 +73,11 @@ def test_the_line_that_the_launcher_prints_has_no_key(tmp_path: Path, in_file: b
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("in_environment", [False, True])
-def test_a_key_in_a_yaml_file_stays_in_command_lines_and_in_its_section_env_it_does_not(
-    tmp_path: Path, in_environment: bool
-) -> None:
-    """docs/security.md advises the section. The launcher replaces itself with torchrun."""
+def test_a_key_in_a_yaml_file_stays_in_command_lines(tmp_path: Path, in_environment: bool) -> None:
+    """In the file's section `env` it does not.
+
+    docs/security.md advises the section. The launcher replaces itself with torchrun.
+    """
     config = tmp_path / "run.yaml"
     key = f"ENV:\n  SWIFT_ROLLOUT_API_KEY: {KEY}\n" if in_environment else f"vllm_server_api_key: {KEY}\n"
     config.write_text(f"rlhf_type: grpo\nmodel: none\n{key}")

@@ -52,7 +52,7 @@ def test_tensor_parallel_sizes_that_megatron_core_accepts() -> None:
         check_layout(layout(tensor_model_parallel_size=4), shape(linear_heads=(2, 8)))
 
 
-def test_context_parallel_ranks_and_vllm_divide_the_heads_of_linear_attention() -> None:
+def test_context_parallel_ranks_and_vllm_divide_linear_attention_heads() -> None:
     check_layout(layout(tensor_model_parallel_size=2, context_parallel_size=2), shape(linear_heads=(4, 8)))
     with pytest.raises(
         ValueError, match=r"context_parallel_size \(4\) \* tensor_model_parallel_size \(2\) must divide the linear "

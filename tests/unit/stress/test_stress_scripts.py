@@ -107,7 +107,7 @@ def write_dump(folder: Path, completions: dict[int, list[int]]) -> None:
         ({4: [7, 8], 5: [9, 9]}, 1, 6, Completions(again=0, lost=2)),  # in the checkpoint, but not trained
     ],
 )
-def test_a_completion_is_lost_unless_it_was_trained_and_dumped_or_is_generated_again(
+def test_a_completion_is_lost_unless_trained_and_dumped_or_made_again(
     tmp_path: Path, in_dump: dict[int, list[int]], trained: int, continued_from: int, expected: Completions
 ) -> None:
     write_dump(tmp_path, in_dump)

@@ -18,7 +18,7 @@ TOKENS = [10, 10, 0, 0, 30, 30, 40, 40]  # of the images of each sample's prompt
 PLAN = StepPlan([[[0, 1, 4], [2, 3]], [[5, 6], [7]]])
 
 
-def test_an_image_counts_once_for_a_rank_and_as_often_as_it_is_shown_in_a_micro_batch() -> None:
+def test_an_image_counts_once_per_rank_and_per_use_in_a_micro_batch() -> None:
     assert image_tokens_of(PLAN, BATCH, TOKENS) == ImageTokens(shown=70, distinct=70, of_rollout=2 * 70)
     alone = replace(PLAN, assignment=[[[0, 1, 4], [2, 3]], [[5], [6, 7]]])
     assert image_tokens_of(alone, BATCH, TOKENS) == ImageTokens(shown=80, distinct=40, of_rollout=2 * 70)
@@ -57,5 +57,5 @@ def test_a_micro_batch_has_no_more_tokens_than_its_rank() -> None:
     assert most(shared, 16384) == 2 * (2 * 2048 + 128)
 
 
-def test_samples_over_the_budget_and_micro_batches_by_count_stay_as_planned() -> None:
+def test_samples_over_budget_and_micro_batches_by_count_stay_as_planned() -> None:
     assert most(PAIRS, 2048) == most(PAIRS, None) == 2 * 2176

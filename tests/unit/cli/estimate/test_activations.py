@@ -34,7 +34,7 @@ def test_tensor_parallel_ranks_divide_the_rows() -> None:
     assert kept(replace(divided, expert_model_parallel_size=2)) == kept(Layout(1)) / 2
 
 
-def test_expert_tensor_parallel_ranks_have_all_inputs_and_a_part_of_the_width() -> None:
+def test_expert_tensor_parallel_ranks_have_all_inputs_and_part_of_width() -> None:
     layout = Layout(2, tensor_model_parallel_size=2, expert_tensor_parallel_size=2, sequence_parallel=True)
     assert kept(layout) == ROWS * 2 * (HIDDEN + (2 * FFN + FFN) / 2)
 

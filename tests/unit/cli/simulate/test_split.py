@@ -14,7 +14,7 @@ def test_generation_that_does_not_grow_hides_behind_training() -> None:
     assert phases.best_split(8) == 1
 
 
-def test_generation_in_proportion_takes_the_share_of_gpus_that_it_has_of_the_step() -> None:
+def test_generation_gets_the_share_of_gpus_that_it_has_of_the_step() -> None:
     phases = Phases(generation=3.0, growth=1.0)
     assert phases.best_split(4) == 3
     assert phases.split(4, 3) == pytest.approx(4.0 + SYNC)  # as much work on as many GPUs

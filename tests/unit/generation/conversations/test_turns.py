@@ -75,9 +75,10 @@ def test_turns_without_log_probs_join_to_none() -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, [], [-1.0]])
-def test_a_turn_without_all_log_probs_joins_to_none_also_if_no_token_of_it_is_left(
+def test_a_turn_without_all_log_probs_joins_to_none(
     logprobs: list[float] | None,
 ) -> None:
+    """It does so also if no token of the turn is left."""
     turns = [Turn(QUESTION, [10, 11], logprobs)]
     masked = join(turns, [Message([10, 11], [False, False])])
     assert masked.logprobs is None and not any(masked.sampled)
@@ -85,7 +86,8 @@ def test_a_turn_without_all_log_probs_joins_to_none_also_if_no_token_of_it_is_le
     assert rewritten.logprobs is None and rewritten.sampled == [True] and rewritten.lost_turns == 1
 
 
-def test_a_conversation_of_masked_tokens_has_as_many_log_probs_as_trained_tokens() -> None:
+def test_a_conversation_has_as_many_log_probs_as_trained_tokens() -> None:
+    """Masked tokens have none."""
     joined = join(
         [turn(QUESTION, [10, 11]), Turn([*QUESTION, 10, 11, *TOOL], [], None)], [Message([10, 11], [False] * 2)]
     )

@@ -20,7 +20,8 @@ def test_requests_go_in_order_to_the_server_with_the_largest_free_share() -> Non
     assert dispatcher.assign() == [Assignment(4, assigned[2].server)]
 
 
-def test_requests_of_a_lost_server_are_retried_first_and_its_late_completions_discarded() -> None:
+def test_requests_of_a_lost_server_are_retried_first() -> None:
+    """Its late completions are discarded."""
     dispatcher = Dispatcher(5)
     dispatcher.admit("a", 2)
     assert [assignment.request for assignment in dispatcher.assign()] == [0, 1]

@@ -51,7 +51,7 @@ def test_the_older_generation_is_served_first_and_both_share_the_slots(cluster: 
     assert cluster.servers.listeners == []
 
 
-def test_servers_finish_with_old_weights_and_a_returning_server_waits_for_the_next_sync(cluster: Cluster) -> None:
+def test_servers_finish_with_old_weights_a_returning_one_waits_for_a_sync(cluster: Cluster) -> None:
     (kept, lost), (fake, other) = cluster.servers.all, cluster.fakes
     for server in (kept, lost):
         cluster.receive_weights(server, 0)
@@ -66,7 +66,7 @@ def test_servers_finish_with_old_weights_and_a_returning_server_waits_for_the_ne
     assert {rollout.weights_version for rollout in collect(generation, newest=1, number=4)} == {0}
 
 
-def test_the_trainers_weights_finish_a_generation_whose_weights_no_server_has(cluster: Cluster) -> None:
+def test_the_trainers_weights_finish_a_generation_that_no_server_can(cluster: Cluster) -> None:
     [server, _], [fake, _] = cluster.servers.all, cluster.fakes
     cluster.receive_weights(server, 0)
     generation = cluster.generate("abc", 0)
@@ -83,7 +83,7 @@ def test_the_trainers_weights_finish_a_generation_whose_weights_no_server_has(cl
     assert [rollout.weights_version for rollout in collect(generation, newest=1, number=2)] == [1, 1]
 
 
-def test_a_new_server_gets_the_weights_of_a_generation_at_once_while_they_are_the_newest(cluster: Cluster) -> None:
+def test_a_new_server_gets_the_newest_weights_of_a_generation_at_once(cluster: Cluster) -> None:
     present, new = cluster.servers.all
     cluster.receive_weights(present, 0)
     generation = cluster.generate("ab", 0)
@@ -141,7 +141,7 @@ def test_a_server_that_cannot_serve_this_run_is_lost(cluster: Cluster, refusal: 
         ({"finish_reason": "abort"}, "its finish_reason is 'abort'"),
     ],
 )
-def test_a_server_that_sends_an_impossible_completion_is_not_used_until_it_is_restarted(
+def test_a_server_with_an_impossible_completion_is_unused_until_restarted(
     cluster: Cluster, wrong: dict[str, Any], reason: str
 ) -> None:
     (broken, healthy), (liar, fake) = cluster.servers.all, cluster.fakes
@@ -234,7 +234,7 @@ def test_requests_of_a_refused_batch_are_sent_one_by_one(cluster: Cluster) -> No
     assert cluster.fakes[0].batches == []
 
 
-def test_a_batch_that_ends_early_loses_the_server_and_its_requests_are_retried(cluster: Cluster) -> None:
+def test_a_batch_that_ends_early_loses_the_server_and_is_retried(cluster: Cluster) -> None:
     cluster.fakes[0].ends_early = True
     first, second = cluster.servers.all
     cluster.receive_weights(first, 0)

@@ -103,7 +103,7 @@ def test_a_conversation_that_fails_closes_its_environment(doors: None) -> None:
     assert Door.closed == 1 and not scheduler._envs
 
 
-def test_a_conversation_without_room_ends_even_if_the_scheduler_continues_it() -> None:
+def test_a_conversation_without_room_ends_against_the_schedulers_will() -> None:
     scheduler = FixedOutput(None)
 
     async def continue_always(*_: Any) -> dict[str, Any]:

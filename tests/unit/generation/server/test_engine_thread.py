@@ -87,7 +87,7 @@ async def start(thread: EngineThread, engine: StandIn) -> asyncio.Task[str]:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("an illegal memory access"), SystemExit("a worker exits")])
-def test_a_failure_of_a_step_ends_requests_and_commands_with_its_traceback_in_the_log(
+def test_a_failed_step_ends_requests_and_commands_and_logs_its_traceback(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def work(thread: EngineThread, engine: StandIn) -> None:
@@ -162,7 +162,7 @@ class Draining:
         return self.batches < 0
 
 
-def test_the_prefix_cache_of_older_weights_is_reset_once_no_batch_is_on_the_device(
+def test_old_weights_prefix_cache_is_reset_once_no_batch_is_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = Draining(batches=2)

@@ -99,7 +99,7 @@ class SlowServer:
             raise Refused(503, "not now")
 
 
-def test_requests_for_the_same_image_share_one_upload_and_a_failed_one_is_repeated() -> None:
+def test_requests_for_an_image_share_one_upload_and_a_failed_one_repeats() -> None:
     async def run() -> list[str]:
         server = SlowServer()
         uploads = ImageUploads(server)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ class Engine:
         return {"text": str(request)}
 
 
-def test_each_request_is_answered_when_it_ends_and_those_at_the_same_time_together() -> None:
+def test_requests_are_answered_when_they_end_simultaneous_ones_together() -> None:
     async def read() -> None:
         engine = Engine(4)
         chunks = answer_lines(range(4), engine.complete)
@@ -111,7 +111,7 @@ def test_a_request_is_cancelled_when_its_client_disconnects() -> None:
     asyncio.run(scenario())
 
 
-def test_cancelling_a_call_cancels_the_command_at_the_other_end_of_the_pipe() -> None:
+def test_cancelling_a_call_cancels_the_command_at_the_pipes_other_end() -> None:
     async def scenario() -> None:
         web_server, engine = Pipe()
         work = Work()

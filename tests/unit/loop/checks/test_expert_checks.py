@@ -59,7 +59,7 @@ def test_a_rollout_without_any_experts_stops_a_run_that_replays_them(from_disk: 
     check_reported([ROLLOUT, replace(ROLLOUT, routed_experts=rows())], from_disk)
 
 
-def test_choices_are_compared_in_any_order_and_only_for_sampled_tokens_and_own_layers() -> None:
+def test_choices_of_sampled_tokens_and_own_layers_compare_in_any_order() -> None:
     engine = rows()
     trainer = np.concatenate([engine[..., ::-1].astype(np.int16), np.full((1, 3, 2), 1, np.int16)])  # [t, layers, k]
     trainer[:, 0] = -1  # a layer of another pipeline stage

@@ -29,7 +29,7 @@ def saved(output_dir: Path, step: int, at: float, **arguments: object) -> Path:
     return folder
 
 
-def test_the_checkpoint_that_was_saved_last_is_found_in_the_folders_of_all_runs(tmp_path: Path) -> None:
+def test_the_checkpoint_saved_last_is_found_in_the_folders_of_all_runs(tmp_path: Path) -> None:
     saved(tmp_path / "v0-20260101-000000", 100, at=50.0)
     newest = saved(tmp_path / "v10-20260102-000000", 20, at=70.0)  # a later run, which began again
     saved(tmp_path / "v9-20260102-000000", 30, at=60.0)
@@ -50,7 +50,7 @@ def test_the_order_does_not_depend_on_names_or_steps_alone(tmp_path: Path) -> No
     assert find_newest(tmp_path).newest == Checkpoint(tmp_path / "checkpoint-5", 5, False)
 
 
-def test_manifests_of_earlier_versions_are_ordered_by_the_time_of_their_file(tmp_path: Path) -> None:
+def test_manifests_of_earlier_versions_are_ordered_by_their_files_time(tmp_path: Path) -> None:
     for step, at in ((1, 30), (2, 20)):
         folder = saved(tmp_path, step, at=0.0)
         write_manifest(folder, replace(read_manifest(folder), saved_at=None))
@@ -90,7 +90,7 @@ def test_an_incomplete_or_damaged_checkpoint_is_skipped_with_its_reason(
     assert len(search.skipped) == 1 and search.skipped[0].startswith(f"{newest}: ") and reason in search.skipped[0]
 
 
-def test_a_checkpoint_without_the_state_of_the_optimizer_is_skipped_unless_nothing_loads_it(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_state_is_skipped_if_that_is_loaded(tmp_path: Path) -> None:
     saved(tmp_path, 1, at=1.0)
     saved(tmp_path, 2, at=2.0, no_save_optim=True)
     search = find_newest(tmp_path)
@@ -99,9 +99,10 @@ def test_a_checkpoint_without_the_state_of_the_optimizer_is_skipped_unless_nothi
     assert unread is not None and unread.step == 2
 
 
-def test_a_run_starts_again_if_its_first_save_was_interrupted_but_not_if_all_checkpoints_are_damaged(
+def test_a_run_starts_again_if_its_first_save_was_interrupted(
     tmp_path: Path,
 ) -> None:
+    """It does not if all checkpoints are damaged."""
     assert find_newest(tmp_path / "none") == find_newest(tmp_path)
     (tmp_path / "checkpoint-1").mkdir()
     search = find_newest(tmp_path)

@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_overwritten_counts_as_free_space(tmp_path: Path) -
     assert saving.check_space(2, 0)[1] - before < 0.1 * 10**12
 
 
-def test_a_disk_that_fills_up_is_named_and_the_incomplete_checkpoint_removed(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_the_incomplete_checkpoint_removed(tmp_path: Path) -> None:
     """torch reports a position instead of the reason, which is found by writing to the same folder."""
     save(tmp_path, 1)
     saving = writer(tmp_path)

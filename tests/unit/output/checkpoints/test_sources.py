@@ -79,7 +79,7 @@ def flip(path: Path, bit: int = 5) -> None:
     ("damage", "fault"),
     [(Path.unlink, "is missing"), (cut, "bytes instead of"), (flip, "is damaged: its checksum does not match")],
 )
-def test_a_damaged_file_is_refused_by_name_and_the_checkpoint_before_is_offered(
+def test_a_damaged_file_is_refused_by_name_with_an_earlier_checkpoint(
     run: Path, name: str, damage: Callable[[Path], object], fault: str
 ) -> None:
     damage(run / "checkpoint-3" / name)

@@ -27,7 +27,7 @@ time.sleep(60)
 """
 
 
-def test_a_folder_in_use_is_refused_with_its_owner_until_that_process_is_killed(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_with_its_owner_until_that_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY

@@ -37,9 +37,8 @@ def test_a_complete_rollout_is_used_with_its_rewards(tmp_path: Path, dump: Rollo
     assert take(tmp_path, 6) == {}
 
 
-def test_groups_are_appended_as_they_are_graded_and_the_file_of_the_rollout_replaces_them(
-    tmp_path: Path, dump: RolloutDump
-) -> None:
+def test_groups_are_appended_when_graded(tmp_path: Path, dump: RolloutDump) -> None:
+    """The file of the rollout replaces them."""
     graded = completions()
     dump.append(4, 0, graded[2:])  # the second prompt finished first
     assert take(tmp_path, 4) == {index: (graded[index].rollout, graded[index].rewards) for index in (2, 3)}
@@ -49,9 +48,8 @@ def test_groups_are_appended_as_they_are_graded_and_the_file_of_the_rollout_repl
     assert files(tmp_path) == ["rollout-000004.jsonl"]
 
 
-def test_a_torn_or_damaged_line_costs_its_group_alone_and_later_groups_can_be_appended(
-    tmp_path: Path, dump: RolloutDump
-) -> None:
+def test_a_torn_or_damaged_line_costs_its_group_alone(tmp_path: Path, dump: RolloutDump) -> None:
+    """Later groups can still be appended."""
     graded, path = completions(), tmp_path / "rollout-000004.partial"
     dump.append(4, 0, graded)
     path.write_bytes(path.read_bytes()[:-9])

@@ -156,7 +156,7 @@ def test_a_missing_rollout_is_reported_before_training(folder: Path) -> None:
         check_rollouts(folder, 0, 3, steps_per_rollout=2)
 
 
-def test_a_damaged_file_is_reported_before_training_by_the_rank_that_reads_it(folder: Path) -> None:
+def test_a_damaged_file_is_reported_before_training_by_its_reader(folder: Path) -> None:
     path = folder / "rollout-000001.jsonl"
     path.write_text(path.read_text()[:-1])
     with pytest.raises(ValueError, match=r"rollout-000001\.jsonl, line 4: the line is cut off"):
@@ -259,7 +259,7 @@ def test_a_folder_with_rollouts_of_another_run_is_refused(folder: Path, tmp_path
     assert recorded_rollouts(tmp_path / "new") == []
 
 
-def test_experts_are_read_back_bit_for_bit_and_only_written_if_there_are_any(tmp_path: Path) -> None:
+def test_experts_are_read_back_bit_for_bit_and_written_only_if_any_exist(tmp_path: Path) -> None:
     graded = completions()
     rows = [None if i == 1 else np.full((2, 3, 2), i, np.uint8) for i in range(len(graded))]
     graded = [

@@ -33,14 +33,14 @@ def test_a_rollout_is_read_back_bit_for_bit(tmp_path: Path) -> None:
         assert read(tmp_path) == rollout
 
 
-def test_a_checkpoint_between_rollouts_has_no_file_and_removes_that_of_an_earlier_run(tmp_path: Path) -> None:
+def test_a_checkpoint_between_rollouts_has_no_file_and_removes_an_old_one(tmp_path: Path) -> None:
     assert read(tmp_path) is None
     save_unfinished(tmp_path, ROLLOUT, no_images)
     save_unfinished(tmp_path, None, no_images)
     assert read(tmp_path) is None and not (tmp_path / FILE).exists()
 
 
-def test_a_run_that_cannot_continue_the_rollout_is_refused_it_with_the_reason(tmp_path: Path) -> None:
+def test_a_run_that_cannot_continue_the_rollout_is_refused_with_the_reason(tmp_path: Path) -> None:
     save_unfinished(tmp_path, ROLLOUT, no_images)
     with pytest.raises(BadRow, match="it is rollout 7, and this run continues with rollout 8"):
         read(tmp_path, number=8)

@@ -50,7 +50,7 @@ def test_activation_on_a_machine_with_cuda_is_refused() -> None:
     assert "False the CPU platform would hide a usable CUDA device" in run_code("plain", code)
 
 
-def test_cuda_stays_unavailable_in_torchs_cuda_build_when_vllm_makes_it_count_devices() -> None:
+def test_cuda_stays_unavailable_when_vllm_makes_torch_count_devices() -> None:
     """vLLM sets the variable when it is imported; torch's CUDA build then asks device_count, which is 1 here."""
     code = (
         "import os, torch; from swift_megatron_grpo.platforms.cpu import activate\n"

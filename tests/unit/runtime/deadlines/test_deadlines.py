@@ -95,7 +95,7 @@ def test_a_stuck_rank_is_killed_if_the_report_cannot_be_written(tmp_path: Path, 
     assert "==== rank 0 of 1" in error and "in main" in error and "phase train: since" in error
 
 
-def test_a_stopped_monitor_does_not_block_its_rank_and_continues_with_the_newest_limits(tmp_path: Path) -> None:
+def test_a_stopped_monitor_blocks_no_rank_and_resumes_with_newest_limits(tmp_path: Path) -> None:
     rank = start("stopped monitor", tmp_path / "stuck.txt")
     error = rank.communicate(timeout=60)[1]
     assert rank.returncode == -signal.SIGKILL

@@ -43,7 +43,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("launcher_dies", [False, True])
-def test_a_second_signal_ends_a_rank_at_once_unless_its_launcher_has_just_died(launcher_dies: bool) -> None:
+def test_a_second_signal_ends_a_rank_at_once_unless_its_launcher_just_died(launcher_dies: bool) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, RANK], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

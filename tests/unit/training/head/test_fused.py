@@ -99,7 +99,7 @@ def rounded_like_bf16(
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_bf16_adds_less_than_1e_3_to_the_error_of_rounding_logits_and_their_gradient(entropy: bool) -> None:
+def test_bf16_adds_below_1e_3_to_rounding_logits_and_their_gradient(entropy: bool) -> None:
     rows, weight, targets = inputs(torch.bfloat16)
     weight.main_grad = torch.zeros(V, H)  # type: ignore[attr-defined]  # fp32, as DDP makes it
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ def test_a_weight_tied_to_the_embedding_gets_both_gradients(ddp: bool) -> None:
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_ranks_with_parts_of_the_vocabulary_agree_with_one_that_has_all_of_it(entropy: bool) -> None:
+def test_ranks_with_parts_of_the_vocabulary_agree_with_one_that_has_all(entropy: bool) -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(33, 120) * 5, torch.randint(0, 118, (33,))
     grad = upstream(1 + entropy, 33)

@@ -75,7 +75,7 @@ def test_on_policy_value_and_gradient_match_the_formula(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_that_are_not_selected_are_in_the_kl_but_not_in_the_policy_loss(name: str) -> None:
+def test_unselected_tokens_are_in_the_kl_but_not_in_the_policy_loss(name: str) -> None:
     step = make_step([5, 1, 9, 3])
     rng = random.Random(1)
     for sample in step.samples:
@@ -84,7 +84,7 @@ def test_tokens_that_are_not_selected_are_in_the_kl_but_not_in_the_policy_loss(n
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_completions_that_overlong_filter_removes_count_in_the_divisors_only(name: str) -> None:
+def test_completions_that_overlong_filter_removes_count_only_in_divisors(name: str) -> None:
     """This is as in ms-swift, which masks after it has computed the divisors; for real it also adds scores of 0."""
     step = make_step([5, 1, 9, 3])
     removed = step.samples[2]

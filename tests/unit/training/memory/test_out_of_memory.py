@@ -8,7 +8,8 @@ import torch
 from swift_megatron_grpo.training.memory.out_of_memory import RECOMPUTE, out_of_memory_advice, smaller_micro_batches
 
 
-def test_an_out_of_memory_error_names_rank_phase_and_advice_and_keeps_torchs_message() -> None:
+def test_an_out_of_memory_error_names_rank_phase_and_advice() -> None:
+    """It keeps torch's message."""
     with (
         pytest.raises(torch.OutOfMemoryError, match=r"rank 3 ran out of GPU memory in training: less\. Tried"),
         out_of_memory_advice("training", 3, lambda: "less"),

@@ -66,7 +66,7 @@ def run(recomputed: bool) -> Run:
     return Run(gradients, sizes, [reference() is not None for reference in inputs])
 
 
-def test_gradients_are_bit_identical_and_the_memory_is_released_until_backward() -> None:
+def test_gradients_are_bit_identical_and_memory_is_free_until_backward() -> None:
     plain, dropped = run(recomputed=False), run(recomputed=True)
     assert len(dropped.gradients) == 3
     assert all(torch.equal(a, b) for a, b in zip(dropped.gradients, plain.gradients, strict=True))

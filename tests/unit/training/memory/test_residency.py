@@ -57,7 +57,7 @@ def offloaded(residency: Residency) -> list[str]:
     return [name for name, group in residency.groups.items() if group.is_offloaded]
 
 
-def test_nothing_is_offloaded_if_activations_of_the_last_step_are_all_that_is_missing(device: Device) -> None:
+def test_nothing_is_offloaded_if_only_last_activations_are_missing(device: Device) -> None:
     logged: list[str] = []
     residency = residency_on(device, logged.append)
     device.use_and_cache(3 * GIB)
@@ -69,7 +69,7 @@ def test_nothing_is_offloaded_if_activations_of_the_last_step_are_all_that_is_mi
     ]
 
 
-def test_nothing_is_offloaded_if_what_the_weight_sync_has_cached_is_all_that_is_missing(device: Device) -> None:
+def test_nothing_is_offloaded_if_only_the_weight_syncs_cache_is_missing(device: Device) -> None:
     residency = residency_on(device, lambda message: None)
     residency.make_room(NEEDED)
     residency.for_weight_sync()
@@ -86,7 +86,7 @@ def test_the_cache_is_kept_if_enough_is_free_without_it(device: Device) -> None:
     assert offloaded(residency) == [] and device.cached == 3 * GIB
 
 
-def test_what_is_missing_beyond_the_cache_is_offloaded_after_the_weight_sync(device: Device) -> None:
+def test_what_the_cache_lacks_is_offloaded_after_the_weight_sync(device: Device) -> None:
     logged: list[str] = []
     residency = residency_on(device, logged.append)
     residency.make_room(NEEDED)

@@ -94,7 +94,7 @@ def test_a_pass_without_gradients_keeps_nothing() -> None:
     assert not output.requires_grad
 
 
-def test_frozen_weights_are_moved_together_again_if_their_memory_was_replaced() -> None:
+def test_frozen_weights_are_joined_again_if_their_memory_was_replaced() -> None:
     weights = make_weights(trained=False)
     linear = GroupedLinear(per_expert, weights, gradients_have_hooks=False)
     weights[2].data = weights[2].data.clone()

@@ -26,7 +26,7 @@ def run(arguments: list[str], **environment: str) -> str:
     return process.stdout.strip()
 
 
-def test_the_kernels_compute_the_same_as_fp64_and_as_megatron_in_the_interpreter() -> None:
+def test_the_kernels_match_fp64_and_megatron_in_the_interpreter() -> None:
     assert run([], TRITON_INTERPRET="1").endswith(" cases")
 
 

@@ -28,7 +28,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None, raising=False)
 
 
-def test_megatron_from_0_17_on_misses_the_kernels_of_transformer_engine_2_11() -> None:
+def test_megatron_from_0_17_on_misses_kernels_of_transformer_engine_2_11() -> None:
     code = (
         "from swift_megatron_grpo.plugin.activation import hook_platform\n"
         "hook_platform()\n"

@@ -81,9 +81,10 @@ def experts(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
         (duplicated_linear, False, DUPLICATED_RIGHT),
     ],
 )
-def test_megatron_below_0_18_marks_sharded_parameters_wrongly_and_the_fix_corrects_it(
+def test_the_fix_corrects_sharded_parameters_that_megatron_marks_wrongly(
     build: Any, right: bool, right_upstream: bool
 ) -> None:
+    """Megatron below 0.18 marks them wrongly."""
     module = torch.nn.ModuleList([build()])
     [weight] = module.parameters()
     seen = getattr(weight, "tensor_model_parallel", False) is right
@@ -92,9 +93,10 @@ def test_megatron_below_0_18_marks_sharded_parameters_wrongly_and_the_fix_correc
     assert weight.tensor_model_parallel is right
 
 
-def test_megatron_below_0_19_marks_experts_as_dense_without_expert_parallelism_and_the_fix_corrects_it(
+def test_the_fix_corrects_experts_that_megatron_marks_as_dense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Megatron below 0.19 does so without expert parallelism."""
     module = experts(monkeypatch)
     upstream_is_right = not any(weight.allreduce for weight in module.parameters())
     assert upstream_is_right is EXPERTS_RIGHT, "upstream has changed: see this file's docstring"
@@ -102,9 +104,10 @@ def test_megatron_below_0_19_marks_experts_as_dense_without_expert_parallelism_a
     assert not any(weight.allreduce for weight in module.parameters())
 
 
-def test_transformer_engine_from_2_13_on_and_megatron_below_0_19_leave_experts_unmarked_and_the_fix_marks_them(
+def test_the_fix_marks_experts_that_transformer_engine_leaves_unmarked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Transformer Engine from 2.13 on and Megatron below 0.19 leave them unmarked."""
     with experts_unmarked():
         module = experts(monkeypatch)
     marks = {getattr(weight, "tensor_model_parallel", False) for weight in module.parameters()}

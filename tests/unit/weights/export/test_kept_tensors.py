@@ -75,7 +75,7 @@ def test_the_user_can_leave_them_out(source: str) -> None:
     assert note.endswith("and --save_missing_weights false leaves them out of saved models")
 
 
-def test_the_user_can_copy_every_missing_tensor_but_not_a_stale_copy_of_the_embedding(source: str) -> None:
+def test_the_user_can_copy_every_missing_tensor_but_no_stale_embedding(source: str) -> None:
     _, names = saved(source, [TRAINED, VISION_TOWER], keep=True, typed=source, tied=True)
     assert names == [TRAINED, VISION_TOWER, "model.rotary_emb.inv_freq", "mtp.fc.weight"]
 

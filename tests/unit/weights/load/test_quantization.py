@@ -50,7 +50,7 @@ def test_a_run_without_a_correction_is_advised() -> None:
     assert start_up_notes("fp8", "token_mask", False) == start_up_notes("none", None, True) == []
 
 
-def test_a_run_whose_gpus_share_the_experts_of_an_engine_gets_a_note_on_its_speed() -> None:
+def test_a_run_that_shares_an_engines_experts_gets_a_note_on_its_speed() -> None:
     [note] = start_up_notes("fp8", "token_mask", True)
     assert "slower" in note and note.endswith("with --rollout_quantization none")
 

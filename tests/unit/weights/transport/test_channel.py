@@ -103,9 +103,10 @@ def _clean() -> Iterator[None]:
     HUBS.clear()
 
 
-def test_every_worker_of_every_server_receives_all_weights_and_a_dead_server_blocks_no_other(
+def test_every_worker_of_every_server_receives_all_weights(
     tmp_path: Path,
 ) -> None:
+    """A dead server blocks no other."""
     healthy, processes, results = start(2, tmp_path)
     killed, _, _ = start(1, tmp_path, failure="killed")
     closed, _, _ = start(1, tmp_path, failure="closed")
