@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-from scripts import write_api_page, write_commands_page, write_flags_page, write_memory_page, write_support_table
+from scripts import (
+    write_api_page,
+    write_commands_page,
+    write_flags_page,
+    write_memory_page,
+    write_structure_table,
+    write_support_table,
+)
 from scripts.write_flags_page import Flag
 from scripts.write_support_table import engine_table, page, table
 from swift_megatron_grpo.arguments.refused import Refusal
@@ -29,6 +36,25 @@ def test_the_python_api_is_that_of_the_docstrings() -> None:
 
 def test_the_page_of_limitations_is_that_of_the_code() -> None:
     assert page() == write_support_table.PAGE.read_text(), "run scripts/fix"
+
+
+def test_the_numbers_of_the_structure_are_those_of_the_code() -> None:
+    """Sizes may differ by a tenth, so that not every change has to write them."""
+    page, now = write_structure_table.PAGE.read_text(), write_structure_table.sizes()
+    written = write_structure_table.written_sizes(page)
+    assert written.keys() == now.keys(), "run scripts/fix"
+    for name, size in now.items():
+        assert size.lines == pytest.approx(written[name].lines, rel=0.1), f"{name}: run scripts/fix"
+    facts = write_structure_table.facts()
+    assert write_structure_table.with_table(page, write_structure_table.table(written, facts)) == page, (
+        "run scripts/fix"
+    )
+
+
+def test_a_climb_and_a_circle_are_counted() -> None:
+    arrows = {("loop", "packing"), ("packing", "loop"), ("trainer", "loop")}
+    assert write_structure_table.climbs(arrows) == {("packing", "loop")}
+    assert write_structure_table.circles(arrows) == {frozenset({"loop", "packing"})}
 
 
 def test_flags_with_one_reason_share_a_row_of_the_table() -> None:
