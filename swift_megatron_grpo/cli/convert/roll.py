@@ -105,7 +105,7 @@ _RULES: dict[str, Rule] = {
                           "swanlab": {"report_to": "swanlab"}, "stdout": {}}),
     "tracker_kwargs.*": _OWN,
     "checkpoint_config.*": ByHand("checkpoints are written to --output_dir"),
-    "resume_from_checkpoint": ByHand("to go on from a checkpoint: --resume auto, or --resume FOLDER"),
+    "resume_from_checkpoint": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
     "prompt_length": "max_length",
     "response_length": "max_completion_length",
     "ppo_epochs": "num_iterations",

@@ -143,7 +143,7 @@ _RULES: dict[str, Rule] = {
     **{_flag(name): _FROM_CONFIG for name in _SHAPE},
     "--hf-checkpoint": "model",
     "--ref-load": Needless("the reference is the model at its start, loaded from its checkpoint of Hugging Face"),
-    "--load": ByHand("to go on from a checkpoint: --resume auto, or --resume FOLDER"),
+    "--load": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
     "--save": "output_dir",
     "--save-interval": "save_steps",
     "--prompt-data": "dataset",

@@ -292,7 +292,7 @@ _RULES: dict[str, Rule] = {
     "trainer.experiment_name": "wandb_exp_name",
     "trainer.rollout_data_dir": "rollout_dump",
     "trainer.logger": Computed(["report_to"], _trackers),
-    "trainer.resume_mode": ByHand("to go on from a checkpoint: --resume auto, or --resume FOLDER"),
+    "trainer.resume_mode": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
     "trainer.val_before_train": "eval_before_train",
     "trainer.critic_warmup": _CRITIC,
     "trainer.device": _OWN,
