@@ -28,15 +28,19 @@ PHRASES = {
     r"\bgo(?:es)? on\b(?! (?:a|an|the|one|two|every|each)\b)": "continues",
     r"\bin vain\b": "without success",
     r"\banew\b": "again",
-    r"(?<!here )\b(?:is|are) no (?!longer|more|less|other|such|need|lower|larger|smaller|better|worse)(?!\w+er\b)\w": "is not a",
+    r"(?<!here )\b(?:is|are) no (?!longer|more|less|such|need|worse|\w+er\b)\w": "is not a",
     r"\bbeside\b": "next to, in addition to, with",
     r"(?i)\bof which\b[^.]*\bof which\b": "two sentences",
     r"(?i)\bwhose\b[^.;:]*\bwhose\b": "two sentences",
     r"\b[Pp]ictures?\b": "image",
 }
-ALLOWED: set[tuple[str, str]] = set()  # the file, and the phrase as it stands there
-# Folders and files of the code that are free of them. Add yours.
-CLEAN = ["grading", "packing"]
+# Files of the package whose comments still have some. Mend them, and remove the line.
+NOT_YET = {
+    "arguments/command_line.py", "arguments/flag_names.py", "cli/tiny_models/text.py", "data/images.py",
+    "generation/vllm/known_scheduler.py", "loop/step.py", "output/disk/files.py", "output/recording/rows.py",
+    "platforms/cpu/linear_attention/vllm_core.py", "settings/batches.py", "trainer.py", "training/vision_tower.py",
+    "types.py", "weights/load/loaded_weights.py",
+}  # fmt: skip
 
 _FENCE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`]*`")
@@ -81,9 +85,18 @@ def comments(file: Path) -> Iterator[tuple[int, str]]:
                 yield node.body[0].lineno, docstring
 
 
-def found_in(text: str, name: str) -> list[str]:
-    phrases = ((match[0], better) for phrase, better in PHRASES.items() for match in re.finditer(phrase, text))
-    return [f'"{found}": write {better}' for found, better in phrases if (name, found) not in ALLOWED]
+def found_in(text: str) -> list[str]:
+    """Return the phrases of a text, without those in code spans, each with the words to use."""
+    plain = _CODE.sub("", text)
+    return [
+        f'"{match[0]}": write {better}' for phrase, better in PHRASES.items() for match in re.finditer(phrase, plain)
+    ]
+
+
+def test_phrases_are_found() -> None:
+    text = "An answer that is no JSON goes on beside an own server; there is no other, whose `is no X` and whose key."
+    assert len(found_in(text)) == 5 and not found_in("There is no server, and it goes on a list.")
+    assert words_of("Two `code spans` of 1,024 tokens.") == 6
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
@@ -91,26 +104,25 @@ def test_a_page_has_no_phrase_that_reads_as_translated(page: Path) -> None:
     problems = [
         f"{problem}: {text[:100]}"
         for text in [*paragraphs(page), *re.findall(r"^(?:#|\|).*", _FENCE.sub("", page.read_text()), re.MULTILINE)]
-        for problem in found_in(_CODE.sub("", text), page.name)
+        for problem in found_in(text)
     ]
     assert not problems, "\n".join(problems)
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_no_sentence_of_a_page_is_too_long(page: Path) -> None:
-    long = [f"{words_of(sentence)} words: {sentence}" for sentence in sentences(page) if words_of(sentence) > MOST_WORDS]
+    long = [
+        f"{words_of(sentence)} words: {sentence}" for sentence in sentences(page) if words_of(sentence) > MOST_WORDS
+    ]
     assert not long, "\n".join(long)
 
 
-@pytest.mark.parametrize("folder", CLEAN)
-def test_comments_have_no_phrase_that_reads_as_translated(folder: str) -> None:
-    root = PACKAGE / folder
-    files = [root] if root.is_file() else sorted(root.rglob("*.py"))
-    assert files
+def test_comments_have_no_phrase_that_reads_as_translated() -> None:
     problems = [
-        f"{file.relative_to(REPOSITORY)}:{line}: {problem}"
-        for file in files
+        f"{name}:{line}: {problem}"
+        for file in sorted(PACKAGE.rglob("*.py"))
+        if (name := str(file.relative_to(PACKAGE))) not in NOT_YET
         for line, text in comments(file)
-        for problem in found_in(_CODE.sub("", text), str(file.relative_to(PACKAGE)))
+        for problem in found_in(text)
     ]
     assert not problems, "\n".join(problems)
