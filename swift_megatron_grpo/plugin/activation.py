@@ -19,6 +19,7 @@ from swift_megatron_grpo.plugin.command_line import (
     MODES,
     RANK,
     ROLLOUT,
+    SWIFT_MEGATRON,
     TORCHRUN,
     arguments_of_ranks,
     asks_for_check,
@@ -32,6 +33,7 @@ from swift_megatron_grpo.plugin.command_line import (
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
 _COMMAND_MODULE = "swift_megatron_grpo"
+_MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 
 
@@ -56,6 +58,8 @@ def activate(argv: list[str], orig_argv: Sequence[str], environ: MutableMapping[
         raise SystemExit(f"swift-megatron-grpo: {SWITCH}={mode!r} is none of its values ({choices})")
     if mode == "off":
         return
+    if process == SWIFT_MEGATRON:
+        _replace_process(_MEGATRON_MODULE, argv[2:], orig_argv)
     if process == ROLLOUT:
         if mode == "on":
             _replace_process(_SERVER_MODULE, argv[1:], orig_argv)
@@ -127,7 +131,9 @@ def _activate_platform() -> None:
 def _replace_process(module: str, args: Sequence[str], orig_argv: Sequence[str]) -> None:
     """Replace this process with `python -m module args`: its main module is already running and cannot be hooked.
 
-    -P keeps the current folder out of sys.path, where `-m` would put it and a console script does not.
+    `swift megatron X`, which ms-swift's `swift` does not have, becomes `megatron X`; `swift rollout` becomes this
+    package's server. -P keeps the current folder out of sys.path, where `-m` would put it and a console script does
+    not.
     """
     sys.stdout.flush()
     sys.stderr.flush()

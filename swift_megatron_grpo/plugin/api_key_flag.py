@@ -26,7 +26,8 @@ def hide_api_key(argv: list[str], environ: MutableMapping[str, str]) -> None:
     launcher = sys.modules.get(_SCRIPTS)
     if launcher is not None:
         _mask_printed_commands(launcher)
-    flag = _FLAGS.get(os.path.basename(argv[0])) or _FLAGS.get("".join(argv[1:2]))
+    command = argv[2:3] if argv[1:2] == ["megatron"] else argv[1:2]
+    flag = _FLAGS.get(os.path.basename(argv[0])) or _FLAGS.get("".join(command))
     if flag is None or (flag == _FLAGS["rlhf"] and not selects_grpo(argv)):
         return
     key = _take(argv, flag)

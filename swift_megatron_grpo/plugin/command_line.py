@@ -15,6 +15,7 @@ HELP = "help"  # `megatron rlhf --help`, whose parser imports modules that need 
 ROLLOUT = "rollout"  # the server that `swift rollout` starts
 TORCHRUN = "torchrun"  # that starts such ranks
 LAUNCHER = "launcher"  # the `megatron` or `swift` script, about to start one of these commands
+SWIFT_MEGATRON = "swift megatron"  # the `swift` script, about to run `swift megatron ...`
 
 _RANK_SCRIPT = os.path.join("swift", "cli", "_megatron", "rlhf.py")
 _RANK_MODULE = "swift.cli._megatron.rlhf"
@@ -26,7 +27,7 @@ _SCRIPTS = {_RANK_MODULE: _RANK_SCRIPT, _ROLLOUT_MODULE: _ROLLOUT_SCRIPT}
 
 
 def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
-    """Return RANK, HELP, ROLLOUT, TORCHRUN or LAUNCHER; None: this package leaves the process alone.
+    """Return RANK, HELP, ROLLOUT, TORCHRUN, LAUNCHER or SWIFT_MEGATRON; None: this package leaves the process alone.
 
     `argv` is sys.argv, `orig_argv` sys.orig_argv. Both are needed: a child of multiprocessing's spawn carries its
     parent's sys.argv, and during `python -m package.module` sys.argv[0] is still "-m" while the package is imported.
@@ -41,6 +42,8 @@ def classify(argv: Sequence[str], orig_argv: Sequence[str]) -> str | None:
         return ROLLOUT
     if program == _TORCHRUN_MODULE or os.path.basename(script) == "torchrun":
         return TORCHRUN if arguments_of_ranks(argv[1:]) is not None else None
+    if os.path.basename(script) == "swift" and argv[1:2] == ["megatron"]:
+        return SWIFT_MEGATRON
     name = "megatron" if program == _MEGATRON_MODULE else os.path.basename(script)
     return LAUNCHER if (name, *argv[1:2]) in (("megatron", "rlhf"), ("swift", "rollout")) else None
 

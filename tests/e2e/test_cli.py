@@ -52,7 +52,7 @@ def check_run(
 
 
 def test_full_tuning_trains_with_tensor_and_sequence_parallelism(folder: Path, dense: Path, dataset: Path) -> None:
-    """`megatron rlhf FILE` reaches torchrun and its ranks."""
+    """`swift megatron rlhf FILE` reaches torchrun and its ranks; test_stop.py runs `megatron rlhf`."""
     flags = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true", "--train_iters", "4", "--save_steps",
              "4", "--steps_per_generation", "2", "--log_completions", "true", "--beta", "0.04",
              "--ref_tensor_model_parallel_size", "1", "--report_to", "tensorboard", *PROBED]  # fmt: skip

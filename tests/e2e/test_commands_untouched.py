@@ -1,6 +1,6 @@
-"""The installed plugin changes `megatron rlhf --rlhf_type grpo` and `swift rollout`, and nothing else.
+"""The installed plugin changes `megatron rlhf --rlhf_type grpo` and `swift megatron ...`, and nothing else.
 
-Every other command prints exactly the same with the plugin on and off.
+Every other command prints exactly the same with the plugin on and off. test_cli.py runs `swift megatron`.
 """
 
 from __future__ import annotations
@@ -86,10 +86,13 @@ def test_grpo_without_megatron_prints_the_same_with_and_without_the_plugin() -> 
     assert "--num_generations" in on[1]
 
 
-def test_another_type_of_rlhf_prints_the_same_with_and_without_the_plugin() -> None:
+def test_another_type_of_rlhf_prints_the_same_also_as_swift_megatron() -> None:
+    """`swift megatron` works for every command, not only for GRPO: ms-swift's `swift` script has no such command."""
     command = "megatron rlhf --rlhf_type dpo --model /no/such/model"
-    on, off = run_both(command, command)
+    on, off = run_both(f"swift {command}", command)
     assert what_matters(on) == what_matters(off)
+    _, off = run_python(script_of("swift"), *command.split(), **{SWITCH: "off"})
+    assert "KeyError: 'megatron'" in off
 
 
 def test_an_invalid_value_of_the_switch_is_explained() -> None:

@@ -182,11 +182,14 @@ def megatron_command(
 ) -> Finished:
     """Run the real command line: entry point, argument parsing, torchrun, and the shutdown of every process.
 
-    With a `config` the flags are written to this YAML file, which is the command's only argument.
+    With a `config` the flags are written to this YAML file, and `swift megatron` runs it.
     """
-    script = Path(sys.executable).with_name("megatron")
+    command = ["megatron"] if config is None else ["swift", "megatron"]
+    script = Path(sys.executable).with_name(command[0])
     # packages in a separate folder have no scripts next to the interpreter
-    program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    program = (
+        [str(script), *command[1:]] if script.exists() else [sys.executable, "-P", "-m", "swift.cli._megatron.main"]
+    )
     arguments = grpo_flags(model, dataset, folder, flags)
     if config is not None:
         config.write_text(json.dumps(values_of(arguments)))  # JSON is YAML

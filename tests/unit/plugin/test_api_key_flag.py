@@ -26,6 +26,7 @@ KEY = "k-3 9"
         (["/bin/swift", "rollout", f"--api-key={KEY}"], ["rollout"]),
         (["/swift/cli/rollout.py", "--model", "a", "--api_key", "old", "--api_key", KEY], ["--model", "a"]),
         (["/bin/megatron", *GRPO, "--vllm_server_api_key", KEY], GRPO),
+        (["/bin/swift", "megatron", *GRPO, f"--vllm_server_api_key={KEY}"], ["megatron", *GRPO]),
     ],
 )
 def test_the_key_moves_to_the_environment(argv: list[str], remaining: list[str]) -> None:

@@ -20,6 +20,7 @@ from swift_megatron_grpo.plugin.command_line import (
     LAUNCHER,
     RANK,
     ROLLOUT,
+    SWIFT_MEGATRON,
     TORCHRUN,
     classify,
     selects_grpo,
@@ -70,6 +71,11 @@ PROCESSES = {
     "torchrun script": (["/venv/bin/torchrun", RLHF, *GRPO], [PYTHON, "/venv/bin/torchrun", RLHF, *GRPO], TORCHRUN),
     "megatron script": (["/venv/bin/megatron", "rlhf", *GRPO], [PYTHON, "/venv/bin/megatron", "rlhf", *GRPO], LAUNCHER),
     "megatron script, sft": (["/venv/bin/megatron", "sft"], [PYTHON, "/venv/bin/megatron", "sft"], None),
+    "swift megatron": (
+        ["/venv/bin/swift", "megatron", "rlhf"],
+        [PYTHON, "/venv/bin/swift", "megatron", "rlhf"],
+        SWIFT_MEGATRON,
+    ),
     "megatron module": (
         ["-m", "rlhf", *GRPO],
         [PYTHON, "-P", "-m", "swift.cli._megatron.main", "rlhf", *GRPO],

@@ -54,7 +54,7 @@ def test_launches_are_read_with_their_environment() -> None:
 
 def test_variables_of_the_callers_environment_count() -> None:
     assert launches("megatron rlhf --lr ${LR:-1}", {"LR": "2"})[0].arguments == ("--lr", "2")
-    assert launches("megatron rlhf --lr ${LR:-1}")[0].arguments == ("--lr", "1")
+    assert launches("swift megatron rlhf --lr ${LR:-1}")[0].arguments == ("--lr", "1")
     assert launches("megatron sft --lr 1; swift sft") == []
 
 
