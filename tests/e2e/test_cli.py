@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import swift_megatron_grpo
 from tests.support.runs import (
     PLUGINS,
     PROBE,
@@ -26,7 +25,6 @@ from tests.support.runs import (
 )
 
 pytestmark = pytest.mark.e2e
-PLUGIN = Path(swift_megatron_grpo.__file__).parent / "external" / "plugin.py"
 # everything is offloaded whenever possible; test_offloading.py verifies that this changes no number
 SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offload_grad", "true",
              "--external_plugins", str(REWARDS), str(PROBE), str(PLUGINS / "small_gpu.py")]  # fmt: skip
@@ -103,16 +101,12 @@ def test_a_pipeline_trains_with_tensor_parallel_vllm(folder: Path, dense: Path, 
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
 
 
-def test_experts_train_in_parallel_without_the_entry_point(folder: Path, dataset: Path) -> None:
-    """The entry point activates only the CPU platform here; --external_plugins loads the trainer.
-
-    In this mode ms-swift's argument class parses the flags, and its stricter batch arithmetic applies.
-    """
+def test_experts_train_in_parallel(folder: Path, dataset: Path) -> None:
     model = make_model(folder / "moe", kind="moe")
     flags = ["--expert_model_parallel_size", "2", "--torch_dtype", "float32", "--fp16", "false", "--micro_batch_size",
-             "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PLUGIN), str(PROBE),
+             "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PROBE),
              "--moe_aux_loss_coeff", "0.001"]  # fmt: skip
-    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags, plugin=False)
+    run = megatron_rlhf(model, dataset, folder / "experts", 2, flags)
     check_run(run, steps=2, layout="EP 2", k3_bound=1e-7, max_diff=1e-5, k3_steps=1)
     assert all(0.9 < step["load_balancing_loss"] < 4 for step in run.log)  # 1: all experts get as many tokens
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
