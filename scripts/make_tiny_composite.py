@@ -2,7 +2,7 @@
 
     python scripts/make_tiny_composite.py --out DIR [--kind qwen3_5|qwen3_5_moe|qwen3_next|qwen2_vl|...]
 
-The same seed writes the same files. swift_megatron_grpo/cli/tiny_composites.py makes the models.
+The same seed writes the same files. swift_megatron_grpo/cli/tiny_models makes the models.
 """
 
 from __future__ import annotations

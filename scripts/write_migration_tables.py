@@ -1,4 +1,4 @@
-"""Write the tables of docs/migration.md, between two comments, from the tables in swift_megatron_grpo/convert.
+"""Write the tables of docs/migration.md, between two comments, from the tables in swift_megatron_grpo/cli/convert.
 
     python scripts/write_migration_tables.py
 

@@ -58,8 +58,4 @@ def run(options: argparse.Namespace) -> int:
 
 def table_of(settings: Mapping[str, Any]) -> Table | None:
     """Return the table of the trainer that has such keys; None if there is none."""
-    if any(key.startswith("actor_rollout_ref.") for key in settings):
-        return VERL
-    if any(key.startswith(("actor_train.", "actor_infer.")) for key in settings):
-        return ROLL
-    return SLIME if "--hf-checkpoint" in settings else None
+    return next((table for table in TABLES.values() if table.is_of(settings)), None)

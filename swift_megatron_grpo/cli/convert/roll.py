@@ -15,7 +15,11 @@ from swift_megatron_grpo.cli.convert.tables import (
     Rule,
     Table,
     Together,
+    bounds,
     choice,
+    each,
+    flags,
+    when_positive,
     whole,
 )
 
@@ -63,7 +67,7 @@ def _kl(settings: Mapping[str, Any]) -> Flags:
 def _clip(settings: Mapping[str, Any]) -> Flags:
     both = settings.get("pg_clip", 0.2)
     low, high = (settings.get(f"pg_clip_{side}", both) for side in ("low", "high"))
-    return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
+    return bounds(low, high)
 
 
 def _adapter(settings: Mapping[str, Any]) -> Flags:
@@ -73,119 +77,79 @@ def _adapter(settings: Mapping[str, Any]) -> Flags:
     return {"tuner_type": "lora", **adapter, "target_modules": "all-linear"}
 
 
-def _when_positive(flag: str) -> Rule:
-    return Computed([flag], lambda value: {flag: value} if value > 0 else {})
-
-
 def _ahead(ratio: float) -> Flags:
     return {"async_generate": True, "max_staleness": max(1, round(ratio))} if ratio else {}
 
 
-_PARALLEL = {
-    f"{_LAYOUT}.{name}": name
-    for name in (
-        *_SIZES, "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
-        "sequence_parallel", "use_distributed_optimizer", "recompute_granularity", "recompute_method",
-        "recompute_num_layers", "overlap_grad_reduce", "moe_grouped_gemm", "moe_token_dispatcher_type",
-        "optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer",
-        "accumulate_allreduce_grads_in_fp32",
-    )
-}  # fmt: skip
-
 _RULES: dict[str, Rule] = {
-    "pretrain": "model",
+    **flags("", """
+        pretrain:model seed output_dir save_steps logging_steps prompt_length:max_length
+        response_length:max_completion_length ppo_epochs:num_iterations entropy_loss_coef:entropy_coef
+        max_len_mask:overlong_filter rollout_dump_dir:rollout_dump"""),
+    **flags(f"{_ARGUMENTS}.", """
+        learning_rate:lr lr_scheduler_type:lr_decay_style weight_decay warmup_steps:lr_warmup_iters
+        num_train_epochs max_grad_norm:clip_grad"""),
+    **flags(f"{_SAMPLING}.", "temperature top_p top_k"),
+    **flags(f"{_ENGINE}.", """
+        gpu_memory_utilization:vllm_gpu_memory_utilization tensor_parallel_size:vllm_tensor_parallel_size
+        max_model_len:vllm_max_model_len max_num_seqs:vllm_max_num_seqs enforce_eager:vllm_enforce_eager
+        enable_prefix_caching:vllm_enable_prefix_caching sleep_level"""),
+    **each("", """
+        tracker_kwargs.* is_num_return_sequences_expand enable_old_logprobs_recompute enable_reference num_gpus_per_node
+        exp_name logging_dir rpc_timeout actor_train.device_mapping hydra.* defaults""", _OWN),
+    **each(f"{_SAMPLING}.", "max_new_tokens num_return_sequences num_beams", _OWN),
+    **each(f"{_ENGINE}.", "load_format block_size max_num_batched_tokens", _OWN),
+    **each("", f"{_MODEL}.model_type {_LAYOUT}.bf16", _OWN),
     "reward_pretrain": ByHand("choose --reward_funcs"),
-    "seed": "seed",
-    "output_dir": "output_dir",
-    "max_steps": _when_positive("train_iters"),
-    "save_steps": "save_steps",
-    "logging_steps": "logging_steps",
-    "eval_steps": _when_positive("eval_steps"),
+    "max_steps": when_positive("train_iters"),
+    "eval_steps": when_positive("eval_steps"),
     "track_with": choice({"tensorboard": {"report_to": "tensorboard"}, "wandb": {"report_to": "wandb"},
                           "swanlab": {"report_to": "swanlab"}, "stdout": {}}),
-    "tracker_kwargs.*": _OWN,
     "checkpoint_config.*": ByHand("checkpoints are written to --output_dir"),
     "resume_from_checkpoint": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
-    "prompt_length": "max_length",
-    "response_length": "max_completion_length",
-    "ppo_epochs": "num_iterations",
     "adv_estimator": choice({"grpo": {"advantage_estimator": "grpo"},
                              "reinforce": {"advantage_estimator": "reinforce_plus_plus_plain"}},
                             "it needs a critic, or is not known here"),
     "dual_clip_loss": choice({"true": {"dual_clip": 3.0}, "false": {}}),
-    "entropy_loss_coef": "entropy_coef",
-    "max_len_mask": "overlong_filter",
     "importance_sampling": choice({"token": {"importance_sampling_level": "token"},
                                    "seq": {"importance_sampling_level": "sequence"}}),
-    "is_num_return_sequences_expand": _OWN,
-    "enable_old_logprobs_recompute": _OWN,
-    "enable_reference": _OWN,
     "value_clip": Needless("GRPO has no critic"),
-    "rollout_dump_dir": "rollout_dump",
     "async_generation_ratio": Computed(["async_generate", "max_staleness"], _ahead),
-    "num_gpus_per_node": _OWN,
-    "exp_name": _OWN,
-    "logging_dir": _OWN,
-    "rpc_timeout": _OWN,
     "rewards.*": ByHand("write a reward class (docs of ms-swift: ORM), --external_plugins and --reward_funcs"),
     f"{_MODEL}.dtype": choice({"bf16": {"torch_dtype": "bfloat16"}, "fp16": {"torch_dtype": "float16"},
                                "fp32": {"torch_dtype": "float32"}}),
     f"{_MODEL}.disable_gradient_checkpointing": Needless("--recompute_granularity decides"),
     f"{_MODEL}.*attn*": ByHand("--attention_backend flash or fused"),
     f"{_MODEL}.freeze_module_prefix": ByHand("--freeze_vit and --freeze_aligner are true by default"),
-    f"{_MODEL}.model_type": _OWN,
-    f"{_ARGUMENTS}.learning_rate": "lr",
-    f"{_ARGUMENTS}.lr_scheduler_type": "lr_decay_style",
-    f"{_ARGUMENTS}.weight_decay": "weight_decay",
-    f"{_ARGUMENTS}.warmup_steps": "lr_warmup_iters",
-    f"{_ARGUMENTS}.num_train_epochs": "num_train_epochs",
-    f"{_ARGUMENTS}.max_grad_norm": "clip_grad",
     "actor_train.data_args.file_name": "dataset",
     "actor_train.data_args.messages": ByHand("rename the column to `messages`, or use --columns"),
     "actor_train.data_args.*": ByHand("see the flags of ms-swift for datasets"),
-    "actor_train.device_mapping": _OWN,
     "actor_train.infer_batch_size": "infer_batch_size",
     "actor_train.use_sequence_packing": Needless("sequences are always packed"),
     "actor_train.strategy_args.strategy_name": choice({"megatron_train": {}, "deepspeed_train": {}}),
-    **_PARALLEL,
-    f"{_LAYOUT}.additional_configs.recompute_granularity": "recompute_granularity",
-    f"{_LAYOUT}.additional_configs.recompute_method": "recompute_method",
-    f"{_LAYOUT}.additional_configs.recompute_num_layers": "recompute_num_layers",
-    f"{_LAYOUT}.bf16": _OWN,
-    f"{_SAMPLING}.temperature": "temperature",
-    f"{_SAMPLING}.top_p": "top_p",
-    f"{_SAMPLING}.top_k": "top_k",
-    f"{_SAMPLING}.max_new_tokens": _OWN,
-    f"{_SAMPLING}.num_return_sequences": _OWN,
-    f"{_SAMPLING}.num_beams": _OWN,
+    **flags(f"{_LAYOUT}.", """
+        tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+        expert_tensor_parallel_size virtual_pipeline_model_parallel_size sequence_parallel use_distributed_optimizer
+        recompute_granularity recompute_method recompute_num_layers overlap_grad_reduce moe_grouped_gemm
+        moe_token_dispatcher_type optimizer_cpu_offload optimizer_offload_fraction use_precision_aware_optimizer
+        accumulate_allreduce_grads_in_fp32"""),
+    **flags(f"{_LAYOUT}.additional_configs.", "recompute_granularity recompute_method recompute_num_layers"),
     "actor_infer.strategy_args.strategy_name": choice({"vllm": {}, "sglang": {}}),
-    f"{_ENGINE}.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    f"{_ENGINE}.tensor_parallel_size": "vllm_tensor_parallel_size",
-    f"{_ENGINE}.max_model_len": "vllm_max_model_len",
-    f"{_ENGINE}.max_num_seqs": "vllm_max_num_seqs",
-    f"{_ENGINE}.enforce_eager": "vllm_enforce_eager",
-    f"{_ENGINE}.enable_prefix_caching": "vllm_enable_prefix_caching",
-    f"{_ENGINE}.sleep_level": "sleep_level",
-    f"{_ENGINE}.load_format": _OWN,
-    f"{_ENGINE}.block_size": _OWN,
-    f"{_ENGINE}.max_num_batched_tokens": _OWN,
     "actor_infer.device_mapping": ByHand("other GPUs than those that train: start `swift rollout` on them"),
     "actor_infer.*": _SAME_AS_POLICY,
     "reference.*": _SAME_AS_POLICY,
     "critic.*": Needless("GRPO has no critic"),
-    "validation.data_args.file_name": "val_dataset",
-    "validation.generating_args.num_return_sequences": "num_generations_eval",
-    "validation.generating_args.temperature": "eval_temperature",
-    "validation.generating_args.top_p": "eval_top_p",
-    "validation.generating_args.max_new_tokens": "eval_max_completion_length",
+    **flags("validation.", """
+        data_args.file_name:val_dataset generating_args.num_return_sequences:num_generations_eval
+        generating_args.temperature:eval_temperature generating_args.top_p:eval_top_p
+        generating_args.max_new_tokens:eval_max_completion_length"""),
     "validation.*": ByHand("see docs/evaluation.md"),
     "system_envs.*": ByHand("export it"),
-    "hydra.*": _OWN,
-    "defaults": _OWN,
 }  # fmt: skip
 
 ROLL = Table(
     "ROLL",
+    ("actor_train.", "actor_infer."),
     _RULES,
     defaults={
         "num_return_sequences_in_group": 1,

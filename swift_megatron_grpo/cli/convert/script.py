@@ -21,7 +21,7 @@ def script_of(conversion: Conversion, trainer: str, source: str) -> str:
         "#!/usr/bin/env bash",
         f"# Converted from the settings of {trainer} in {source}. Counts of completions, not of prompts.",
         *_comments("To decide by hand:", conversion.by_hand),
-        *_comments("No counterpart; the run is another one without them:", conversion.unknown),
+        *_comments("No counterpart; the run differs without them:", conversion.unknown),
         *_comments("Not needed:", conversion.needless),
         "set -euo pipefail",
         *exports,

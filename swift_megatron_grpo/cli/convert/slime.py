@@ -14,12 +14,10 @@ from swift_megatron_grpo.cli.convert.tables import (
     Table,
     Together,
     choice,
+    each,
+    flags,
     whole,
 )
-
-_FROM_CONFIG = Needless("read from config.json of the model")
-_COLUMNS = ByHand("rename the column to `messages`, `solution` and so on, or use --columns")
-_ENGINE = ByHand("vLLM generates here: --vllm_engine_kwargs has its settings")
 
 _KL: Mapping[str, Flags] = {
     "k1": {"kl_estimator": "k1"},
@@ -34,71 +32,21 @@ _ESTIMATORS: Mapping[str, Flags] = {
     "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus"},
 }
 # Flags of Megatron with the same name, value and meaning.
-_SAME = [
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "sequence_parallel",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "recompute_modules",
-    "optimizer",
-    "lr",
-    "min_lr",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "lr_warmup_fraction",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "clip_grad",
-    "seed",
-    "attention_backend",
-    "attention_softmax_in_fp32",
-    "accumulate_allreduce_grads_in_fp32",
-    "optimizer_cpu_offload",
-    "use_precision_aware_optimizer",
-    "moe_token_dispatcher_type",
-    "moe_permute_fusion",
-    "decoder_last_pipeline_num_layers",
-    "wandb_project",
-]
-_SHAPE = [
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "group_query_attention",
-    "kv_channels",
-    "qk_layernorm",
-    "swiglu",
-    "normalization",
-    "norm_epsilon",
-    "rotary_base",
-    "rotary_percent",
-    "use_rotary_position_embeddings",
-    "vocab_size",
-    "disable_bias_linear",
-    "add_qkv_bias",
-    "untie_embeddings_and_output_weights",
-    "make_vocab_size_divisible_by",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_router_topk",
-    "moe_layer_freq",
-    "moe_router_score_function",
-    "moe_grouped_gemm",
-    "position_embedding_type",
-    "max_position_embeddings",
-]
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+_SAME = """
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    expert_tensor_parallel_size sequence_parallel recompute_granularity recompute_method recompute_num_layers
+    recompute_modules optimizer lr min_lr lr_decay_style lr_warmup_iters lr_warmup_fraction weight_decay adam_beta1
+    adam_beta2 clip_grad seed attention_backend attention_softmax_in_fp32 accumulate_allreduce_grads_in_fp32
+    optimizer_cpu_offload use_precision_aware_optimizer moe_token_dispatcher_type moe_permute_fusion
+    decoder_last_pipeline_num_layers wandb_project
+"""
+_SHAPE = """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
+    qk_layernorm swiglu normalization norm_epsilon rotary_base rotary_percent use_rotary_position_embeddings
+    vocab_size disable_bias_linear add_qkv_bias untie_embeddings_and_output_weights make_vocab_size_divisible_by
+    num_experts moe_ffn_hidden_size moe_router_topk moe_layer_freq moe_router_score_function moe_grouped_gemm
+    position_embedding_type max_position_embeddings
+"""
 
 
 def _batches(settings: Mapping[str, Any]) -> Flags:
@@ -139,15 +87,22 @@ def _names_and_paths(value: Any) -> Flags:
 
 
 _RULES: dict[str, Rule] = {
-    **{_flag(name): name for name in _SAME},
-    **{_flag(name): _FROM_CONFIG for name in _SHAPE},
-    "--hf-checkpoint": "model",
+    **{f"--{name.replace('_', '-')}": name for name in _SAME.split()},
+    **flags("--", """
+        hf-checkpoint:model save:output_dir save-interval:save_steps prompt-data:dataset
+        rollout-max-prompt-len:max_length rollout-max-response-len:max_completion_length
+        rollout-max-context-len:vllm_max_model_len rollout-temperature:temperature rollout-top-p:top_p
+        rollout-top-k:top_k rollout-seed:data_seed eval-interval:eval_steps
+        n-samples-per-eval-prompt:num_generations_eval eval-temperature:eval_temperature eval-top-p:eval_top_p
+        eval-max-response-len:eval_max_completion_length
+        log-probs-max-tokens-per-gpu:infer_max_tokens_per_micro_batch entropy-coef:entropy_coef eps-clip:epsilon
+        eps-clip-high:epsilon_high eps-clip-c:dual_clip rollout-num-gpus-per-engine:vllm_tensor_parallel_size
+        sglang-mem-fraction-static:vllm_gpu_memory_utilization actor-num-nodes:NNODES
+        actor-num-gpus-per-node:NPROC_PER_NODE wandb-group:wandb_exp_name"""),
+    **each("--", _SHAPE.replace("_", "-"), Needless("read from config.json of the model")),
     "--ref-load": Needless("the reference is the model at its start, loaded from its checkpoint of Hugging Face"),
     "--load": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
-    "--save": "output_dir",
-    "--save-interval": "save_steps",
-    "--prompt-data": "dataset",
-    "--*-key": _COLUMNS,
+    "--*-key": ByHand("rename the column to `messages`, `solution` and so on, or use --columns"),
     "--apply-chat-template": Needless("the template of the model is always applied"),
     "--rollout-shuffle": choice({"true": {"dataset_shuffle": True, "train_dataloader_shuffle": True}}),
     "--rm-type": ByHand("choose --reward_funcs; accuracy compares the answer with the column `solution`"),
@@ -155,28 +110,11 @@ _RULES: dict[str, Rule] = {
     "--custom-generate-function-path": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
     "--dynamic-sampling-filter-path": ByHand("--dynamic_sample true replaces groups of equal rewards"),
     "--over-sampling-batch-size": ByHand("--max_resample_times bounds how often groups are replaced"),
-    "--rollout-max-prompt-len": "max_length",
-    "--rollout-max-response-len": "max_completion_length",
-    "--rollout-max-context-len": "vllm_max_model_len",
-    "--rollout-temperature": "temperature",
-    "--rollout-top-p": "top_p",
-    "--rollout-top-k": "top_k",
-    "--rollout-seed": "data_seed",
     "--balance-data": Needless("every data-parallel rank gets the same work"),
-    "--eval-interval": "eval_steps",
     "--eval-prompt-data": Computed(["val_dataset"], _names_and_paths),
-    "--n-samples-per-eval-prompt": "num_generations_eval",
-    "--eval-temperature": "eval_temperature",
-    "--eval-top-p": "eval_top_p",
-    "--eval-max-response-len": "eval_max_completion_length",
     "--eval-*": ByHand("see docs/evaluation.md"),
-    "--log-probs-max-tokens-per-gpu": "infer_max_tokens_per_micro_batch",
     "--advantage-estimator": choice(_ESTIMATORS, "it needs a critic, or is not known here"),
     "--kl-loss-type": choice(_KL),
-    "--entropy-coef": "entropy_coef",
-    "--eps-clip": "epsilon",
-    "--eps-clip-high": "epsilon_high",
-    "--eps-clip-c": "dual_clip",
     "--use-routing-replay": choice({"true": {"router_replay_mode": "R2"}}),
     "--use-rollout-routing-replay": choice({"true": {"router_replay_mode": "R3"}}),
     "--attention-dropout": Needless("0, as in config.json"),
@@ -185,20 +123,16 @@ _RULES: dict[str, Rule] = {
     "--rollout-num-gpus": ByHand(
         "start `swift rollout` on these GPUs: --vllm_mode server; see templates/dense_server.sh"
     ),
-    "--rollout-num-gpus-per-engine": "vllm_tensor_parallel_size",
-    "--sglang-mem-fraction-static": "vllm_gpu_memory_utilization",
-    "--sglang-*": _ENGINE,
-    "--actor-num-nodes": "NNODES",
-    "--actor-num-gpus-per-node": "NPROC_PER_NODE",
+    "--sglang-*": ByHand("vLLM generates here: --vllm_engine_kwargs has its settings"),
     "--use-wandb": choice({"true": {"report_to": "wandb"}}),
-    "--wandb-group": "wandb_exp_name",
     "--wandb-key": ByHand("export WANDB_API_KEY"),
     "--offload*": Needless("weights and states are offloaded only if vLLM would not fit otherwise"),
     "--train-backend": choice({"megatron": {}, "fsdp": {}}),
-}
+}  # fmt: skip
 
 SLIME = Table(
     "slime",
+    ("--hf-checkpoint",),
     _RULES,
     defaults={
         "--n-samples-per-prompt": 1,

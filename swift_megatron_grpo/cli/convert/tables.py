@@ -57,9 +57,13 @@ class Table:
     """Rules by key. A key may contain * for any text; the first rule that fits counts."""
 
     name: str  # of the trainer
+    marks: tuple[str, ...]  # beginnings of keys that no other trainer has
     rules: Mapping[str, Rule]
     defaults: Mapping[str, Any]  # of the trainer, where ms-swift has others
     together: Sequence[Together] = ()
+
+    def is_of(self, settings: Mapping[str, Any]) -> bool:
+        return any(key.startswith(self.marks) for key in settings)
 
     def rule(self, key: str) -> Rule | None:
         if key in self.rules:
@@ -141,6 +145,27 @@ def choice(values: Mapping[str, Flags], otherwise: str = "there is no such choic
             raise NoCounterpart(otherwise) from None
 
     return Computed(list(dict.fromkeys(name for flags in values.values() for name in flags)), rule)
+
+
+def flags(prefix: str, names: str) -> dict[str, Rule]:
+    """Return rules for keys that are flags of the same name, or with `key:flag` of another name."""
+    pairs = (word.partition(":") for word in names.split())
+    return {f"{prefix}{key}": flag or key for key, _, flag in pairs}
+
+
+def each(prefix: str, names: str, rule: Rule) -> dict[str, Rule]:
+    """Return one rule for several keys."""
+    return {f"{prefix}{name}": rule for name in names.split()}
+
+
+def when_positive(flag: str) -> Rule:
+    """Return a rule for trainers whose -1 or 0 means that the setting is off."""
+    return Computed([flag], lambda value: {flag: value} if value > 0 else {})
+
+
+def bounds(low: Any, high: Any) -> Flags:
+    """Return the flags of the clip; the upper bound is the lower one without its flag."""
+    return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
 
 
 def whole(value: Any) -> int:

@@ -14,13 +14,15 @@ from swift_megatron_grpo.cli.convert.tables import (
     Rule,
     Table,
     Together,
+    bounds,
     choice,
+    each,
+    flags,
+    when_positive,
     whole,
 )
 
 _MODEL, _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{part}" for part in ("model", "actor", "rollout", "ref"))
-_PACKED = Needless("sequences are always packed")
-_RAY = Needless("torchrun starts the ranks, without Ray")
 _CRITIC = Needless("GRPO has no critic")
 _OWN = Needless("chosen by this trainer")
 
@@ -62,10 +64,6 @@ def _when_true(flag: str) -> Rule:
     return Computed([flag], lambda value: {flag: value} if value else {})
 
 
-def _when_positive(flag: str) -> Rule:
-    return Computed([flag], lambda value: {flag: value} if value > 0 else {})
-
-
 def _loss(settings: Mapping[str, Any]) -> Flags:
     aggregation, mode = (
         choice(_LOSSES).rule(settings[f"{_ACTOR}.loss_agg_mode"]),
@@ -79,7 +77,7 @@ def _clip(settings: Mapping[str, Any]) -> Flags:
     """Return both bounds: clip_ratio counts where the two others are not set."""
     both = settings.get(f"{_ACTOR}.clip_ratio", 0.2)
     low, high = (settings.get(f"{_ACTOR}.clip_ratio_{side}", both) for side in ("low", "high"))
-    return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
+    return bounds(low, high)
 
 
 def _kl(settings: Mapping[str, Any]) -> Flags:
@@ -144,39 +142,17 @@ def _engine_memory(settings: Mapping[str, Any]) -> Flags:
     return {"sleep_level": 1 if settings[f"{_ROLLOUT}.free_cache_engine"] else 0}
 
 
-_MEGATRON = {
-    f"{_ACTOR}.megatron.{name}": name
-    for name in (
-        "tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
-        "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "context_parallel_size",
-        "use_distributed_optimizer", "seed",
-    )
-}  # fmt: skip
-_TRANSFORMER = {
-    f"{_ACTOR}.megatron.override_transformer_config.{name}": name
-    for name in (
-        "recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers", "attention_backend",
-        "moe_grouped_gemm", "moe_permute_fusion", "moe_router_dtype", "moe_token_dispatcher_type",
-        "moe_shared_expert_overlap", "moe_aux_loss_coeff", "moe_z_loss_coeff",
-    )
-}  # fmt: skip
-_OPTIMIZER = {f"{_ACTOR}.optim.{name}": name for name in (
-    "lr", "weight_decay", "clip_grad", "optimizer", "lr_decay_style", "min_lr", "lr_warmup_init",
-    "weight_decay_incr_style", "lr_wsd_decay_style")}  # fmt: skip
-
 _COLUMNS = '{"prompt":"messages"}'  # verl's default name of the conversation, and this package's
 
 _RULES: dict[str, Rule] = {
     # data
     "data.train_files": Computed(["dataset", "columns"], lambda value: {"dataset": value, "columns": _COLUMNS}),
-    "data.val_files": "val_dataset",
-    "data.max_prompt_length": "max_length",
-    "data.max_response_length": "max_completion_length",
+    **flags("data.", """
+        val_files:val_dataset max_prompt_length:max_length max_response_length:max_completion_length seed:data_seed"""),
     "data.shuffle": Computed(
         ["dataset_shuffle", "train_dataloader_shuffle"],
         lambda value: {"dataset_shuffle": value, "train_dataloader_shuffle": value},
     ),
-    "data.seed": "data_seed",
     "data.truncation": choice(
         {"error": {"truncation_strategy": "raise"}, "left": {"truncation_strategy": "left"}},
         "prompts are cut at their beginning, left out or refused here",
@@ -186,9 +162,7 @@ _RULES: dict[str, Rule] = {
     "data.reward_fn_key": ByHand("reward functions get every column of the dataset"),
     "data.custom_cls.*": ByHand("register the dataset with --external_plugins"),
     "data.image_key": ByHand("rename the column to `images`, or use --columns"),
-    "data.return_*": _OWN,
-    "data.filter_overlong_prompts_workers": _OWN,
-    "data.*workers": _OWN,
+    **each("data.", "return_* *workers", _OWN),
     "custom_reward_function.*": ByHand(
         "write a reward class (docs of ms-swift: ORM), --external_plugins and --reward_funcs"
     ),
@@ -199,8 +173,7 @@ _RULES: dict[str, Rule] = {
     ),
     # model
     f"{_MODEL}.path": "model",
-    f"{_MODEL}.trust_remote_code": _OWN,
-    f"{_MODEL}.use_remove_padding": _PACKED,
+    f"{_MODEL}.use_remove_padding": Needless("sequences are always packed"),
     f"{_MODEL}.use_fused_kernels": Needless("--fast_kernels is on by default"),
     f"{_MODEL}.enable_gradient_checkpointing": choice(
         {
@@ -208,64 +181,53 @@ _RULES: dict[str, Rule] = {
             "false": {},
         }
     ),
-    f"{_MODEL}.use_shm": _OWN,
     # actor
-    **_MEGATRON,
-    **_TRANSFORMER,
-    **_OPTIMIZER,
+    **flags(f"{_ACTOR}.", """
+        grad_clip:clip_grad entropy_coeff:entropy_coef ppo_epochs:num_iterations freeze_vision_tower:freeze_vit
+        checkpoint.async_save:async_save"""),
+    **flags(f"{_ACTOR}.megatron.", """
+        tensor_model_parallel_size expert_model_parallel_size expert_tensor_parallel_size pipeline_model_parallel_size
+        virtual_pipeline_model_parallel_size context_parallel_size use_distributed_optimizer seed dtype:torch_dtype
+        param_dtype:torch_dtype"""),
+    **flags(f"{_ACTOR}.megatron.override_transformer_config.", """
+        recompute_granularity recompute_modules recompute_method recompute_num_layers attention_backend moe_grouped_gemm
+        moe_permute_fusion moe_router_dtype moe_token_dispatcher_type moe_shared_expert_overlap moe_aux_loss_coeff
+        moe_z_loss_coeff"""),
+    **flags(f"{_ACTOR}.optim.", """
+        lr weight_decay clip_grad optimizer lr_decay_style min_lr lr_warmup_init weight_decay_incr_style
+        lr_wsd_decay_style"""),
     f"{_ACTOR}.megatron.param_offload": _when_true("offload_model"),
     f"{_ACTOR}.megatron.grad_offload": _when_true("offload_grad"),
     f"{_ACTOR}.megatron.optimizer_offload": _when_true("offload_optimizer"),
-    f"{_ACTOR}.megatron.dtype": "torch_dtype",
-    f"{_ACTOR}.megatron.param_dtype": "torch_dtype",
-    f"{_ACTOR}.megatron.use_mbridge": Needless("mcore-bridge loads and saves checkpoints of Hugging Face"),
-    f"{_ACTOR}.megatron.*dist_checkpointing*": Needless("mcore-bridge loads checkpoints of Hugging Face"),
-    f"{_ACTOR}.megatron.vanilla_mbridge": Needless("mcore-bridge loads and saves checkpoints of Hugging Face"),
+    **each(f"{_ACTOR}.megatron.", "use_mbridge vanilla_mbridge *dist_checkpointing*",
+           Needless("mcore-bridge loads and saves checkpoints of Hugging Face")),
     f"{_ACTOR}.optim.betas": Computed(
         ["adam_beta1", "adam_beta2"], lambda value: {"adam_beta1": value[0], "adam_beta2": value[1]}
     ),
-    f"{_ACTOR}.grad_clip": "clip_grad",
-    f"{_ACTOR}.optim.lr_warmup_steps": _when_positive("lr_warmup_iters"),
-    f"{_ACTOR}.optim.lr_warmup_steps_ratio": _when_positive("lr_warmup_fraction"),
+    f"{_ACTOR}.optim.lr_warmup_steps": when_positive("lr_warmup_iters"),
+    f"{_ACTOR}.optim.lr_warmup_steps_ratio": when_positive("lr_warmup_fraction"),
     f"{_ACTOR}.strategy": choice({"megatron": {}, "fsdp": {}, "fsdp2": {}}),
-    f"{_ACTOR}.entropy_coeff": "entropy_coef",
     f"{_ACTOR}.kl_loss_type": choice(_KL),
-    f"{_ACTOR}.ppo_epochs": "num_iterations",
-    f"{_ACTOR}.freeze_vision_tower": "freeze_vit",
-    f"{_ACTOR}.use_torch_compile": _OWN,
-    f"{_ACTOR}.load_weight": _OWN,
     f"{_ACTOR}.fsdp_config.*": Needless("Megatron's distributed optimizer shards the states; set the layout by hand"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": ByHand("use --context_parallel_size"),
-    f"{_ACTOR}.checkpoint.async_save": "async_save",
-    f"{_ACTOR}.checkpoint.*": _OWN,
+    **each(f"{_ACTOR}.", "use_torch_compile load_weight checkpoint.*", _OWN),
     # rollout
     f"{_ROLLOUT}.name": choice({"vllm": {}, "sglang": {}, "hf": {}}),
     f"{_ROLLOUT}.mode": choice({"sync": {}, "async": {}}),
-    f"{_ROLLOUT}.temperature": "temperature",
-    f"{_ROLLOUT}.top_p": "top_p",
-    f"{_ROLLOUT}.top_k": "top_k",
-    f"{_ROLLOUT}.gpu_memory_utilization": "vllm_gpu_memory_utilization",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "vllm_tensor_parallel_size",
-    f"{_ROLLOUT}.enforce_eager": "vllm_enforce_eager",
-    f"{_ROLLOUT}.max_model_len": "vllm_max_model_len",
-    f"{_ROLLOUT}.max_num_seqs": "vllm_max_num_seqs",
-    f"{_ROLLOUT}.enable_prefix_caching": "vllm_enable_prefix_caching",
-    f"{_ROLLOUT}.enable_chunked_prefill": _OWN,
-    f"{_ROLLOUT}.max_num_batched_tokens": _OWN,
-    f"{_ROLLOUT}.load_format": _OWN,
-    f"{_ROLLOUT}.dtype": _OWN,
-    f"{_ROLLOUT}.layered_summon": _OWN,
-    f"{_ROLLOUT}.calculate_log_probs": _OWN,
-    f"{_ROLLOUT}.val_kwargs.n": "num_generations_eval",
-    f"{_ROLLOUT}.val_kwargs.temperature": "eval_temperature",
-    f"{_ROLLOUT}.val_kwargs.top_p": "eval_top_p",
-    f"{_ROLLOUT}.multi_turn.*": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
-    f"{_ROLLOUT}.agent.*": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
+    **flags(f"{_ROLLOUT}.", """
+        temperature top_p top_k gpu_memory_utilization:vllm_gpu_memory_utilization
+        tensor_model_parallel_size:vllm_tensor_parallel_size enforce_eager:vllm_enforce_eager
+        max_model_len:vllm_max_model_len max_num_seqs:vllm_max_num_seqs
+        enable_prefix_caching:vllm_enable_prefix_caching val_kwargs.n:num_generations_eval
+        val_kwargs.temperature:eval_temperature val_kwargs.top_p:eval_top_p"""),
+    **each(f"{_ROLLOUT}.", """
+        enable_chunked_prefill max_num_batched_tokens load_format dtype layered_summon calculate_log_probs""", _OWN),
+    **each(f"{_ROLLOUT}.", "multi_turn.* agent.*",
+           ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns")),
     # reference
     f"{_REF}.log_prob_*": Needless("the reference takes --infer_max_tokens_per_micro_batch or --infer_batch_size"),
     f"{_REF}.megatron.*": Needless("the reference has the layout of the policy, but for --ref_* sizes"),
     f"{_REF}.fsdp_config.*": Needless("the reference is offloaded with --offload_model true"),
-    f"{_REF}.strategy": _OWN,
     f"{_REF}.*": _OWN,
     # algorithm
     "algorithm.adv_estimator": choice(_ESTIMATORS, "it needs a critic, or is not known here"),
@@ -274,41 +236,30 @@ _RULES: dict[str, Rule] = {
     ),
     "algorithm.kl_ctrl.type": choice({"fixed": {}}, "use --kl_target and --kl_horizon"),
     "algorithm.filter_groups.enable": "dynamic_sample",
-    "algorithm.filter_groups.max_num_gen_batches": _when_positive("max_resample_times"),
+    "algorithm.filter_groups.max_num_gen_batches": when_positive("max_resample_times"),
     "algorithm.filter_groups.metric": Needless("groups of equal rewards are replaced"),
     "algorithm.gamma": choice({"1": {}, "1.0": {}}, "advantages are not discounted here"),
-    "algorithm.lam": _CRITIC,
-    "critic.*": _CRITIC,
+    **each("", "algorithm.lam critic.* trainer.critic_warmup", _CRITIC),
     # trainer
-    "trainer.total_epochs": "num_train_epochs",
-    "trainer.total_training_steps": _when_positive("train_iters"),
-    "trainer.save_freq": _when_positive("save_steps"),
-    "trainer.test_freq": _when_positive("eval_steps"),
-    "trainer.max_actor_ckpt_to_keep": "save_total_limit",
-    "trainer.default_local_dir": "output_dir",
-    "trainer.n_gpus_per_node": "NPROC_PER_NODE",
-    "trainer.nnodes": "NNODES",
-    "trainer.project_name": "wandb_project",
-    "trainer.experiment_name": "wandb_exp_name",
-    "trainer.rollout_data_dir": "rollout_dump",
+    **flags("trainer.", """
+        total_epochs:num_train_epochs max_actor_ckpt_to_keep:save_total_limit default_local_dir:output_dir
+        n_gpus_per_node:NPROC_PER_NODE nnodes:NNODES project_name:wandb_project experiment_name:wandb_exp_name
+        rollout_data_dir:rollout_dump val_before_train:eval_before_train"""),
+    "trainer.total_training_steps": when_positive("train_iters"),
+    "trainer.save_freq": when_positive("save_steps"),
+    "trainer.test_freq": when_positive("eval_steps"),
     "trainer.logger": Computed(["report_to"], _trackers),
     "trainer.resume_mode": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
-    "trainer.val_before_train": "eval_before_train",
-    "trainer.critic_warmup": _CRITIC,
-    "trainer.device": _OWN,
     "trainer.balance_batch": Needless("every data-parallel rank gets the same work"),
-    "trainer.ray_*": _RAY,
-    "ray_kwargs.*": _RAY,
-    "ray_init.*": _RAY,
-    "*._target_": _OWN,
-    "*.profiler.*": _OWN,
-    "global_profiler.*": _OWN,
-    "hydra.*": _OWN,
-}
+    **each("", "trainer.ray_* ray_kwargs.* ray_init.*", Needless("torchrun starts the ranks, without Ray")),
+    **each("", f"trainer.device {_MODEL}.trust_remote_code {_MODEL}.use_shm *._target_ *.profiler.* global_profiler.* "
+           "hydra.*", _OWN),
+}  # fmt: skip
 
 
 VERL = Table(
     "verl",
+    ("actor_rollout_ref.",),
     _RULES,
     defaults={
         "algorithm.adv_estimator": "grpo",
