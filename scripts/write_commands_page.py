@@ -27,8 +27,8 @@ PAGES = {
 HEAD = f"""\
 # The command {PROGRAM}
 
-`python -m swift_megatron_grpo` is the same command, for a checkout that is not installed. Options have one spelling, as
-ms-swift's flags have: with underscores. A misspelt option or subcommand gets a suggestion.
+`python -m swift_megatron_grpo.cli` is the same command, for a checkout that is not installed. Options have one
+spelling, as ms-swift's flags have: with underscores. A misspelt option or subcommand gets a suggestion.
 
 | exit code | |
 | --- | --- |

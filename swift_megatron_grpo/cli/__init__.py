@@ -1,5 +1,6 @@
 """The command `swift-megatron-grpo`, for users: a folder or a file for each subcommand.
 
+    __main__.py      `python -m swift_megatron_grpo.cli`, for a checkout that is not installed
     main.py          chooses the subcommand, parses its options and runs it
     command_line.py  what all subcommands share: parser, exit codes, findings
 

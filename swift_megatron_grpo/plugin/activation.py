@@ -32,7 +32,7 @@ from swift_megatron_grpo.plugin.command_line import (
 
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 _SERVER_MODULE = "swift_megatron_grpo.generation.server"
-_COMMAND_MODULE = "swift_megatron_grpo"
+_COMMAND_MODULE = "swift_megatron_grpo.cli"
 _MEGATRON_MODULE = "swift.cli._megatron.main"  # the module that the `megatron` script runs
 _GRPO_IN_YAML = re.compile(r"""^rlhf_type:\s*['"]?grpo\b""", re.MULTILINE)
 

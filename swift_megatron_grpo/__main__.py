@@ -1,7 +1,0 @@
-"""Run the command: `python -m swift_megatron_grpo` is `swift-megatron-grpo`."""
-
-import sys
-
-from swift_megatron_grpo.cli.main import main
-
-sys.exit(main())
