@@ -41,7 +41,7 @@ def _docstring(path: Path) -> str:
 
 
 if __name__ == "__main__":
-    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")} - {PACKAGE}):
+    for folder in sorted({path.parent for path in PACKAGE.rglob("*.py")}):
         if files := missing(folder):
             init = folder / "__init__.py"
             firsts = {path.name: _docstring(path).partition("\n")[0] for path in files}

@@ -208,7 +208,7 @@ def test_bodies_beyond_a_limit_are_refused_and_the_answers_are_short(
 
 
 def test_a_prompt_without_room_is_the_clients_fault(server: RolloutServer, trainer: RemoteVllm) -> None:
-    """So is a message without template."""
+    """A message without template is one as well."""
     body = generate_body()
     body["request"]["messages"][0]["content"] = "word " * 300  # 256 tokens fit
     status, text = respond(server, "POST", Routes.GENERATE, body, trainer._servers.run)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from swift_megatron_grpo import __version__
 from tests.paths import REPOSITORY
 
 PYTHONS = ("3.11", "3.12")
@@ -28,6 +29,7 @@ def test_jobs_cover_every_stage_of_the_tests() -> None:
     stages = {python: [s for j in jobs if j["python"] == python for s in j["stages"].split()] for python in PYTHONS}
     [all_stages] = re.findall(r"^all=\((.*)\)$", (REPOSITORY / "scripts" / "test.sh").read_text(), re.MULTILINE)
     assert stages["3.11"] == all_stages.split()
+    assert "run: scripts/test.sh ${{ matrix.stages }}" in (REPOSITORY / ".github/workflows/test.yml").read_text()
     assert stages["3.12"] == ["unit", "contract", "dist", "e2e"]  # its own megatron-core is one of the others
 
 
@@ -57,17 +59,12 @@ def pins(path: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-def test_issue_forms_have_what_github_requires() -> None:
-    for name in ("bug", "feature"):
-        form = load(f".github/ISSUE_TEMPLATE/{name}.yml")
-        assert form["name"] and form["description"]
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert len({field["id"] for field in fields}) == len(fields)
-        assert all(field["attributes"]["label"] for field in fields)
+def test_the_citation_has_the_version_of_the_package() -> None:
+    assert load("CITATION.cff")["version"] == __version__
 
 
-def test_hooks_find_their_tools_on_the_path() -> None:
-    (repository,) = load(".pre-commit-config.yaml")["repos"]
-    entries = {hook["id"]: hook["entry"].split()[0] for hook in repository["hooks"]}
-    assert set(entries.values()) == {"ruff", "mypy", "lint-imports"}
-    assert all(hook["language"] == "system" for hook in repository["hooks"])
+def test_actions_are_pinned_by_commit_with_their_version() -> None:
+    workflows = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+    used = [line for file in workflows for line in file.read_text().splitlines() if "uses:" in line]
+    assert len(used) > 5
+    assert not [line for line in used if not re.search(r"uses: [\w/.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line)]

@@ -56,7 +56,7 @@ Complete = Callable[[Sequence[int], Server, set[int]], Coroutine[Any, Any, None]
 
 @dataclass(slots=True)
 class _InFlight:
-    """What one server works on for this generation."""
+    """The requests of one server in this generation."""
 
     tasks: set[asyncio.Task[None]] = field(default_factory=set)  # each sends a batch
     requests: int = 0

@@ -1,4 +1,4 @@
-"""What a run prints, in pure Python: a step as one line in aligned columns, a completion, the pace, the status line."""
+"""Lines that a run prints, in pure Python: a step in aligned columns, a completion, the pace, the status line."""
 
 from __future__ import annotations
 
