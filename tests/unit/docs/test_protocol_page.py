@@ -9,7 +9,7 @@ from swift_megatron_grpo.generation.protocol.messages import PROTOCOL, RUN_HEADE
 from tests.paths import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "http_protocol.md").read_text()
-CODES = ("CONFLICT", "CANCELLED", "INVALID", "TAKEN", "MISSING_MEDIA", "ENGINE_GONE")
+CODES = ("CONFLICT", "CANCELLED", "INVALID", "TAKEN", "MISSING_IMAGES", "ENGINE_GONE")
 
 
 def test_the_page_lists_every_route() -> None:
