@@ -106,7 +106,7 @@ def pages(runs: Sequence[Run]) -> dict[Path, str]:
 
 
 def _page(title: str, sections: Sequence[str]) -> str:
-    terms = "[README.md](../README.md#terms) explains the terms.\n"
+    terms = "[Terms](../README.md#terms) are explained with the method.\n"
     return "\n".join([f"# {title}\n", f"{WRITTEN}\n", terms, *sections])
 
 
