@@ -40,7 +40,7 @@ class KnownScheduler:
     most_running: str  # of the scheduler: the largest number of running requests
     stale_output: str  # of a request: output in flight that a reset of its cache has made worthless
     stagger: str  # of the asynchronous scheduler: steps between two tokens of a request
-    other_prompt_outputs: tuple[str, ...]  # of the runner's output, beside the log-probs of prompts
+    other_prompt_outputs: tuple[str, ...]  # of the runner's output, in addition to the log-probs of prompts
     counts_in_flight: bool  # a request counts its tokens in flight
     has_common_prefix: bool  # the scheduler's output has the blocks that all requests have in common
     always_tracks_previous: bool  # the requests of the previous step are kept for both model runners

@@ -1,6 +1,6 @@
 """Files that are complete on disk or do not exist, after a crash at any time, and checksums that detect damage.
 
-CRC-32 detects every flipped bit, and other accidental damage except for 1 in 4 billion. It is no protection against
+CRC-32 detects every flipped bit, and other accidental damage except for 1 in 4 billion. It does not protect against
 intent. zlib computes 1.9 GiB/s on one core of a server, three times as fast as BLAKE2b, and releases the interpreter's
 lock, so that threads compute several files in parallel.
 """

@@ -37,7 +37,7 @@ PHRASES = {
 # Files of the package whose comments still have some. Mend them, and remove the line.
 NOT_YET = {
     "arguments/command_line.py", "arguments/flag_names.py", "cli/tiny_models/text.py", "data/images.py",
-    "generation/vllm/known_scheduler.py", "loop/step.py", "output/disk/files.py", "output/recording/rows.py",
+    "loop/step.py", "output/recording/rows.py",
     "platforms/cpu/linear_attention/vllm_core.py", "settings/batches.py", "trainer.py", "training/vision_tower.py",
     "types.py", "weights/load/loaded_weights.py",
 }  # fmt: skip
