@@ -41,6 +41,14 @@ def test_every_other_megatron_has_a_folder_and_a_stage() -> None:
     assert re.findall(r"other_core ([\d.]+) ", script) == versions
 
 
+def test_every_path_of_the_test_script_exists() -> None:
+    script = (REPOSITORY / "scripts" / "test.sh").read_text()
+    braces = re.findall(r"(tests/\w+/\w+)\{([\w,]+)\}(\.py)", script)
+    paths = [f"{start}{name}{end}" for start, names, end in braces for name in names.split(",")]
+    paths += re.findall(r"tests/[\w/]+(?:\.\w+)?\b(?!\{)", re.sub(r"\S*\{[\w,]+\}\.py", "", script))
+    assert len(paths) > 15 and not [path for path in paths if not (REPOSITORY / path).exists()]
+
+
 def test_the_two_locks_differ_in_megatron_only() -> None:
     older, newer = (pins(f"requirements/{name}.lock") for name in ("cpu", "cpu-py312"))
     assert older.keys() == newer.keys()
