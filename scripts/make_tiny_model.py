@@ -12,73 +12,42 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from swift_megatron_grpo.cli.tiny_models.text import TEXT_CONFIGS, VOCABULARY, Sizes, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models.text import TEXT_CONFIGS, Sizes, make_tokenizer
+
+TYPES = {"dense": "qwen3", "moe": "qwen3_moe", "deepseek": "deepseek_v3"}
 
 
-def make_deepseek(args: argparse.Namespace) -> PreTrainedModel:
-    """Return a DeepSeek-V3 whose routers have a bias, as released ones do."""
-    hidden, head_dim = args.hidden, 2 * args.head_dim  # head_dim: of each of the two parts of a query, and of a value
-    sizes = Sizes(hidden, 2 * hidden, args.layers, args.heads, args.heads, head_dim, args.experts, hidden // 2, 2048)
-    config = AutoConfig.for_model("deepseek_v3", **TEXT_CONFIGS["deepseek_v3"](sizes))
+def make_model(args: argparse.Namespace) -> PreTrainedModel:
+    """Return the model; the routers of a DeepSeek-V3 get a bias, as released ones have."""
+    deepseek = args.kind == "deepseek"
+    sizes = Sizes(
+        hidden=args.hidden,
+        intermediate=args.intermediate or 2 * args.hidden,
+        layers=args.layers,
+        heads=args.heads,
+        kv_heads=args.heads if deepseek else args.kv_heads,
+        head_dim=2 * args.head_dim if deepseek else args.head_dim,  # both parts of a query
+        experts=args.experts,
+        expert_ffn=args.hidden // 2,
+        positions=2048,
+    )
+    model_type = TYPES[args.kind]
+    values = TEXT_CONFIGS[model_type](sizes) | {"tie_word_embeddings": args.tie}
     torch.manual_seed(args.seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
     for name, bias in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             bias.copy_(0.05 * torch.randn_like(bias))
     return model.to(torch.bfloat16)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, args: argparse.Namespace) -> PreTrainedModel:
-    if args.kind == "deepseek":
-        return make_deepseek(args)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": args.hidden,
-        "intermediate_size": args.intermediate or 2 * args.hidden,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": args.heads,
-        "num_key_value_heads": args.kv_heads,
-        "head_dim": args.head_dim,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": args.tie,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    torch.manual_seed(args.seed)
-    if args.kind == "dense":
-        return Qwen3ForCausalLM(Qwen3Config(**shape)).to(torch.bfloat16)
-    config = Qwen3MoeConfig(
-        **shape,
-        num_experts=args.experts,
-        num_experts_per_tok=2,
-        moe_intermediate_size=args.hidden // 2,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        router_aux_loss_coef=0.0,
-    )
-    return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument(
-        "--kind", choices=["dense", "moe", "deepseek"], default="dense", help="Qwen3, Qwen3-MoE or DeepSeek-V3"
-    )
+    parser.add_argument("--kind", choices=TYPES, default="dense", help="Qwen3, Qwen3-MoE or DeepSeek-V3")
     parser.add_argument("--layers", type=int, default=4, help="number of layers")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size")
     parser.add_argument("--intermediate", type=int, help="width of the dense MLP; default: twice the hidden size")
@@ -94,7 +63,7 @@ def main() -> None:
 
     logging.disable_progress_bar()
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args)
+    model = make_model(args)
     tokenizer.save_pretrained(args.out)
     model.save_pretrained(args.out)
     print(f"{args.out}: {model.config.model_type}, {model.num_parameters():,} parameters, {len(tokenizer)} tokens")
