@@ -21,8 +21,8 @@ args=(
     --lora_alpha 64                          # the adapter is scaled by alpha / rank
     --lora_dropout 0                         # dropout would make the trained policy differ from the one that generated
     --target_modules all-linear              # layers with an adapter: those of the parts that are not frozen
-    --freeze_vit true                        # false: adapters in the tower as well
-    --freeze_aligner true                    # false: adapters between tower and language model as well
+    --freeze_vit true                        # false: adapters in the vision tower as well
+    --freeze_aligner true                    # false: adapters between vision tower and language model as well
     --merge_lora true                        # also save checkpoint-N-merged, which loads without peft
 
     # Parallel layout: ranks = TP * PP * CP * DP.

@@ -8,7 +8,7 @@ from swift.rewards import ORM, orms
 
 
 class Colours(ORM):
-    """The share of an answer's characters that are the first letter of the colour."""
+    """The share of a completion's characters that are the first letter of the colour."""
 
     def __call__(self, completions: list[str], colour: list[str], **columns: Any) -> list[float]:
         return [text.count(name[0]) / max(len(text), 1) for text, name in zip(completions, colour, strict=True)]

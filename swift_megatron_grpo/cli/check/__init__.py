@@ -4,7 +4,7 @@
     check.py          one check from top to bottom
     arguments.py      parses the flags as a rank does, without process groups and folders
     model.py          sizes of the model, from its config.json
-    rows.py           prompts of the dataset, and what the reward functions return for made-up answers
+    rows.py           prompts of the dataset, and what the reward functions return for made-up responses
     micro_batches.py  the plan of a step, and its largest micro batch
     estimate.py       memory and time of a step
     report.py         the text

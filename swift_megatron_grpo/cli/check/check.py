@@ -36,7 +36,7 @@ def check(command_line: Sequence[str]) -> tuple[str, bool]:
 
 
 def gpu_of(name: str | None) -> Gpu:
-    """Return the GPU of --check_gpu; without the flag, that of this machine or an H100."""
+    """Return the GPU of --check_gpu. Without the flag, return this machine's GPU, or an H100 if it has none."""
     if name is None and torch.cuda.is_available() and torch.version.cuda is not None:
         try:
             return find_gpu(torch.cuda.get_device_name(0))

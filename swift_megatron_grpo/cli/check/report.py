@@ -1,4 +1,4 @@
-"""Format what a dry run found."""
+"""Format what a check found."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _rewards(rewards: Sequence[Reward]) -> list[str]:
             lines.append(_row("reward", reward.problem))
             continue
         scores = ", ".join("none" if score is None else f"{score:g}" for score in reward.scores)
-        lines.append(_row("reward", f"{reward.name}: {scores} for made-up answers, in {reward.seconds:.2f} s"))
+        lines.append(_row("reward", f"{reward.name}: {scores} for made-up responses, in {reward.seconds:.2f} s"))
     return lines
 
 
@@ -90,7 +90,7 @@ def _memory(gpu: Gpu, result: Estimate) -> list[str]:
 
 
 def _time(result: Estimate) -> list[str]:
-    """Return a first guess: shares of the GPU's peak are those of dense models on one H200."""
+    """Return a first guess, with the shares of the peak that dense models reach on one H200."""
     train = f"train phase {result.train_seconds:.3g} s"
     if result.generation_seconds is None:
         return [_row("time", f"a guess: {train}, for completions of half the maximal length, without generation")]

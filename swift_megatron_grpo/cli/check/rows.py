@@ -1,4 +1,4 @@
-"""Encode the prompts of a dataset, and grade made-up answers with the reward functions."""
+"""Encode the prompts of a dataset, and grade made-up responses with the reward functions."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from swift_megatron_grpo.types import ModelImage, Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
 _GRADED_ROWS = 4
-_ANSWER = "A made-up answer of a dry run."
-_SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns whose text is tried as an answer
+_RESPONSE = "A made-up answer of a dry run."
+_SOLUTIONS = ("solution", "answer", "ground_truth", "target")  # columns with a text that is tried as a response
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reward:
-    """The scores of a reward function for made-up answers; the problem, if it failed."""
+    """The scores of a reward function for made-up responses; the problem, if it failed."""
 
     name: str
     seconds: float = 0.0
@@ -81,7 +81,7 @@ def added_tokens(reader: ImageReader | None, shown: Sequence[ModelImage]) -> int
 
 
 def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Reward]:
-    """Call every reward function with made-up answers to the first prompts: text, and the row's solution."""
+    """Call every reward function with made-up responses to the first prompts: text, and the row's solution."""
     functions, _ = resolve_reward_funcs(args.reward_funcs, args=args)
     rollouts = [
         _rollout(prompt, text, template) for prompt in rows.prompts[:_GRADED_ROWS] for text in _answers(prompt.row)
@@ -91,7 +91,7 @@ def try_rewards(args: GRPOArguments, rows: Rows, template: Template) -> list[Rew
 
 def _answers(row: dict[str, Any]) -> list[str]:
     solutions = [row[name] for name in _SOLUTIONS if isinstance(row.get(name), str)]
-    return [_ANSWER, *solutions[:1]]
+    return [_RESPONSE, *solutions[:1]]
 
 
 def _rollout(prompt: Prompt, text: str, template: Template) -> Rollout:

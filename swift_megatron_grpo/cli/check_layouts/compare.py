@@ -1,4 +1,4 @@
-"""Results of a layout, and how far they are from those of one rank."""
+"""Results of a layout, and their differences from one rank."""
 
 from __future__ import annotations
 

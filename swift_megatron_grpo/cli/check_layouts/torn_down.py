@@ -1,4 +1,4 @@
-"""Destroys what Megatron has created in this process, so that another layout can be created in it."""
+"""Destroy what Megatron has created in this process, so that another layout can be created in it."""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ from swift_megatron_grpo.arguments.models import fault_of_delta_rule
 from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
 
 DISTRIBUTION = "swift-megatron-grpo"
-# Without these a run works: the reason why one may want them.
+# A run works without these; the text says what they are for.
 _OPTIONAL = {
     "flash-attn": "without it --attention_backend flash is torch's own kernel; fused (cuDNN) is faster on Hopper GPUs "
     "with up to 128 channels per head",
     "flash-linear-attention": "only models with linear attention need it",
 }
-# Distributions whose version Transformer Engine's and torch's own errors ask for.
+# Versions that errors of Transformer Engine and torch ask for.
 _ALSO_SHOWN = ("triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _GPU_EXTRA, _CPU_EXTRA = "gpu", "cpu"
 

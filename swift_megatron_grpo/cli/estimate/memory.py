@@ -220,7 +220,7 @@ def _optimizer_states(trained: Count, training: Training) -> float:
 def master_bytes(main_params: int, precision_aware: bool, bf16: bool) -> int:
     """Return the bytes of a trained parameter's master, which `main_params` would take by itself.
 
-    Beside a bf16 weight, the precision-aware optimizer keeps only the lower half of a master in fp32.
+    Next to a bf16 weight, the precision-aware optimizer keeps only the lower half of a master in fp32.
     """
     return 2 if precision_aware and bf16 and main_params == 4 else main_params
 

@@ -2,8 +2,8 @@
 
 swift-megatron-grpo simulate-tail
 
-The rule for rollouts ahead is the one of the package, and lengths are drawn as in the other benchmarks. The time of a
-decoding step is a model of a server, `Decode`; prompts and grading take no time.
+Which rollout may start is decided by the package's own rule. Lengths follow a log-normal distribution. The time of a
+decoding step grows with the running completions, or is constant; prompts and grading take no time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from swift_megatron_grpo.cli.simulate.lengths import Lengths
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 
 LENGTHS = "lognormal:700:0.9:4096"
-TRAINING = (0.25, 0.5, 1.0)  # its time, as a share of that of one rollout on its own
+TRAINING = (0.25, 0.5, 1.0)  # seconds of training, relative to one rollout alone
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Tail:
-    """One rollout on its own."""
+    """One rollout alone."""
 
     seconds: float
     tail: float  # seconds after its last completion has started

@@ -59,7 +59,7 @@ class Sizes:
     positions: int
 
 
-TINY = Sizes(128, 256, 4, 4, 2, 32, 4, 96, 2048)  # experts are no square matrices: a transposed one must not fit
+TINY = Sizes(128, 256, 4, 4, 2, 32, 4, 96, 2048)  # experts are not square: a transposed one must not fit
 # Sizes that the parallel layouts of real scripts divide, where the real model's are not at hand.
 LARGE = Sizes(4096, 12288, 48, 64, 8, 64, 128, 1536, 262144)
 
