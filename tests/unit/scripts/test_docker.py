@@ -32,17 +32,6 @@ def test_every_file_that_an_image_copies_or_runs_exists(name: str) -> None:
     assert files and not [file for file in files if not (REPOSITORY / file).exists()]
 
 
-def test_the_cpu_image_is_made_by_the_script_of_the_tests() -> None:
-    installs = [run for run in arguments("cpu", "RUN") if "pip" in run or "setup_venv" in run]
-    assert installs == ["PYTHON=python3.12 scripts/setup_venv.sh --test"]
-    test_script = (REPOSITORY / "scripts" / "test.sh").read_text()
-    assert re.search(r"^scripts/setup_venv.sh --test$", test_script, re.MULTILINE)
-    assert re.search(r'^PATH="\$PWD/.venv/bin:\$PATH"$', test_script, re.MULTILINE)
-    [folder] = arguments("cpu", "WORKDIR")
-    assert arguments("cpu", "ENV")[0].startswith(f"PATH={folder}/.venv/bin:$PATH ")
-    assert arguments("cpu", "CMD") == ['["scripts/quickstart.sh"]']
-
-
 def test_the_cpu_image_has_the_python_of_a_lock() -> None:
     [image] = arguments("cpu", "FROM")
     [version] = re.findall(r"^python:3\.(\d+)-", image)
