@@ -2,7 +2,6 @@
 
 trainer.py   the trainer class that ms-swift builds
 types.py     values that stages pass to each other
-__main__.py  `python -m swift_megatron_grpo`, the command of cli/
 
 Each folder lists its files in its docstring. Tested by tests/.
 """

@@ -26,7 +26,7 @@ def ended(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_help_lists_every_subcommand_and_needs_no_installed_package(tmp_path: Path) -> None:
     """An import of torch alone would take more than a second."""
     done = subprocess.run(
-        [sys.executable, "-S", "-m", "swift_megatron_grpo", "--help"],
+        [sys.executable, "-S", "-m", "swift_megatron_grpo.cli", "--help"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         cwd=tmp_path,
         capture_output=True,

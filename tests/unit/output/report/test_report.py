@@ -46,7 +46,7 @@ def test_the_command_writes_one_file_with_everything_in_it(tmp_path: Path, capsy
 
 def test_the_command_runs_without_any_installed_package(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    command = [sys.executable, "-S", "-m", "swift_megatron_grpo", "report", str(run)]
+    command = [sys.executable, "-S", "-m", "swift_megatron_grpo.cli", "report", str(run)]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     assert (run / "report.html").is_file()
 
