@@ -118,10 +118,10 @@ runs=(tests/e2e/test_cli.py::test_{lora_trains_with_data_parallelism,a_pipeline_
     tests/e2e/test_cli.py::test_experts_train_in_parallel)
 
 other_core() { # other_core VERSION PYTEST_ARGUMENT...
-    local stack="$PWD/.stacks/megatron-core-$1"
+    local -x PYTHONPATH="$PWD/.stacks/megatron-core-$1${PYTHONPATH:+:$PYTHONPATH}"
     share_servers "$1"
-    shift
-    PYTHONPATH="$stack${PYTHONPATH:+:$PYTHONPATH}" tests_of "$@"
+    preload upstream trainer # tests/dist would wait for the second, with one core idle
+    tests_of "${@:2}"
 }
 
 core-0.18.2() {
