@@ -149,7 +149,7 @@ class Ranks:
         return task(RUN_LAYOUT, name=name, flags=self.layout_flags(kind, tuner), batches=_BATCHES, folder=folder)
 
     def generic_head(self, kind: str, tuner: str) -> str:
-        """Run one rank with the head's generic path, for logits that are no plain product; return the folder."""
+        """Run one rank with the head's generic path, for logits that are not a plain product; return the folder."""
         folder = self.layouts(kind, tuner)
         arguments = {"flags": self.layout_flags(kind, tuner), "batches": _BATCHES, "folder": folder}
         self.run(f"{kind}-{tuner}-generic", 1, [task("tests.programs.dist.generic_head:run_layout", **arguments)])

@@ -31,7 +31,7 @@ def test_the_kernels_of_a_right_installation_pass(ranks: Ranks, case: str) -> No
 
 
 def test_a_wrong_gradient_on_one_context_parallel_rank_ends_both(ranks: Ranks) -> None:
-    """The other rank has no error, and goes on to the next kernel."""
+    """The other rank has no error, and continues with the next kernel."""
     flags = ranks.flags("dense", "full", "float32", ["--context_parallel_size", "2", "--ddp_timeout", "60"])
     ranks.call("wrong-attention-cp2", "attention_runs:wrong_gradient", 2, flags, rank=1, shapes=2)
     errors = [ranks.report("wrong-attention-cp2", rank)["error"] for rank in range(2)]

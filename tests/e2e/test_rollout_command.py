@@ -43,7 +43,7 @@ def test_the_key_is_not_shown_and_the_server_listens_on_loopback(server: Rollout
 
 
 def test_it_generates_with_the_weights_that_were_sent_and_reports_experts(server: RolloutServer, moe: Path) -> None:
-    """The engine is a process of its own, which the environment alone gives vLLM's fixes for CPUs."""
+    """The engine is a separate process, which only the environment gives vLLM's fixes for CPUs."""
     config = ServerConfig(
         urls=(server.url,), group_ports=(0,), timeout=60, request_timeout=60, api_key=KEY, bucket_bytes=2**20,
         needed_length=256, model=model_identity(read_model_config(moe)),

@@ -1,4 +1,4 @@
-"""Faults on GPUs end the run with a message, without a hang and with complete checkpoints, unless it can go on."""
+"""Faults on GPUs end the run with a message, without a hang and with complete checkpoints, unless it can continue."""
 
 from __future__ import annotations
 

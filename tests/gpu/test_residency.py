@@ -18,7 +18,7 @@ from tests.paths import REPOSITORY
 pytestmark = pytest.mark.gpu
 MIB, GIB = 2**20, 2**30
 CYCLES = 6
-MOST_FOR_ACTIVATIONS = 4 * GIB  # that an engine counts beside its cache (generation/local/engine.py)
+MOST_FOR_ACTIVATIONS = 4 * GIB  # that an engine counts in addition to its cache (generation/local/engine.py)
 # 0.8 billion weights: 13 GiB of trained state, more than the tight share leaves free
 SHAPE = ["--layers", "16", "--hidden", "2048", "--heads", "16", "--kv-heads", "8", "--head-dim", "128",
          "--intermediate", "6144"]  # fmt: skip

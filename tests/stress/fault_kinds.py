@@ -227,7 +227,7 @@ def restore(trial: Trial) -> None:
 
 
 def start_second_run(trial: Trial) -> None:
-    """Start the same command again while the first run goes on."""
+    """Start the same command again while the first run continues."""
     trial.start()
     if not trial.wait_for_moment():
         return

@@ -34,7 +34,7 @@ from tests.stress.processes import make_inputs, script_parser
 from tests.support.servers import RolloutServer
 
 MAX_DELAY = 0.8  # seconds from the start of the phase to the fault
-LIMIT = 300.0  # seconds from the fault to the end of a run, or to the next step of one that goes on
+LIMIT = 300.0  # seconds from the fault to the end of a run, or to the next step of one that continues
 IN_NAMESPACE = "STRESS_IN_NAMESPACE"
 COLUMNS = ("fault", "hit in", "what happened", "exit code", "reason in the log", "seconds", "next run",
            "generated again", "lost")  # fmt: skip
@@ -181,7 +181,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def enter_namespace(argv: Sequence[str]) -> None:
-    """Start this script again with mounts of its own, unless it has them already."""
+    """Start this script again with separate mounts, unless it has them already."""
     if IN_NAMESPACE in os.environ:
         return
     rights = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]

@@ -1,4 +1,4 @@
-"""Runs code in a process of its own that has imported ms-swift, Megatron and vLLM, but not this package's plugin."""
+"""Run code in a separate process that has imported ms-swift, Megatron and vLLM, but not this package's plugin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """ms-swift's own loss_func on all cases, printed as JSON.
 
-`main` runs in a process of its own, because ms-swift needs initialized process groups.
+`main` runs in a separate process, because ms-swift needs initialized process groups.
 """
 
 from __future__ import annotations

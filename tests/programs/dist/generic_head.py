@@ -1,4 +1,4 @@
-"""Run a layout on one rank with the head's generic path, for models whose logits are no plain product."""
+"""Run a layout on one rank with the head's generic path, for models whose logits are not a plain product."""
 
 from __future__ import annotations
 

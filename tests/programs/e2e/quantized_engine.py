@@ -1,4 +1,4 @@
-"""A vLLM engine that quantizes, in a process of its own, which is loaded with one checkpoint after another.
+"""A vLLM engine that quantizes, in a separate process, which is loaded with one checkpoint after another.
 
     python -m tests.programs.e2e.quantized_engine RESULT FOLDER [FOLDER ...]
 
