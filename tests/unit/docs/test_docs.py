@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.paths import REPOSITORY
 
 PACKAGE = REPOSITORY / "swift_megatron_grpo"
-ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md")
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")
 BENCHMARKS = sorted((REPOSITORY / "benchmarks").glob("*.md"))
 RESULTS = sorted((REPOSITORY / "benchmarks" / "results").glob("*.md"))
 PAGES = (
