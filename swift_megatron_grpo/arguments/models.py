@@ -108,8 +108,7 @@ def check_composite(
         reason = REFUSED_COMPOSITE.get(model_type, "mcore-bridge 1.6.5 does not convert this type")
         raise ValueError(
             f"--model {model}: {model_type} is a model with an image, video or audio part that is not supported: "
-            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or "
-            f"{stock_trainer}"
+            f"{reason}; use a text model, or a model of one of the types {', '.join(COMPOSITE)}, or {stock_trainer}"
         )
     if freeze_llm and freeze_vit and freeze_aligner:
         raise ValueError(

@@ -32,11 +32,10 @@ class Algorithm(Flags):
     loss_type: LossName | None
     advantage_estimator: Estimator = flag(
         "grpo",
-        "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: "
-        "the mean of the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages "
-        "scaled over the batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the "
-        "whole rollout (the paper's REINFORCE++); it also works with --num_generations 1. The first three are "
-        "ms-swift's. Default: grpo.",
+        "The baseline that is subtracted from a reward. grpo: the mean of the prompt's completions. rloo: the mean of "
+        "the prompt's other completions. reinforce_plus_plus: the baseline of grpo, with advantages scaled over the "
+        "batch (the paper's REINFORCE++-baseline). reinforce_plus_plus_plain: the mean of the whole rollout (the "
+        "paper's REINFORCE++); it also works with --num_generations 1. The first three are ms-swift's. Default: grpo.",
     )
     scale_rewards: ScaleRewards | None
     kl_in_reward: bool | None
@@ -113,10 +112,8 @@ class Algorithm(Flags):
         if self.num_generations == 1 and estimator != WITHOUT_GROUPS:
             yield (
                 f"num_generations ({self.num_generations}) must be at least 2: an advantage compares the completions "
-                "of "
-                "one prompt, and a single completion would always get 0; use --num_generations 8, or "
-                "--advantage_estimator "
-                f"{WITHOUT_GROUPS}, which compares all completions of a rollout"
+                "of one prompt, and a single completion would always get 0; use --num_generations 8, or "
+                f"--advantage_estimator {WITHOUT_GROUPS}, which compares all completions of a rollout"
             )
         if estimator == WITHOUT_GROUPS and scale == "group":
             yield (
@@ -131,8 +128,7 @@ class Algorithm(Flags):
         if scale == "gdpo" and self.in_reward and self.beta != 0:
             yield (
                 "--scale_rewards gdpo normalises every reward function separately, and the KL is not a reward "
-                "function; "
-                "use --kl_in_reward false"
+                "function; use --kl_in_reward false"
             )
 
     @rule
@@ -149,9 +145,8 @@ class Algorithm(Flags):
                 continue
             if self.loss not in CLIPPED:
                 yield (
-                    f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.loss} does not clip ratios; "
-                    "leave it "
-                    "out"
+                    f"--{name} {bound} bounds a clipped ratio, and --loss_type {self.loss} does not clip ratios; leave "
+                    "it out"
                 )
             if not bound > 1 + self.high:
                 yield (
@@ -168,16 +163,13 @@ class Algorithm(Flags):
         if self.max_tokens_per_micro_batch is not None:
             yield (
                 "--loss_type real compares the completions of a prompt, and --max_tokens_per_micro_batch distributes "
-                "them "
-                f"over several micro batches; leave it out and use --micro_batch_size {group}"
+                f"them over several micro batches; leave it out and use --micro_batch_size {group}"
             )
         elif size % group or self.global_batch_size % group:
             yield (
                 f"--loss_type real compares the completions of a prompt, and micro_batch_size ({size}) splits groups "
-                "of "
-                f"num_generations ({group}); use --micro_batch_size {-(-size // group) * group} and a "
-                "--global_batch_size "
-                "that is a multiple of it"
+                f"of num_generations ({group}); use --micro_batch_size {-(-size // group) * group} and a "
+                "--global_batch_size that is a multiple of it"
             )
         if self.advantage_estimator == WITHOUT_GROUPS:
             yield f"--loss_type real needs groups; use --advantage_estimator grpo, not {WITHOUT_GROUPS}"
@@ -189,9 +181,8 @@ class Algorithm(Flags):
         for name, value, neutral in token_flags:
             if value != neutral:
                 yield (
-                    f"--{name} {value} applies to single tokens, and --loss_type real scores whole completions; "
-                    "leave it "
-                    "out"
+                    f"--{name} {value} applies to single tokens, and --loss_type real scores whole completions; leave "
+                    "it out"
                 )
 
     @rule

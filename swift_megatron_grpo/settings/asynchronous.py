@@ -17,10 +17,9 @@ class Asynchronous(Flags):
     async_generate: bool
     max_staleness: Annotated[int | None, AtLeast(0, use=1)] = flag(
         None,
-        "With --async_generate true: the number of rollouts by which generation may be ahead of training. "
-        "1: the next rollout is generated while one is trained, with the weights from before that training. 0: "
-        "generation and training alternate, as without --async_generate. docs/async.md describes the effect on "
-        "the loss. Default: 1.",
+        "With --async_generate true: the number of rollouts by which generation may be ahead of training. 1: the next "
+        "rollout is generated while one is trained, with the weights from before that training. 0: generation and "
+        "training alternate, as without --async_generate. docs/async.md describes the effect on the loss. Default: 1.",
         example="2",
     )
     vllm_mode: str | None

@@ -90,10 +90,9 @@ class MicroBatches(Flags):
     )
     share_prompts: SharePrompts = flag(
         "auto",
-        "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, "
-        "which is exact. Token budgets count the copy once, so more completions fit. auto: the same where layout "
-        "and model allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. "
-        "Default: auto.",
+        "true: in a micro batch, the completions of a prompt share one copy of it, forward and backward, which is "
+        "exact. Token budgets count the copy once, so more completions fit. auto: the same where layout and model "
+        "allow it and a step saves a twentieth of its FLOPs. false: every completion has a copy. Default: auto.",
     )
     context_parallel_size: int
     attention_backend: Any

@@ -40,12 +40,11 @@ class Sampling(Flags):
     rollout_logprobs_interval: Annotated[int, AtLeast(0, use=10, why="0 requests those of the first rollout only")] = (
         flag(
             10,
-            "vLLM returns the log-probs of completions with every Nth rollout only, because they cost 4 to "
-            "11 %% of the time of generation of a small model: the steps on other rollouts log no rollout/k3_kl. "
-            "1: with every rollout. "
-            "0: with the first one only, which is always compared with the trainer's. The interval has no effect where "
-            "the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every rollout. "
-            "Default: 10.",
+            "vLLM returns the log-probs of completions with every Nth rollout only, because they cost 4 to 11 %% of "
+            "the time of generation of a small model: the steps on other rollouts log no rollout/k3_kl. 1: with every "
+            "rollout. 0: with the first one only, which is always compared with the trainer's. The interval has no "
+            "effect where the loss, --log_rollout_offpolicy_metrics or --rollout_dump reads them: they come with every "
+            "rollout. Default: 10.",
             example="1",
         )
     )

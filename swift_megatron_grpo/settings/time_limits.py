@@ -17,9 +17,8 @@ class TimeLimits(Flags):
 
     reward_timeout: Annotated[float | None, Above(0, use=300)] = flag(
         None,
-        "Time limit in seconds for one reward function on one rank's share of a rollout. If a function "
-        "exceeds it, the run ends with an error that names the function. Default: none, only --phase_timeout "
-        "applies.",
+        "Time limit in seconds for one reward function on one rank's share of a rollout. If a function exceeds it, the "
+        "run ends with an error that names the function. Default: none, only --phase_timeout applies.",
         example="300",
     )
     phase_timeout: Annotated[float, AtLeast(0, use=0, why="0 is no limit")] = flag(
@@ -32,11 +31,10 @@ class TimeLimits(Flags):
     )
     stop_grace: Annotated[float, Above(0, use=120, why="a cluster waits that long between SIGTERM and SIGKILL")] = flag(
         120.0,
-        "Time in seconds between SIGTERM or SIGINT and the end of all processes; set it to what a cluster "
-        "waits before it sends SIGKILL. On either signal the run ends the current step, saves a checkpoint and "
-        "exits with 143 or 130. A step in which completions are still generated or graded after half of this time "
-        "is given up, and the checkpoint is that of the step before. A second signal ends the run at once. "
-        "Default: 120.",
+        "Time in seconds between SIGTERM or SIGINT and the end of all processes; set it to what a cluster waits before "
+        "it sends SIGKILL. On either signal the run ends the current step, saves a checkpoint and exits with 143 or "
+        "130. A step in which completions are still generated or graded after half of this time is given up, and the "
+        "checkpoint is that of the step before. A second signal ends the run at once. Default: 120.",
         example="60",
     )
 
