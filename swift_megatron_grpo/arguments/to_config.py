@@ -28,6 +28,7 @@ from swift_megatron_grpo.settings.config import (
     VllmConfig,
 )
 from swift_megatron_grpo.settings.images import Images
+from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.settings.positions import Positions
 from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.settings.reference import Reference
@@ -77,7 +78,7 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         offloading=args.of(Offloading),
         log=args.of(CompletionLogging),
         saved=_saved_parts(args),
-        kl=args.of(Algorithm).kl_settings(),
+        kl=args.of(Kl),
         deadlines=args.of(TimeLimits),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from swift_megatron_grpo.settings.config import KlConfig, KlEstimator
+from swift_megatron_grpo.settings.losses import Kl, KlEstimator
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import TokenValues
 
@@ -24,10 +24,10 @@ class KlController:
     with KL per token, as in verl and ROLL. Without a target, beta is constant.
     """
 
-    def __init__(self, value: float, config: KlConfig) -> None:
+    def __init__(self, value: float, config: Kl) -> None:
         self.value = value
-        self._target = config.target
-        self._horizon = config.horizon
+        self._target = config.kl_target
+        self._horizon = config.kl_horizon
 
     @property
     def adapts(self) -> bool:

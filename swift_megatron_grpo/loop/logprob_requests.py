@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swift_megatron_grpo.settings.config import CorrectionConfig
+from swift_megatron_grpo.settings.losses import Correction
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,17 @@ class LogprobRequests:
     interval: int  # rollouts from one that reports `rollout/k3_kl` to the next; 0: none but the first does
 
     @classmethod
-    def of(cls, correction: CorrectionConfig, max_staleness: int, dumps: bool, interval: int) -> LogprobRequests:
+    def of(cls, correction: Correction, max_staleness: int, dumps: bool, interval: int) -> LogprobRequests:
         """Return the rule for these settings.
 
         Corrections and their metrics compare the log-probs with the trainer's, the off-policy mask prefers them,
         asynchronous runs take them for old log-probs, and a dump keeps them for a replay with any of these.
         """
-        corrects = correction.mode is not None or correction.log_metrics or correction.mask_delta is not None
+        corrects = (
+            correction.rollout_importance_sampling_mode is not None
+            or correction.log_rollout_offpolicy_metrics
+            or correction.off_policy_sequence_mask_delta is not None
+        )
         return cls(corrects or max_staleness > 0 or dumps, interval)
 
     def includes(self, rollout: int, first: int) -> bool:

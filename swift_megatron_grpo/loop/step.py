@@ -49,7 +49,8 @@ from swift_megatron_grpo.loop.samples import entropy_threshold, samples_of, sele
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
 from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, save_unfinished, shared_settings
-from swift_megatron_grpo.settings.config import CorrectionConfig, GRPOConfig
+from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.training.loss import effective_sample_size, make_loss, reads_entropy
 from swift_megatron_grpo.training.passes import Output
 from swift_megatron_grpo.types import Graded, Prompt, Rollout, Sample
@@ -286,7 +287,7 @@ class GRPOLoop:
             policy = self.stages.training.infer(samples)
             self.stages.residency.for_reference()
             reference = self.stages.reference.infer(without_routing(samples))
-            gathered = self._gather(divergences(policy, reference, self.config.kl.reward_estimator))
+            gathered = self._gather(divergences(policy, reference, self.config.kl.kl_estimator or "k1"))
         penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
@@ -321,7 +322,7 @@ class GRPOLoop:
         return reward_metrics(graded, self.stages.rewards.names, num_generations, grading.scale_rewards)
 
 
-def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: CorrectionConfig) -> bool:
+def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: Correction) -> bool:
     """Return True if the engine's log-probs are the old log-probs, instead of the trainer's own.
 
     True for completions of older weights without a rollout correction: the ratio and its clipping then account for how
@@ -335,4 +336,4 @@ def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correcti
             "alone measure how far the policy has moved since; use --async_generate false or, with --rollout_replay, "
             "a folder with logprobs"
         )
-    return correction.mode is None
+    return correction.rollout_importance_sampling_mode is None

@@ -19,6 +19,7 @@ servers.py       vLLM here or behind servers
 asynchronous.py  generation ahead of training
 rewards.py       weights of rewards, and who grades
 algorithm.py     loss, advantages, KL, entropy, dynamic sampling
+losses.py        parts of the loss: SAPO, FIPO, rollout correction, KL
 optimizer.py     learning rate, weight decay, optimizer
 recording.py     rollouts on disk
 time_limits.py   time limits, traced steps

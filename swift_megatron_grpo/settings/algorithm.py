@@ -5,24 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from swift_megatron_grpo.settings.config import (
-    CorrectionConfig,
-    CorrectionMode,
-    Estimator,
-    FipoConfig,
-    KlConfig,
-    KlEstimator,
-    LossConfig,
-    LossName,
-    RatioLevel,
-    SapoConfig,
-    ScaleRewards,
-)
+from swift_megatron_grpo.settings.config import Estimator, LossConfig, LossName, RatioLevel, ScaleRewards
 from swift_megatron_grpo.settings.flag import Above, AtLeast, Faults, Flags, Range, flag, rule
+from swift_megatron_grpo.settings.losses import FIPO, SAPO, Correction, Fipo, Kl, Sapo
 
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "fipo")  # the losses that clip the ratio
 WITHOUT_GROUPS = "reinforce_plus_plus_plain"  # its baseline is the mean of the whole rollout
-_ABOVE_0 = Above(0, use=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +26,6 @@ class Algorithm(Flags):
         "paper's REINFORCE++); it also works with --num_generations 1. The first three are ms-swift's. Default: grpo.",
     )
     scale_rewards: ScaleRewards | None
-    kl_in_reward: bool | None
-    kl_estimator: KlEstimator | None = flag(
-        None,
-        "Estimator of the KL to the reference, per token: k1 is log(pi/ref), abs is its absolute value, "
-        "k2 is half its square, k3 is ref/pi - 1 - log(ref/pi). Default: ms-swift's, which is k3 in the loss and "
-        "k1 in the reward (--kl_in_reward).",
-    )
-    kl_target: Annotated[float | None, Above(0, use=0.01, why="it is a KL per token")] = flag(
-        None,
-        "KL per token towards which beta is adapted: beta grows while the measured KL is above the target "
-        "and shrinks while it is below. --beta is the initial value. Default: none, beta is fixed.",
-        example="0.01",
-    )
-    kl_horizon: Annotated[int, Above(0, use=10000)] = flag(
-        10000,
-        "Number of completions over which --kl_target adapts beta; a larger number adapts more slowly. Default: 10000.",
-        example="2000",
-    )
     beta: Annotated[float | None, AtLeast(0, use=0)]
     importance_sampling_level: RatioLevel
     epsilon: Annotated[float, AtLeast(0, use=0.2)]
@@ -68,13 +38,7 @@ class Algorithm(Flags):
         "flag for the same bound. Default: none.",
         example="3",
     )
-    tau_pos: Annotated[float, _ABOVE_0]
-    tau_neg: Annotated[float, Above(0, use=1.05)]
     real_tau: Annotated[float, Above(0, use=0.5)]
-    fipo_decay_rate: Annotated[float, Above(0, use=32)]
-    fipo_clip_range: float | None
-    fipo_clip_high_only: bool
-    fipo_safety_threshold: float | None
     entropy_coef: float = flag(
         0.0,
         "Weight of the entropy bonus: the policy's entropy times this value is subtracted from the loss, "
@@ -88,10 +52,10 @@ class Algorithm(Flags):
     ]
     dynamic_sample: bool
     max_resample_times: Annotated[int, AtLeast(0, use=3)]
-    rollout_importance_sampling_mode: CorrectionMode | None
-    rollout_importance_sampling_threshold: Annotated[float, Above(0, use=2.0)]
-    log_rollout_offpolicy_metrics: bool
-    off_policy_sequence_mask_delta: float | None
+    sapo: Sapo
+    fipo: Fipo
+    correction: Correction
+    kl: Kl
     num_generations: int
     micro_batch_size: int
     global_batch_size: int
@@ -132,13 +96,6 @@ class Algorithm(Flags):
             )
 
     @rule
-    def beta_can_adapt(self) -> Faults:
-        if self.kl_target is not None and self.beta == 0:
-            yield (
-                "--kl_target adapts --beta, and at --beta 0 there is no reference; use --beta 0.04 as the initial value"
-            )
-
-    @rule
     def bounds_are_of_clipped_ratios(self) -> Faults:
         for name, bound in (("delta", self.delta), ("dual_clip", self.dual_clip)):
             if bound is None:
@@ -176,7 +133,7 @@ class Algorithm(Flags):
         token_flags = [
             ("importance_sampling_level", self.importance_sampling_level, "token"),
             ("top_entropy_quantile", self.top_entropy_quantile, 1.0),
-            ("rollout_importance_sampling_mode", self.rollout_importance_sampling_mode, None),
+            ("rollout_importance_sampling_mode", self.correction.rollout_importance_sampling_mode, None),
         ]
         for name, value, neutral in token_flags:
             if value != neutral:
@@ -212,7 +169,8 @@ class Algorithm(Flags):
     @property
     def in_reward(self) -> bool:
         """True if the KL is subtracted from rewards, as set or as the estimator implies."""
-        return self.advantage_estimator != "grpo" if self.kl_in_reward is None else self.kl_in_reward
+        typed = self.kl.kl_in_reward
+        return self.advantage_estimator != "grpo" if typed is None else typed
 
     def loss_settings(self) -> LossConfig:
         return LossConfig(
@@ -223,48 +181,28 @@ class Algorithm(Flags):
             level=self.importance_sampling_level,
             delta=self.delta,
             dual_clip=self.dual_clip,
-            kl_estimator=self.kl_estimator or "k3",
+            kl_estimator=self.kl.kl_estimator or "k3",
             entropy_coef=self.entropy_coef,
             log_entropy=self.log_entropy,
             max_completion_length=self.max_completion_length,
             real_tau=self.real_tau,
-            sapo=SapoConfig(self.tau_pos, self.tau_neg),
-            fipo=FipoConfig(
-                self.fipo_decay_rate, self.fipo_clip_range, self.fipo_clip_high_only, self.fipo_safety_threshold
-            ),
-            correction=CorrectionConfig(
-                mode=self.rollout_importance_sampling_mode,
-                threshold=self.rollout_importance_sampling_threshold,
-                log_metrics=self.log_rollout_offpolicy_metrics,
-                mask_delta=self.off_policy_sequence_mask_delta,
-            ),
-        )
-
-    def kl_settings(self) -> KlConfig:
-        return KlConfig(
-            in_reward=bool(self.kl_in_reward) and self.beta != 0,
-            reward_estimator=self.kl_estimator or "k1",
-            target=self.kl_target,
-            horizon=self.kl_horizon,
+            sapo=self.sapo,
+            fipo=self.fipo,
+            correction=self.correction,
         )
 
     def notes(self) -> list[str]:
         """Return notes for the start-up log: flags without effect, as in ms-swift, and likely mistakes."""
         notes = []
         tuned = {
-            "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
-            "real": {"real_tau": 0.5},
-            "fipo": {
-                "fipo_decay_rate": 32.0,
-                "fipo_clip_range": 0.2,
-                "fipo_clip_high_only": True,
-                "fipo_safety_threshold": 4.0,
-            },
+            "sapo": [name for name, value in vars(self.sapo).items() if value != getattr(SAPO, name)],
+            "fipo": [name for name, value in vars(self.fipo).items() if value != getattr(FIPO, name)],
+            "real": ["real_tau"] if self.real_tau != 0.5 else [],
         }
-        for loss, defaults in tuned.items():
-            changed = [f"--{name}" for name, default in defaults.items() if getattr(self, name) != default]
+        for loss, names in tuned.items():
+            changed = ", ".join(f"--{name}" for name in names)
             if changed and self.loss != loss:
-                notes.append(f"{', '.join(changed)}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
+                notes.append(f"{changed}: for --loss_type {loss}, without effect on --loss_type {self.loss}")
         if self.loss in ("sapo", "real") and self.epsilon_high is not None:
             notes.append(f"--epsilon_high has no effect on --loss_type {self.loss}, which does not clip ratios")
         if self.loss == "cispo" and self.high < 1:

@@ -11,6 +11,16 @@ import torch
 
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.layout import Layout
+from swift_megatron_grpo.settings.losses import (
+    FIPO,
+    NO_CORRECTION,
+    SAPO,
+    Correction,
+    Fipo,
+    Kl,
+    KlEstimator,
+    Sapo,
+)
 from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.run import Data
@@ -23,12 +33,10 @@ BadRewardPolicy = Literal["stop", "drop"]
 ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
-KlEstimator = Literal["k1", "abs", "k2", "k3"]
 SyncCheckMode = Literal["off", "canary", "full"]
 SharePrompts = Literal["auto", "true", "false"]
 # Share of a step's FLOPs that sharing prompts must save to be done; None: never.
 SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
-CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,34 +166,6 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class SapoConfig:
-    """Temperatures of the SAPO loss."""
-
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
-
-
-@dataclass(frozen=True, slots=True)
-class FipoConfig:
-    """Token weights of the FIPO loss."""
-
-    decay_rate: float = 32.0  # half-life, in tokens
-    clip_range: float | None = 0.2  # None or 0: the weight is not clipped
-    clip_high_only: bool = True
-    safety_threshold: float | None = 4.0
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """Correction for the difference between the engine's log-probs and the trainer's under the same policy."""
-
-    mode: CorrectionMode | None = None
-    threshold: float = 2.0
-    log_metrics: bool = False
-    mask_delta: float | None = None  # --off_policy_sequence_mask_delta
-
-
-@dataclass(frozen=True, slots=True)
 class LossConfig:
     """The policy loss and its KL and entropy terms."""
 
@@ -201,9 +181,9 @@ class LossConfig:
     log_entropy: bool = False
     max_completion_length: int | None = None  # the denominator of dr_grpo
     real_tau: float = 0.5
-    sapo: SapoConfig = SapoConfig()
-    fipo: FipoConfig = FipoConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    sapo: Sapo = SAPO
+    fipo: Fipo = FIPO
+    correction: Correction = NO_CORRECTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,16 +206,6 @@ class ReferenceConfig:
     in_megatron_format: bool  # model_dir is that of --mcore_ref_model
     layout: Layout | None  # of the frozen copy; None: as in training
     adapter: str | None = None  # folder of the adapter of --ref_adapters
-
-
-@dataclass(frozen=True, slots=True)
-class KlConfig:
-    """Uses of the KL to the reference outside the loss."""
-
-    in_reward: bool = False  # subtracted from rewards instead of added to the loss
-    reward_estimator: KlEstimator = "k1"
-    target: float | None = None  # KL per token towards which beta is adapted; None: beta is fixed
-    horizon: int = 10000  # number of completions over which beta adapts
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,10 +249,10 @@ class GRPOConfig:
     reference: ReferenceConfig
     offloading: Offloading
     log: CompletionLogging
+    kl: Kl
     deadlines: TimeLimits
     routing: Routing
     saved: SavedParts
-    kl: KlConfig = KlConfig()
     recording: RecordingConfig = RecordingConfig()
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate

@@ -66,7 +66,8 @@ def test_metrics_equal_those_of_ms_swift(name: str) -> None:
     ours = effective_sample_size(run(prepared(case), case.config).metrics)
     excluded = {"loss"} | PER_COMPLETION | COMPUTED_ELSEWHERE
     expected = {key: value for key, value in stock()[name]["metrics"].items() if key not in excluded}
-    if case.config.correction.mask_delta is not None:  # ms-swift excludes masked sequences from these, we include them
+    if case.config.correction.off_policy_sequence_mask_delta is not None:
+        # ms-swift excludes masked sequences from these, we include them
         different = ("clip_", "cispo_", "fipo/", "kl")
         expected = {key: value for key, value in expected.items() if not key.startswith(different)}
     assert set(expected) <= set(ours)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.settings.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import NO_CORRECTION, Fipo
 from swift_megatron_grpo.training.loss import LOSSES
 
 LENGTHS = [5, 1, 9, 3, 2, 7, 4, 6]
@@ -30,14 +31,32 @@ def _cases() -> dict[str, Case]:
         for level in ("sequence", "sequence_token"):
             cases[f"{name}-{level}"] = Case(replace(plain, level=level), seed)
         cases[f"{name}-quantile"] = Case(plain, seed, quantile=0.4)
-        cases[f"{name}-off-policy-mask"] = Case(replace(plain, correction=CorrectionConfig(mask_delta=0.02)), seed)
+        cases[f"{name}-off-policy-mask"] = Case(
+            replace(plain, correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.02)), seed
+        )
         if name != "real":  # here the completion is excluded from REAL's sums; ms-swift includes it with a score of 0
             cases[f"{name}-overlong"] = Case(plain, seed, truncated=(2, 5), overlong_filter=True)
             cases[f"{name}-delta"] = Case(replace(plain, delta=1.4), seed)
     del cases["real-off-policy-mask"]
     for mode in MODES:
-        cases[mode] = Case(replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)))
-    cases["fipo-wide"] = Case(replace(PLAIN, name="fipo", fipo=FipoConfig(3.0, 0.5, False, 1.2)))
+        cases[mode] = Case(
+            replace(
+                PLAIN,
+                correction=replace(
+                    NO_CORRECTION,
+                    rollout_importance_sampling_mode=mode,
+                    rollout_importance_sampling_threshold=1.1,
+                    log_rollout_offpolicy_metrics=True,
+                ),
+            )
+        )
+    cases["fipo-wide"] = Case(
+        replace(
+            PLAIN,
+            name="fipo",
+            fipo=Fipo(fipo_decay_rate=3.0, fipo_clip_range=0.5, fipo_clip_high_only=False, fipo_safety_threshold=1.2),
+        )
+    )
     return cases
 
 

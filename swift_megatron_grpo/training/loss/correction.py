@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from swift_megatron_grpo.settings.config import CorrectionConfig
+from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.kl import k3
 from swift_megatron_grpo.training.loss.rows import Rows
 from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
 
 
-def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConfig) -> torch.Tensor:
+def importance_weights(log_rho: torch.Tensor, rows: Rows, config: Correction) -> torch.Tensor:
     """Compute importance weights, [m] -> [m].
 
     Truncated importance sampling, https://fengyao.notion.site/off-policy-rl, and IcePop, its masked variant:
@@ -24,14 +24,14 @@ def importance_weights(log_rho: torch.Tensor, rows: Rows, config: CorrectionConf
     sequence_truncate  min(rho_s, C) with rho_s = exp(mean_t log rho_t)
     sequence_mask      rho_t where rho_s <= C, else 0
     """
-    rho = log_rho.clamp(-SAFE, SAFE).exp()
-    limit = config.threshold
-    if config.mode == "token_truncate":
+    rho, mode = log_rho.clamp(-SAFE, SAFE).exp(), config.rollout_importance_sampling_mode
+    limit = config.rollout_importance_sampling_threshold
+    if mode == "token_truncate":
         return rho.clamp(max=limit)
-    if config.mode == "token_mask":
+    if mode == "token_mask":
         return rho.masked_fill(rho > limit, 0.0)
     rho_of_sequence = sequence_rho(log_rho, rows)
-    if config.mode == "sequence_truncate":
+    if mode == "sequence_truncate":
         return rows.spread(rho_of_sequence.clamp(max=limit))
     return rho * rows.spread((rho_of_sequence <= limit).to(rho.dtype))
 
@@ -90,11 +90,11 @@ _MEAN, _SQUARE = "rollout_correction/ess_mean", "rollout_correction/ess_square"
 
 
 @torch.no_grad()
-def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: CorrectionConfig) -> Metrics:
+def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: Correction) -> Metrics:
     """Compute metrics of the importance weights."""
-    batch, limit = terms.batch, config.threshold
+    batch, limit = terms.batch, config.rollout_importance_sampling_threshold
     bounded = weights.clamp(1 / limit, limit)
-    if config.mode in ("token_truncate", "token_mask"):
+    if config.rollout_importance_sampling_mode in ("token_truncate", "token_mask"):
         outside = token_mean((log_rho.clamp(-SAFE, SAFE).exp() > limit).float(), batch)
     else:
         outside = sequence_mean((sequence_rho(log_rho, terms.rows) > limit).float(), batch)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from swift_megatron_grpo.settings.config import KlEstimator
+from swift_megatron_grpo.settings.losses import KlEstimator
 
 
 def k1(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

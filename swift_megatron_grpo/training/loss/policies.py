@@ -99,14 +99,14 @@ def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Ten
     log_ratio = terms.log_ratio
     if config.delta is not None:
         log_ratio = log_ratio.masked_fill(terms.ratio > config.delta, 0.0)
-    future = rows.pick(discounted_future_sum(rows.lay(log_ratio), 2 ** (-1 / settings.decay_rate)))
+    future = rows.pick(discounted_future_sum(rows.lay(log_ratio), 2 ** (-1 / settings.fipo_decay_rate)))
     weight = future.clamp(-SAFE, SAFE).exp()
-    if settings.clip_range:
-        low = 1.0 if settings.clip_high_only else 1 - settings.clip_range
-        weight = weight.clamp(low, 1 + settings.clip_range)
+    if settings.fipo_clip_range:
+        low = 1.0 if settings.fipo_clip_high_only else 1 - settings.fipo_clip_range
+        weight = weight.clamp(low, 1 + settings.fipo_clip_range)
     capped = torch.zeros_like(weight)
-    if settings.safety_threshold is not None:
-        risky = (terms.advantages < 0) & (terms.ratio > settings.safety_threshold)
+    if settings.fipo_safety_threshold is not None:
+        risky = (terms.advantages < 0) & (terms.ratio > settings.fipo_safety_threshold)
         weight, capped = torch.where(risky, weight.clamp(0.8, 1.0), weight), risky.float()
     return weight, future, capped
 

@@ -102,20 +102,21 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
 def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None, torch.Tensor | None, Metrics]:
     """Return the weights of tokens [m] and the mask of trained sequences [s], None for no change, and metrics."""
     batch, settings = terms.batch, config.correction
+    mode, delta = settings.rollout_importance_sampling_mode, settings.off_policy_sequence_mask_delta
     metrics: Metrics = {}
     weights = kept = None
     if batch.rollout_logprobs is not None:
         metrics["rollout/k3_kl"] = token_mean(k3(batch.rollout_logprobs, terms.old), batch)
-        if settings.mode is not None or settings.log_metrics:
+        if mode is not None or settings.log_rollout_offpolicy_metrics:
             metrics |= correction.mismatch_metrics(terms)
-        if settings.mode is not None:
+        if mode is not None:
             log_rho = terms.old - batch.rollout_logprobs
             weights = correction.importance_weights(log_rho, terms.rows, settings)
             metrics |= correction.weight_metrics(log_rho, weights, terms, settings)
-    elif settings.mode is not None:
-        raise ValueError(f"rollout correction {settings.mode} needs the engine's log-probs, but the samples have none")
-    if settings.mask_delta is not None:
-        kept = correction.near_policy(terms, settings.mask_delta)
+    elif mode is not None:
+        raise ValueError(f"rollout correction {mode} needs the engine's log-probs, but the samples have none")
+    if delta is not None:
+        kept = correction.near_policy(terms, delta)
         metrics["off_policy_sequence_mask/masked_frac"] = sequence_mean((~kept).float(), batch)
     return weights, kept, metrics
 

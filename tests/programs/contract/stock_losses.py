@@ -29,20 +29,15 @@ def grid(rows: list[list[float]], fill: float = 0.0) -> torch.Tensor:
 def trainer(config: LossConfig, case: Case, sequences: int) -> Any:
     """Return ms-swift's trainer without a model, with the attributes that its loss_func reads."""
     stock = object.__new__(Stock)
-    fipo, correction = config.fipo, config.correction
     settings = {
         "args": Namespace(overlong_filter=case.overlong_filter, delta=config.delta, num_microbatches=1),
         "micro_batch_size": sequences, "num_generations": GROUP, "max_completion_length": LIMIT,
         "loss_type": config.name, "beta": config.beta, "kl_in_reward": False, "temperature": 1.0,
         "importance_sampling_level": config.level, "epsilon_low": config.epsilon_low,
-        "epsilon_high": config.epsilon_high, "tau_pos": config.sapo.tau_pos, "tau_neg": config.sapo.tau_neg,
-        "real_tau": config.real_tau, "fipo_gamma": 2 ** (-1 / fipo.decay_rate), "fipo_clip_range": fipo.clip_range,
-        "fipo_clip_high_only": fipo.clip_high_only, "fipo_safety_threshold": fipo.safety_threshold,
+        "epsilon_high": config.epsilon_high, "real_tau": config.real_tau,
+        **vars(config.sapo), **vars(config.fipo), "fipo_gamma": 2 ** (-1 / config.fipo.fipo_decay_rate),
         "log_entropy": config.log_entropy, "top_entropy_quantile": case.quantile, "compute_entropy": True,
-        "rollout_importance_sampling_mode": correction.mode,
-        "rollout_importance_sampling_threshold": correction.threshold,
-        "log_rollout_offpolicy_metrics": correction.log_metrics, "disable_rollout_importance_sampling": False,
-        "off_policy_sequence_mask_delta": correction.mask_delta,
+        **vars(config.correction), "disable_rollout_importance_sampling": False,
         "_metrics": {"train": defaultdict(list)}, "unwrapped_models": [torch.nn.Linear(1, 1)],
         "_step": 2, "steps_per_generation": 2, "use_teacher_api": False,
     }  # fmt: skip

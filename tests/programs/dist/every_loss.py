@@ -34,13 +34,19 @@ def main(out: str, flags: list[str], layout: str) -> None:
 
 
 def make_losses() -> dict[str, Any]:
-    from swift_megatron_grpo.settings.config import CorrectionConfig, LossConfig
+    from swift_megatron_grpo.settings.config import LossConfig
+    from swift_megatron_grpo.settings.losses import NO_CORRECTION
     from swift_megatron_grpo.training.loss import LOSSES, make_loss
 
-    correction = CorrectionConfig("token_truncate", 1.2, log_metrics=True)
+    correction = replace(
+        NO_CORRECTION,
+        rollout_importance_sampling_mode="token_truncate",
+        rollout_importance_sampling_threshold=1.2,
+        log_rollout_offpolicy_metrics=True,
+    )
     plain = LossConfig("grpo", 0.2, 0.3, 0.1, log_entropy=True, max_completion_length=32, correction=correction)
     configs = {name: replace(plain, name=name) for name in LOSSES}
-    configs["real"] = replace(configs["real"], correction=CorrectionConfig(mask_delta=0.01))
+    configs["real"] = replace(configs["real"], correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.01))
     configs["gspo"] = replace(plain, level="sequence", entropy_coef=0.01)
     configs["sequence_mask"] = replace(plain, correction=replace(correction, mode="sequence_mask", mask_delta=0.05))
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}

@@ -8,6 +8,7 @@ import pytest
 
 from swift_megatron_grpo.settings import config
 from swift_megatron_grpo.settings.algorithm import Algorithm, defaults_of
+from swift_megatron_grpo.settings.losses import Correction, Fipo, Kl, Sapo
 from swift_megatron_grpo.training.loss import LOSSES
 from tests.unit.arguments.test_grpo_arguments import model, refuse, typed  # noqa: F401  (fixtures)
 from tests.unit.settings.flags import faults, of
@@ -79,17 +80,22 @@ ACCEPTED: list[dict[str, Any]] = [
 ]
 
 
+def faults_of(typed: dict[str, Any]) -> str:  # noqa: F811
+    groups = (Algorithm, Sapo, Fipo, Correction, Kl)
+    return "\n".join(filter(None, (faults(group, **typed) for group in groups)))
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_contradictions_are_refused_with_the_values_to_set(name: str) -> None:
     changes, parts = REFUSED[name]
-    message = faults(Algorithm, **changes)
+    message = faults_of(changes)
     for part in parts:
         assert part in message
 
 
 @pytest.mark.parametrize("changes", ACCEPTED, ids=str)
 def test_valid_combinations_are_accepted(changes: dict[str, Any]) -> None:
-    assert faults(Algorithm, **changes) == ""
+    assert faults_of(changes) == ""
 
 
 def test_the_choices_are_those_of_losses() -> None:

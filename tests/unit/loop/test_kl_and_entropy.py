@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from swift_megatron_grpo.grading import add_advantages, subtract_kl, total_rewards
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
-from swift_megatron_grpo.settings.config import GradingConfig, KlConfig
+from swift_megatron_grpo.settings.config import GradingConfig
+from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, TokenValues
 
@@ -74,9 +75,13 @@ def test_a_dropped_completion_has_no_penalty() -> None:
     assert [completion.reward for completion in graded] == [0.0, None]
 
 
+def kl(target: float | None, horizon: int = 10000) -> Kl:
+    return Kl(kl_in_reward=False, kl_target=target, kl_horizon=horizon, beta=0.1)
+
+
 def test_beta_adapts_to_the_kl() -> None:
     """The formula of verl and ROLL: beta *= 1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon."""
-    beta = KlController(0.1, KlConfig(target=0.02, horizon=1000))
+    beta = KlController(0.1, kl(0.02, 1000))
     beta.observe(0.021, 100)
     assert beta.value == pytest.approx(0.1 * (1 + 0.05 * 0.1))
     beta.observe(10.0, 100)
@@ -86,13 +91,13 @@ def test_beta_adapts_to_the_kl() -> None:
 
 
 def test_without_a_target_beta_is_constant() -> None:
-    beta = KlController(0.1, KlConfig())
+    beta = KlController(0.1, kl(None))
     beta.observe(10.0, 100)
     assert beta.value == 0.1 and not beta.adapts
 
 
 def test_a_resumed_run_continues_with_its_beta(tmp_path: Path) -> None:
-    saved, fresh = KlController(0.123, KlConfig(target=0.1)), KlController(0.04, KlConfig(target=0.1))
+    saved, fresh = KlController(0.123, kl(0.1)), KlController(0.04, kl(0.1))
     saved.save(str(tmp_path))
     fresh.restore((None, str(tmp_path / "elsewhere")))
     assert fresh.value == 0.04

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
-from swift_megatron_grpo.settings.config import CorrectionConfig
+from swift_megatron_grpo.settings.losses import NO_CORRECTION
 
-NOTHING: dict[str, Any] = {"correction": CorrectionConfig(), "max_staleness": 0, "dumps": False}
+NOTHING: dict[str, Any] = {"correction": NO_CORRECTION, "max_staleness": 0, "dumps": False}
 
 
 def requested(interval: int, first: int, **reader: Any) -> list[int]:
@@ -36,9 +37,9 @@ def test_without_readers_the_first_rollout_and_every_nth_have_them(
 @pytest.mark.parametrize(
     "reader",
     [
-        {"correction": CorrectionConfig(mode="token_truncate")},
-        {"correction": CorrectionConfig(log_metrics=True)},
-        {"correction": CorrectionConfig(mask_delta=0.1)},
+        {"correction": replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate")},
+        {"correction": replace(NO_CORRECTION, log_rollout_offpolicy_metrics=True)},
+        {"correction": replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.1)},
         {"max_staleness": 1},
         {"dumps": True},
     ],

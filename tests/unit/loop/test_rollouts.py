@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -28,12 +28,12 @@ from swift_megatron_grpo.output.recording.values import Limits
 from swift_megatron_grpo.packing.routing import ExpertLayers
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import (
-    CorrectionConfig,
     EvaluationConfig,
     GradingConfig,
     RecordingConfig,
     SamplingConfig,
 )
+from swift_megatron_grpo.settings.losses import NO_CORRECTION
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -130,7 +130,7 @@ def make(
     config = SimpleNamespace(
         batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward_timeout=None),
         sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=ROUTING,
-        recording=RecordingConfig(dump=folder, continues=True), loss=SimpleNamespace(correction=CorrectionConfig()),
+        recording=RecordingConfig(dump=folder, continues=True), loss=SimpleNamespace(correction=NO_CORRECTION),
         max_staleness=max_staleness, logprobs_interval=2,
     )  # fmt: skip
     stages = SimpleNamespace(
@@ -275,7 +275,7 @@ def test_old_log_probs_are_the_engines_for_old_weights_without_correction() -> N
         return Rollout(Prompt("p", {}), [1], [2], logprobs, "", "stop", version)
 
     new, old, without_logprobs = rollout(4, None), rollout(2, [-1.0]), rollout(2, None)
-    plain, corrected = CorrectionConfig(), CorrectionConfig(mode="token_truncate")
+    plain, corrected = NO_CORRECTION, replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate")
     assert not old_logprobs_from_engine([new, new], 4, plain)
     assert old_logprobs_from_engine([rollout(4, [-1.0]), old], 4, plain)
     assert not old_logprobs_from_engine([old], 4, corrected)

@@ -107,16 +107,16 @@ def surrogate(r: Value, advantage: float, config: LossConfig) -> Value:
 
 
 def fipo_weight(log_ratio: list[Value], ratios: list[Value], t: int, advantage: float, config: LossConfig) -> float:
-    settings, gamma = config.fipo, 0.5 ** (1 / config.fipo.decay_rate)
+    settings, gamma = config.fipo, 0.5 ** (1 / config.fipo.fipo_decay_rate)
     future = 0.0
     for k in range(t, len(log_ratio)):
         if config.delta is None or ratios[k] <= config.delta:
             future += gamma ** (k - t) * log_ratio[k].item()
     weight = number(future).exp().item()
-    if settings.clip_range:
-        low = 1.0 if settings.clip_high_only else 1 - settings.clip_range
-        weight = min(max(weight, low), 1 + settings.clip_range)
-    if settings.safety_threshold is not None and advantage < 0 and ratios[t] > settings.safety_threshold:
+    if settings.fipo_clip_range:
+        low = 1.0 if settings.fipo_clip_high_only else 1 - settings.fipo_clip_range
+        weight = min(max(weight, low), 1 + settings.fipo_clip_range)
+    if settings.fipo_safety_threshold is not None and advantage < 0 and ratios[t] > settings.fipo_safety_threshold:
         weight = min(max(weight, 0.8), 1.0)
     return weight
 
@@ -128,31 +128,31 @@ def divergence(now: Value, base: Value, estimator: str) -> Value:
 
 def correction(step: Step, i: int, now: Value, config: LossConfig) -> list[float]:
     sample, settings = step.samples[i], config.correction
-    if settings.mode is None:
+    if settings.rollout_importance_sampling_mode is None:
         return [1.0] * len(now)
     old = [v.item() for v in now] if sample.old_logprobs is None else sample.old_logprobs
     log_rho = [o - r for o, r in zip(old, sample.rollout_logprobs or [], strict=True)]
     rho = [number(x).exp().item() for x in log_rho]
     of_sequence = number(sum(log_rho) / len(log_rho)).exp().item()
-    limit = settings.threshold
+    limit = settings.rollout_importance_sampling_threshold
     return {
         "token_truncate": [min(x, limit) for x in rho],
         "token_mask": [x if x <= limit else 0.0 for x in rho],
         "sequence_truncate": [min(of_sequence, limit)] * len(rho),
         "sequence_mask": rho if of_sequence <= limit else [0.0] * len(rho),
-    }[settings.mode]
+    }[settings.rollout_importance_sampling_mode]
 
 
 def is_kept(step: Step, i: int, now: Value, config: LossConfig) -> bool:
     """Return False if off-policy sequence masking removes the sequence."""
     sample = step.samples[i]
-    if config.correction.mask_delta is None or sample.advantage >= 0:
+    if config.correction.off_policy_sequence_mask_delta is None or sample.advantage >= 0:
         return True
     generated = sample.rollout_logprobs or sample.old_logprobs
     if generated is None:
         return True
     drift = sum(g - n.item() for g, n in zip(generated, now, strict=True)) / len(generated)
-    return drift <= config.correction.mask_delta
+    return drift <= config.correction.off_policy_sequence_mask_delta
 
 
 def classification(step: Step, now: list[Value], config: LossConfig) -> Value:

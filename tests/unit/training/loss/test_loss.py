@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.settings.config import CorrectionConfig, FipoConfig, LossConfig
+from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import NO_CORRECTION, Fipo
 from swift_megatron_grpo.training.loss import LOSSES, effective_sample_size
 from swift_megatron_grpo.training.loss.policies import discounted_future_sum
 from swift_megatron_grpo.types import Sample
@@ -26,7 +27,7 @@ PLAIN = LossConfig(
     max_completion_length=16,
     log_entropy=True,
 )
-CORRECTION = CorrectionConfig(log_metrics=True)
+CORRECTION = replace(NO_CORRECTION, log_rollout_offpolicy_metrics=True)
 NAMES = sorted(LOSSES)
 LEVELS = ["token", "sequence", "sequence_token"]
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -36,12 +37,30 @@ VARIANTS = {
     "delta": replace(PLAIN, delta=1.5),
     "dual_clip": replace(PLAIN, dual_clip=1.6),
     "entropy": replace(PLAIN, entropy_coef=0.05),
-    "mask": replace(PLAIN, correction=CorrectionConfig(mask_delta=0.02)),
+    "mask": replace(PLAIN, correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.02)),
     **{level: replace(PLAIN, level=level) for level in LEVELS[1:]},
-    **{mode: replace(PLAIN, correction=CorrectionConfig(mode=mode, threshold=1.1, log_metrics=True)) for mode in MODES},
+    **{
+        mode: replace(
+            PLAIN,
+            correction=replace(
+                NO_CORRECTION,
+                rollout_importance_sampling_mode=mode,
+                rollout_importance_sampling_threshold=1.1,
+                log_rollout_offpolicy_metrics=True,
+            ),
+        )
+        for mode in MODES
+    },
     **{f"kl-{estimator}": replace(PLAIN, kl_estimator=estimator) for estimator in ("k1", "abs", "k2")},
-    "fipo-wide": replace(PLAIN, fipo=FipoConfig(3.0, 0.5, False, 1.2), delta=1.4),
-    "fipo-free": replace(PLAIN, fipo=FipoConfig(2.0, None, True, None)),
+    "fipo-wide": replace(
+        PLAIN,
+        fipo=Fipo(fipo_decay_rate=3.0, fipo_clip_range=0.5, fipo_clip_high_only=False, fipo_safety_threshold=1.2),
+        delta=1.4,
+    ),
+    "fipo-free": replace(
+        PLAIN,
+        fipo=Fipo(fipo_decay_rate=2.0, fipo_clip_range=None, fipo_clip_high_only=True, fipo_safety_threshold=None),
+    ),
 }
 
 
