@@ -51,6 +51,8 @@ from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
+from swift_megatron_grpo.settings.recording import Recording
+from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
@@ -85,11 +87,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
-        self._locked = LockedFolders(args.output_dir, args.dump_folder, self.coordinator)
+        self._locked = LockedFolders(args.output_dir, args.of(Recording).dump, self.coordinator)
         self._check_checkpoints(args, template)
         self.stop = StopRequest(self.coordinator, args.stop_grace)
         self.remote = self._connect_to_servers(args)
-        if args.grades_by_environment:
+        if args.of(Rewards).by_environment:
             functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
         self.settings = configure(args)
         if self.settings.server is None and self.settings.recording.replay is None:

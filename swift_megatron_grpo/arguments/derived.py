@@ -19,10 +19,8 @@ from swift_megatron_grpo.grading import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter
-from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import Batches
-from swift_megatron_grpo.settings.config import RemoteTurnsConfig
 from swift_megatron_grpo.settings.facts import DataShape, Facts, ModelShape
 from swift_megatron_grpo.settings.flag import Flags, parser_class
 from swift_megatron_grpo.settings.groups import GROUPS
@@ -31,7 +29,7 @@ from swift_megatron_grpo.settings.parallel import Parallel
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.rewards import Rewards
-from swift_megatron_grpo.settings.sampling import Evaluation
+from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
 from swift_megatron_grpo.settings.servers import Servers
 
 F = TypeVar("F", bound=Flags)
@@ -166,46 +164,26 @@ class DerivedArguments(AddedFlags):
         iterations: int = self.num_iterations
         return self.batch_sizes().steps_per_generation * iterations
 
-    @property
-    def rollouts_ahead(self) -> int:
-        return self.of(Asynchronous).rollouts_ahead
-
     # ---- servers
 
     @property
     def uses_servers(self) -> bool:
         return self.of(Servers).used
 
-    @property
-    def server_urls(self) -> tuple[str, ...]:
-        return self.of(Servers).urls
-
-    @property
-    def turns_of_servers(self) -> RemoteTurnsConfig | None:
-        return self.of(Servers).turns
-
     # ---- rewards
 
     @property
     def reward_names(self) -> tuple[str, ...]:
         names = tuple(map(_reward_name, self.reward_funcs))
-        return (*names, gym_reward.__name__) if self.grades_by_environment else names
-
-    @property
-    def grades_by_environment(self) -> bool:
-        return self.of(Rewards).by_environment
+        return (*names, gym_reward.__name__) if self.of(Rewards).by_environment else names
 
     # ---- evaluation
 
     @property
-    def evaluates(self) -> bool:
-        return self.of(Evaluation).runs
-
-    @property
     def longest_completion(self) -> int:
         """The most tokens of a completion, in training or in evaluation."""
-        usual: int = self.max_completion_length
-        return max(usual, self.of(Evaluation).length) if self.evaluates else usual
+        usual, evaluation = self.of(Sampling).max_completion_length, self.of(Evaluation)
+        return max(usual, evaluation.length) if evaluation.runs else usual
 
     @property
     def evaluated_at_once(self) -> int:
@@ -233,14 +211,6 @@ class DerivedArguments(AddedFlags):
 
     # ---- recording
 
-    @property
-    def dump_folder(self) -> Path | None:
-        return self.of(Recording).dump
-
-    @property
-    def replay_folder(self) -> Path | None:
-        return self.of(Recording).replay
-
     def recording_settings(self) -> recording.Settings:
         """Return the settings that a folder of recorded rollouts must match."""
         plan = self.batch_sizes()
@@ -248,13 +218,12 @@ class DerivedArguments(AddedFlags):
 
     def check_replay_reach(self, rollouts_done: int) -> None:
         """Raise ValueError unless the replayed folder contains every rollout that this run will read, undamaged."""
-        if self.replay_folder is not None:
+        folder = self.of(Recording).replay
+        if folder is not None:
             total = -(-self.train_iters // self.steps_per_rollout)
             rank, _, ranks, _ = get_dist_setting()
             share = (max(rank, 0), max(ranks, 1))
-            recording.check_rollouts(
-                self.replay_folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share
-            )
+            recording.check_rollouts(folder, rollouts_done, total - rollouts_done, self.steps_per_rollout, share)
 
 
 def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:

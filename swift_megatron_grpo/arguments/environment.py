@@ -34,7 +34,9 @@ from swift_megatron_grpo.generation.vllm.engine_kwargs import check_engine_kwarg
 from swift_megatron_grpo.output.checkpoints.sources import check_optimizer_state, check_quickly
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.flag import as_typed
+from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
+from swift_megatron_grpo.settings.sampling import Evaluation
 from swift_megatron_grpo.weights.load.quantization import check_quantization
 
 WRITTEN_BY_CLIENT = (".mdl", ".git")  # where ModelScope's client reads the name of a model
@@ -120,7 +122,7 @@ def check_reward_functions(names: Sequence[Any], known: Mapping[str, Any]) -> No
 
 def _check_evaluation(args: DerivedArguments) -> None:
     """Check names against the datasets and the reward functions."""
-    if args.evaluates:
+    if args.of(Evaluation).runs:
         check_all([lambda: args.evaluation_names, lambda: args.correct_reward])
 
 
@@ -232,11 +234,12 @@ def _check_checkpoints(args: DerivedArguments) -> None:
 
 def check_recording(args: DerivedArguments) -> None:
     """Check the recording flags, and the folders on disk against the settings of this run."""
-    if args.dump_folder is not None and not args.of(Rewards).by_servers:
+    folders = args.of(Recording)
+    if folders.dump is not None and not args.of(Rewards).by_servers:
         stopped_early = dict(args.typed) if args.resume == "auto" else None  # before its first checkpoint
-        recording.check_dump(args.dump_folder, args.recording_settings(), args.resumes, stopped_early)
-    if args.replay_folder is not None:
-        recording.check_replay(args.replay_folder, args.recording_settings())
+        recording.check_dump(folders.dump, args.recording_settings(), args.resumes, stopped_early)
+    if folders.replay is not None:
+        recording.check_replay(folders.replay, args.recording_settings())
 
 
 def check_reference_adapter_of(args: DerivedArguments) -> None:

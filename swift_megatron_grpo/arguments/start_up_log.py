@@ -12,9 +12,10 @@ from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batch_sizes import format_table
 from swift_megatron_grpo.settings.batches import Batches
 from swift_megatron_grpo.settings.parallel import expert_size_notes
+from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.sampling import Evaluation, Sampling
-from swift_megatron_grpo.settings.servers import Engine
+from swift_megatron_grpo.settings.servers import Engine, Servers
 from swift_megatron_grpo.weights.load import quantization
 
 
@@ -31,7 +32,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
         *args.of(Adapter).notes(),
         *args.of(Engine).notes(),
         *args.of(Evaluation).notes(list(dict.fromkeys(args.evaluation_names.values()))),
-        *recording.start_up_notes(args.replay_folder),
+        *recording.start_up_notes(args.of(Recording).replay),
         *args.of(Asynchronous).notes(),
         *_quantization_notes(args),
         *args.of(Routing).notes(args.steps_per_rollout),
@@ -41,7 +42,7 @@ def start_up_lines(args: DerivedArguments) -> list[str]:
 
 def _layout(args: DerivedArguments) -> str:
     layout = args.layout
-    where = f"at {', '.join(args.server_urls)}" if args.uses_servers else f"TP {args.vllm_tensor_parallel_size}"
+    where = f"at {', '.join(args.of(Servers).urls)}" if args.uses_servers else f"TP {args.vllm_tensor_parallel_size}"
     line = f"{layout}, world {layout.world_size}; vLLM {where}"
     return line if args.reference_layout is None else f"{line}; reference {args.reference_layout}"
 

@@ -13,6 +13,7 @@ from swift_megatron_grpo.generation.protocol.api_key import read_api_key
 from swift_megatron_grpo.generation.protocol.model_identity import model_identity, position_identity, precision_identity
 from swift_megatron_grpo.settings.adapter import Adapter
 from swift_megatron_grpo.settings.algorithm import Algorithm
+from swift_megatron_grpo.settings.asynchronous import Asynchronous
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.config import (
@@ -30,7 +31,7 @@ from swift_megatron_grpo.settings.config import (
 from swift_megatron_grpo.settings.images import Images
 from swift_megatron_grpo.settings.losses import Kl
 from swift_megatron_grpo.settings.positions import Positions
-from swift_megatron_grpo.settings.recording import CompletionLogging
+from swift_megatron_grpo.settings.recording import CompletionLogging, Recording
 from swift_megatron_grpo.settings.reference import Reference
 from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.settings.run import Data
@@ -82,14 +83,14 @@ def configure(args: GRPOArguments) -> GRPOConfig:
         deadlines=args.of(TimeLimits),
         turns=None if turns is None else MultiTurnConfig(turns, args.max_turns, args.gym_env),
         recording=RecordingConfig(
-            args.dump_folder,
-            args.replay_folder,
+            args.of(Recording).dump,
+            args.of(Recording).replay,
             args.rollout_only,
             model_identity(args.model_config)["vocab_size"],
             args.resume != "never",
             dict(args.typed),
         ),
-        max_staleness=args.rollouts_ahead,
+        max_staleness=args.of(Asynchronous).rollouts_ahead,
         routing=args.of(Routing),
         logprobs_interval=args.rollout_logprobs_interval,
         trace_steps=args.of(Trace).steps,

@@ -243,6 +243,7 @@ activate()
 from swift.utils import parse_args
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
+from swift_megatron_grpo.settings.servers import Servers
 
 def parse(*more):
     return parse_args(GRPOArguments, [*sys.argv[1:], *more])[0]
@@ -269,7 +270,7 @@ where = sys.argv.index("--reward_funcs")
 typed = sys.argv[1:where] + sys.argv[where + 2:]
 by_servers = parse_args(GRPOArguments, [*typed, "--output_dir", "out", "--vllm_mode", "server",
                                         "--vllm_server_base_url", "http://127.0.0.1:1"])[0]
-of_servers = repr(by_servers.turns_of_servers)
+of_servers = repr(by_servers.of(Servers).turns)
 by_servers.set_grading_of_servers(True)
 without_grading = copy(turns)
 turns.set_grading_of_servers(True)
