@@ -24,7 +24,7 @@ def check_typed(command_line: Sequence[str]) -> None:
 def _options() -> Mapping[str, Action]:
     """Return the options of the parser, made as ms-swift makes it.
 
-    Typing caches unions without regard to their order, so beside megatron-core 0.18 a `dict | str` of ms-swift is a
+    Typing caches unions without regard to their order, so with megatron-core 0.18 a `dict | str` of ms-swift is a
     `str | dict`, of which the parser would take the last one as the type.
     """
     with _patch_get_type_hints():

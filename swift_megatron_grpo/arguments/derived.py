@@ -68,7 +68,7 @@ class DerivedArguments(AddedFlags):
 
     @property
     def _model_folder(self) -> Path:
-        """The folder of --model; once ms-swift has resolved the flags, that of its download."""
+        """The folder of --model, or of its download once ms-swift has resolved the flags."""
         return Path(vars(self).get("model_dir") or self.model or "").expanduser()
 
     # ---- the run
@@ -97,7 +97,7 @@ class DerivedArguments(AddedFlags):
 
     @property
     def optimizer_source(self) -> Source | None:
-        """The folder whose optimizer state this run loads."""
+        """The folder from which this run loads the state of the optimizer."""
         if self.finetune or self.no_load_optim:
             return None
         flags = ("resume", "mcore_adapter", "mcore_model")
@@ -107,7 +107,7 @@ class DerivedArguments(AddedFlags):
     def experts_in_order(self) -> bool:
         """True if Megatron's buffers have the weights of experts in their order (training/moe/grouped_experts.py).
 
-        It is the same on all ranks, also on those of a pipeline stage without experts.
+        It is the same on all ranks, also in a pipeline stage without experts.
         """
         return bool(self.fast_kernels and self.model_shape.experts)
 

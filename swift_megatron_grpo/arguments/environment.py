@@ -245,7 +245,7 @@ def check_recording(args: DerivedArguments) -> None:
 def check_reference_adapter_of(args: DerivedArguments) -> None:
     if args.ref_adapters:
         trained = {name: getattr(args, name) for name in ("lora_rank", "lora_alpha", "use_rslora")}
-        for folder in as_list(args.adapters):  # whose settings ms-swift takes later
+        for folder in as_list(args.adapters):  # ms-swift takes its settings later
             trained |= adapter_settings(folder)
         check_reference_adapter(args.ref_adapters, trained, args.modules_to_save)
 

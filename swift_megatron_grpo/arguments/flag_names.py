@@ -143,7 +143,7 @@ def _name(argument: str) -> str:
 
 
 def _is_accepted(name: str, known: Collection[str]) -> bool:
-    """Return True for a flag and for an abbreviation of one, as argparse does; a value with a space is no flag."""
+    """Return True for a flag and for an abbreviation of one, as argparse does; a value with a space is not a flag."""
     if name in known or " " in name:
         return True
     return (

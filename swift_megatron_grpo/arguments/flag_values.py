@@ -20,7 +20,7 @@ _LISTED = 12  # choices that a message lists
 def check_flag_values(command_line: Sequence[str], options: Mapping[str, Action]) -> None:
     """Raise one ValueError that names every value that the parser would not accept.
 
-    `options`: those of the parser, by their names on the command line.
+    `options`: the parser's, by their names on the command line.
     """
     problems = []
     for flag, values in _typed(command_line, options):

@@ -40,7 +40,7 @@ class Batches(Flags):
         )
 
     def notes(self, sizes: BatchSizes) -> list[str]:
-        """Return one line if ms-swift's own trainer would refuse these sizes, so that switching back is no surprise."""
+        """Return one line if ms-swift's own trainer would refuse these sizes, for users who switch back."""
         objection = _objection_of_ms_swift(sizes)
         if objection is None:
             return []

@@ -203,7 +203,7 @@ class ReferenceConfig:
 
     beta: float
     model_dir: str | None  # weights of the frozen copy, a folder or a hub id; None: there is no copy
-    in_megatron_format: bool  # model_dir is that of --mcore_ref_model
+    in_megatron_format: bool  # model_dir comes from --mcore_ref_model
     layout: Layout | None  # of the frozen copy; None: as in training
     adapter: str | None = None  # folder of the adapter of --ref_adapters
 
@@ -258,4 +258,4 @@ class GRPOConfig:
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
     logprobs_interval: int = 1  # loop/logprob_requests.py
     trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
-    top_entropy_quantile: float = 1.0  # share of tokens, those of the highest entropy, in the policy loss
+    top_entropy_quantile: float = 1.0  # share of tokens, of the highest entropy, in the policy loss

@@ -14,7 +14,7 @@ from swift_megatron_grpo.settings.parallel import faults_of_layout
 
 @dataclass(frozen=True, kw_only=True)
 class Reference(Flags):
-    """The source of the reference, and the layout of a copy: a size that is left out is that of training."""
+    """The source of the reference, and the layout of a copy: a size that is left out is as in training."""
 
     ref_tensor_model_parallel_size: int | None = flag(
         None,
@@ -55,7 +55,7 @@ class Reference(Flags):
         return self.mcore_ref_model or self.ref_model or self.model
 
     def layout(self, training: Layout) -> Layout | None:
-        """Return the layout of the copy; None: that of training."""
+        """Return the layout of the copy; None: as in training."""
         if not self.sizes:
             return None
         layout = replace(training, **self.sizes)  # type: ignore[arg-type]

@@ -125,7 +125,7 @@ def _finds(pattern: str, text: str) -> bool:
         return False
 
 
-_IN_MEGATRON: Mapping[str, str] = {  # names of transformers: those of Megatron
+_IN_MEGATRON: Mapping[str, str] = {  # by names of transformers
     "q_proj": "linear_qkv",
     "k_proj": "linear_qkv",
     "v_proj": "linear_qkv",
