@@ -90,7 +90,8 @@ def all_flags() -> list[Flag]:
 
 def flags(path: Path) -> list[Flag]:
     """Return the flags that the dataclasses of a file add, in the order of the code."""
-    aliases = dict(_aliases(PACKAGE / "settings" / "config.py")) | dict(_aliases(PACKAGE / "types.py"))
+    named = [*(PACKAGE / "settings").glob("*.py"), PACKAGE / "types.py"]
+    aliases = dict(alias for file in named for alias in _aliases(file))
     classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
     fields = (field for node in classes for field in node.body if isinstance(field, ast.AnnAssign) and field.value)
     in_settings = path.parent.name == "settings"

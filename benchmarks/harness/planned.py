@@ -17,7 +17,7 @@ from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.config import PackingConfig
+from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
 from .models import qwen3_5_config, qwen3_config, qwen_vl_config, text_sizes
@@ -59,8 +59,13 @@ def planned(run: Run, process: Process) -> Planned:
     flags, model = process.flags + run.flags, model_of(run.workload["shape"])
     batch, samples = _batch(run, flags), _samples(run)
     budget = flag(flags, "max_tokens_per_micro_batch")
-    share_from = 0.0 if SHARED in process.setting else None
-    packing = PackingConfig(None if budget is None else int(budget), None, None, share_prompts_from=share_from)
+    packing = MicroBatches(
+        micro_batch_size=batch.micro_batch_size,
+        max_tokens_per_micro_batch=None if budget is None else int(budget),
+        share_prompts="true" if SHARED in process.setting else "false",
+        context_parallel_size=1,
+        attention_backend="flash",
+    )
     plan, largest = micro_batches(batch, packing, model, samples)
     training = Training(
         batch.layout,

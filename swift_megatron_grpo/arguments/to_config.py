@@ -67,7 +67,8 @@ def configure(args: GRPOArguments) -> GRPOConfig:
             max_resample_times=args.max_resample_times if args.dynamic_sample else 0,
         ),
         evaluation=_evaluation(args),
-        packing=args.of(MicroBatches).settings(args.of(Images).trained_share(args.most_images)),
+        micro_batches=args.of(MicroBatches),
+        vision_tower_share=args.of(Images).trained_share(args.most_images),
         loss=args.of(Algorithm).loss_settings(),
         reference=ReferenceConfig(
             beta=args.beta,

@@ -37,7 +37,8 @@ from swift_megatron_grpo.output.recording.values import BadRow, Limits
 from swift_megatron_grpo.runtime.deadlines.watchdog import Watchdog
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, GRPOConfig
+from swift_megatron_grpo.settings.batches import SHARE_PROMPTS_FROM
+from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.reference import (
@@ -233,15 +234,15 @@ def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:
 
 
 def engine_settings(config: GRPOConfig) -> EngineSettings:
-    packing = config.packing
+    packing = config.micro_batches
     return EngineSettings(
         temperature=config.sampling.temperature,
         micro_batch_size=config.batch.micro_batch_size,
-        max_tokens=packing.max_tokens,
-        infer_max_tokens=packing.infer_max_tokens,
-        infer_micro_batch_size=packing.infer_micro_batch_size,
+        max_tokens=packing.max_tokens_per_micro_batch,
+        infer_max_tokens=packing.infer_max_tokens_per_micro_batch,
+        infer_micro_batch_size=packing.infer_batch_size,
         share_prompts_from=packing.share_prompts_from,
-        vision_tower_share=packing.vision_tower_share,
+        vision_tower_share=config.vision_tower_share,
     )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes, resolve
-from swift_megatron_grpo.settings.config import SHARE_PROMPTS_FROM, PackingConfig, SharePrompts
 from swift_megatron_grpo.settings.flag import AtLeast, Faults, Flags, as_typed, flag, rule
 from swift_megatron_grpo.settings.layout import Layout
+
+SharePrompts = Literal["auto", "true", "false"]
+SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +129,7 @@ class MicroBatches(Flags):
                 "--max_tokens_per_micro_batch 16384, or a --micro_batch_size that is a multiple of --num_generations"
             )
 
-    def settings(self, vision_tower_share: float) -> PackingConfig:
-        """Convert; `vision_tower_share`: of a trained vision tower's work, that a training pass has."""
-        return PackingConfig(
-            max_tokens=self.max_tokens_per_micro_batch,
-            infer_max_tokens=self.infer_max_tokens_per_micro_batch,
-            infer_micro_batch_size=self.infer_batch_size,
-            vision_tower_share=vision_tower_share,
-            share_prompts_from=SHARE_PROMPTS_FROM[self.share_prompts],
-        )
+    @property
+    def share_prompts_from(self) -> float | None:
+        """The share of a step's FLOPs that sharing prompts must save to be done; None: prompts are repeated."""
+        return SHARE_PROMPTS_FROM[self.share_prompts]

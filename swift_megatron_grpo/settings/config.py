@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
+from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.settings.losses import (
     FIPO,
@@ -34,9 +35,6 @@ ScaleRewards = Literal["group", "batch", "none", "gdpo"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_plain"]
 RatioLevel = Literal["token", "sequence", "sequence_token"]
 SyncCheckMode = Literal["off", "canary", "full"]
-SharePrompts = Literal["auto", "true", "false"]
-# Share of a step's FLOPs that sharing prompts must save to be done; None: never.
-SHARE_PROMPTS_FROM: dict[SharePrompts, float | None] = {"auto": 0.05, "true": 0.0, "false": None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,17 +185,6 @@ class LossConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class PackingConfig:
-    """Token budgets of packed micro batches."""
-
-    max_tokens: int | None  # None: micro_batch_size completions each
-    infer_max_tokens: int | None  # in forward-only passes; None for this and the next: as in training
-    infer_micro_batch_size: int | None  # in forward-only passes, in completions
-    vision_tower_share: float = 0.0  # share of a trained vision tower's work that a training pass has
-    share_prompts_from: float | None = None  # share of the work that sharing must save; None: prompts are repeated
-
-
-@dataclass(frozen=True, slots=True)
 class ReferenceConfig:
     """The reference policy. Full tuning: a frozen copy; LoRA: the model with another adapter, or without one."""
 
@@ -244,7 +231,8 @@ class GRPOConfig:
     server: ServerConfig | None  # None: vLLM runs in the training processes
     grading: GradingConfig
     evaluation: EvaluationConfig
-    packing: PackingConfig
+    micro_batches: MicroBatches
+    vision_tower_share: float  # share of the work of a trained vision tower that a training pass has
     loss: LossConfig
     reference: ReferenceConfig
     offloading: Offloading

@@ -60,9 +60,9 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     config = configure(args)
     prompts = _of_step(rows.lengths, config)
     samples = [(prompt + args.max_completion_length, args.max_completion_length) for prompt in prompts]
-    plan, largest = micro_batches(config.batch, config.packing, model, samples)
+    plan, largest = micro_batches(config.batch, config.micro_batches, model, samples)
     longest = max(tokens for tokens, _ in samples)
-    packed = fullest(plan, largest, config.batch, config.packing, samples)
+    packed = fullest(plan, largest, config.batch, config.micro_batches, samples)
     engine = _engine(args, config, model, longest)
     run = Run(
         tensors=model.tensors,
@@ -77,7 +77,7 @@ def estimate(args: GRPOArguments, model: Model, rows: Rows, gpu: Gpu) -> Estimat
     engine_fits = run.engine_fits(gpu.memory_bytes)
     half = [(prompt + args.max_completion_length // 2, args.max_completion_length // 2) for prompt in prompts]
     work = work_of(half, model.flops)
-    halved, _ = micro_batches(config.batch, config.packing, model, half)
+    halved, _ = micro_batches(config.batch, config.micro_batches, model, half)
     saved = saved_by_sharing(plan, config.batch, model, samples)
     return Estimate(
         longest=longest,

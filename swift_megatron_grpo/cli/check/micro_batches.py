@@ -12,14 +12,14 @@ from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.config import PackingConfig
+from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
 
 Sample = tuple[int, int]  # tokens, and those of its completion
 
 
 def micro_batches(
-    batch: BatchSizes, packing: PackingConfig, model: Model, samples: Sequence[Sample]
+    batch: BatchSizes, packing: MicroBatches, model: Model, samples: Sequence[Sample]
 ) -> tuple[StepPlan, Tokens]:
     """Plan a step as training/planner.py does, on numbers alone. Returns the plan and its largest micro batch."""
     layout, work, groups = batch.layout, _work(model, samples), _groups(batch, samples)
@@ -32,16 +32,23 @@ def micro_batches(
     if not _can_share(layout, model):
         groups = []
     share_from = packing.share_prompts_from
-    if packing.max_tokens is None:
+    if packing.max_tokens_per_micro_batch is None:
         plan = plan_by_count(len(samples), layout.data_parallel, batch.micro_batch_size)
         if share_from is not None and groups and 0 < gain_of(plan, work, groups).gain >= share_from:
             plan = replace(plan, share_prompts=True)
     else:
         plan = plan_by_tokens(
-            work.lengths, layout.data_parallel, packing.max_tokens, model.flops, align, multiple, work.completions, None
+            work.lengths,
+            layout.data_parallel,
+            packing.max_tokens_per_micro_batch,
+            model.flops,
+            align,
+            multiple,
+            work.completions,
+            None,
         )
         if share_from is not None and groups:
-            room = room_of(packing.max_tokens, align)
+            room = room_of(packing.max_tokens_per_micro_batch, align)
             shared = plan_with_shared_prompts(work, groups, layout.data_parallel, room, multiple)
             if shared.plan is not None and 0 < shared.gain >= share_from:
                 plan = shared.plan
@@ -50,21 +57,21 @@ def micro_batches(
 
 
 def fullest(
-    plan: StepPlan, largest: Tokens, batch: BatchSizes, packing: PackingConfig, samples: Sequence[Sample]
+    plan: StepPlan, largest: Tokens, batch: BatchSizes, packing: MicroBatches, samples: Sequence[Sample]
 ) -> int:
     """Return the packed tokens of the largest micro batch that shorter completions can make.
 
     `plan` and `largest` are those of completions of full length. They may leave much of the token budget empty: two of
     2,176 tokens fill 4,352 of 6,144, where shorter ones fill 5,625 (benchmarks/h100/moe-30b-a3b-lora-ep2-h100.json).
     """
-    if packing.max_tokens is None:
+    if packing.max_tokens_per_micro_batch is None:
         return largest.packed
     layout, groups = batch.layout, _groups(batch, samples)
     align = Alignment.of_layout(
         layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
     )
     of_rank = max(sum(_tokens(part, plan, samples, groups).packed for part in rank) for rank in plan.assignment)
-    return max(largest.packed, min(room_of(packing.max_tokens, align), of_rank))
+    return max(largest.packed, min(room_of(packing.max_tokens_per_micro_batch, align), of_rank))
 
 
 def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> ImageTokens:

@@ -9,8 +9,9 @@ from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
-from swift_megatron_grpo.settings.config import PackingConfig
+from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
+from tests.unit.settings.flags import of
 
 BATCH = BatchSizes(Layout(2), 1, 8, 16, 2, num_generations=2)
 TOKENS = [10, 10, 0, 0, 30, 30, 40, 40]  # of the images of each sample's prompt
@@ -40,7 +41,8 @@ SAMPLES = [(2176, 2048)] * 8
 def most(plan: StepPlan, budget: int | None, layout: Layout | None = None) -> int:
     largest = Tokens(*(sum(sample[part] for sample in SAMPLES[:2]) for part in (0, 0, 1)))
     batch = replace(BATCH, layout=layout or Layout(2))
-    return fullest(plan, largest, batch, PackingConfig(budget, None, None, None), SAMPLES)
+    packing = of(MicroBatches, max_tokens_per_micro_batch=budget, share_prompts="false")
+    return fullest(plan, largest, batch, packing, SAMPLES)
 
 
 def test_shorter_completions_fill_a_budget_that_full_ones_leave_empty() -> None:
