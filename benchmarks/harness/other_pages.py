@@ -8,13 +8,14 @@ from pathlib import Path
 
 from .cells import both, gpus, has_images, images_per_second, in_words, model, peak, percent
 from .markdown import table
+from .own_runs import ahead
 from .results import NAMES, PEERS, Comparison, Measured, Run
 
 README, IN_README = Path("README.md"), ("<!-- speed, by benchmarks/bench.py report -->\n", "<!-- end of speed -->\n")
 OF_PEERS = ("<!-- TRL and verl, by benchmarks/bench.py report -->\n", "<!-- end of TRL and verl -->\n")
 MEASURED = ("<!-- measured, by benchmarks/bench.py report -->\n", "<!-- end of measured -->\n")
 SHARED_PAGE, IMAGES_PAGE = Path("docs/shared_prompts.md"), Path("docs/multimodal.md")
-EXPERTS_PAGE, MODELS_PAGE = Path("docs/moe.md"), Path("docs/models.md")
+EXPERTS_PAGE, MODELS_PAGE, SERVERS_PAGE = Path("docs/moe.md"), Path("docs/models.md"), Path("docs/async.md")
 HEADLINES = ("step-best-1.7b", "step-lora-8b", "qwen2.5-vl-3b", "moe-4.5b-step", "long-4b")
 BEST, PEER = "each at its best", "with a peer"
 Columns = dict[str, Callable[[Comparison], str]]
@@ -28,6 +29,7 @@ def tables(runs: Sequence[Run]) -> list[tuple[Path, tuple[str, str], str]]:
         (SHARED_PAGE, MEASURED, shared_prompts(runs)),
         (IMAGES_PAGE, MEASURED, with_ms_swift([run for run in runs if has_images(run)])),
         (EXPERTS_PAGE, MEASURED, with_ms_swift([run for run in runs if run.workload["shape"].endswith("-moe")])),
+        (SERVERS_PAGE, MEASURED, ahead(runs)),
         (MODELS_PAGE, MEASURED, with_ms_swift([run for run in runs if run.workload["shape"].endswith("-qwen3.5")])),
     ]
 
