@@ -133,10 +133,10 @@ def _engine_problems(
 
 
 def _tensor_problem(slices: Sequence[HeldSlice], numel: int, expected: int) -> str | None:
-    distinct = {held.piece: held.checksum for held in slices}  # workers may hold copies of one slice
-    if any(distinct[held.piece] != held.checksum for held in slices):
+    distinct = {held.slice: held.checksum for held in slices}  # workers may hold copies of one slice
+    if any(distinct[held.slice] != held.checksum for held in slices):
         return "two copies in the engine differ"
-    if sum(piece.numel for piece in distinct) != numel:
+    if sum(part.numel for part in distinct) != numel:
         return "the engine holds only a part of it"
     if sum(distinct.values()) % 2**64 != expected:
         return "the engine holds other values than were sent"

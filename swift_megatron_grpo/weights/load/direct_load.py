@@ -7,8 +7,6 @@ three for each expert, take longer there than on the wire. Copies to known place
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -18,31 +16,16 @@ from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 BATCH_BYTES = 2**28  # of tensors that wait to be copied together
 
 
-class Destination(Protocol):
-    """A part of a parameter that holds a slice of a sent tensor."""
-
-    @property
-    def piece(self) -> TensorSlice: ...
-
-    @property
-    def view(self) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FixedDestination:
-    """A part of a parameter that keeps its place."""
-
-    piece: TensorSlice
-    view: torch.Tensor
+Target = tuple[TensorSlice, Callable[[], torch.Tensor]]  # a slice of a sent tensor, and the place that holds it
 
 
 def write_directly(
     weights: NamedWeights,
-    destinations: Mapping[str, Sequence[Destination]],
+    targets: Mapping[str, Sequence[Target]],
     complete_with: Callable[[str], Sequence[str]],
     quantize: Callable[[str], None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy each tensor to its destinations, and yield those that have none. Consume the iterator to its end.
+    """Copy each tensor to its targets, and yield those that have none. Consume the iterator to its end.
 
     `complete_with`: returns the layers that are complete once this tensor is in its places; they are quantized then.
     """
@@ -50,24 +33,26 @@ def write_directly(
     sources: list[torch.Tensor] = []
     waiting = 0
     for name, tensor in weights:
-        if name not in destinations:
+        if name not in targets:
             yield name, tensor
             continue
-        for destination in destinations[name]:
-            views.append(destination.view)
-            sources.append(_slice_of(tensor, destination.piece))
+        for part, view in targets[name]:
+            views.append(view())
+            sources.append(_slice_of(tensor, part))
         waiting += tensor.nbytes
         complete = complete_with(name)
         if complete or waiting >= BATCH_BYTES:
             copy_all(views, sources)
-            views, sources, waiting = [], [], 0
+            views.clear()
+            sources.clear()
+            waiting = 0
         for layer in complete:
             quantize(layer)
     copy_all(views, sources)
 
 
-def _slice_of(tensor: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
-    if piece.offset == 0 and piece.shape == tensor.shape:
+def _slice_of(tensor: torch.Tensor, part: TensorSlice) -> torch.Tensor:
+    if part.offset == 0 and part.shape == tensor.shape:
         return tensor
     whole = tensor.contiguous()
-    return whole.as_strided(piece.shape, piece.strides, int(whole.storage_offset()) + piece.offset)
+    return whole.as_strided(part.shape, part.strides, int(whole.storage_offset()) + part.offset)

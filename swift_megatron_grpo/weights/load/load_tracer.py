@@ -15,9 +15,41 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swift_megatron_grpo.weights.load.places import Place, TracedCopy
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a parameter of the model."""
+
+    parameter: str
+    offset: int  # in elements of the parameter's storage
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    storage_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def last(self) -> int:
+        """Offset of its last element."""
+        return self.offset + sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the elements of the parameter at this place."""
+        return parameter.data.as_strided(self.shape, self.strides, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedCopy:
+    """A slice of a sent tensor, and the place that a load has copied it to."""
+
+    sent: str
+    slice: TensorSlice
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +163,8 @@ class LoadTrace(TorchDispatchMode):
             names = [copy.sent for copy in self.copies_to[owner]]
             self._untraceable.update(names or [tensor.name for tensor in self._registered[-1:]])
             return
-        piece = TensorSlice(
-            (_begin(args[1]) - sent.begin) // args[1].element_size(), tuple(args[1].shape), args[1].stride()
-        )
-        copy = TracedCopy(sent.name, piece, place)
+        offset = (_begin(args[1]) - sent.begin) // args[1].element_size()
+        copy = TracedCopy(sent.name, TensorSlice(offset, tuple(args[1].shape), args[1].stride()), place)
         self.copies[sent.name].append(copy)
         self.copies_to[owner].append(copy)
 

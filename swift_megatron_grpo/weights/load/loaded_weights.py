@@ -1,20 +1,20 @@
 """Loads weights into the model of one vLLM worker, and reads them back.
 
 The first load is traced (load_tracer.py). Later ones copy tensors to the places that it has shown (direct_load.py).
-Layers that vLLM quantizes have staging tensors while their pieces arrive (staging.py).
+Layers that vLLM quantizes have staging tensors while their slices arrive (staging.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
-from swift_megatron_grpo.weights.load.direct_load import Destination, FixedDestination, write_directly
-from swift_megatron_grpo.weights.load.load_tracer import LoadTrace
-from swift_megatron_grpo.weights.load.places import Place, TracedCopy
+from swift_megatron_grpo.weights.load.direct_load import Target, write_directly
+from swift_megatron_grpo.weights.load.load_tracer import LoadTrace, Place, TracedCopy
 from swift_megatron_grpo.weights.load.staging import OnlineLayer, Staging
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, WorkerWeights, checksum, to_integers
@@ -33,7 +33,7 @@ class LoadedWeights:
         self._staging = Staging(layers, dtype)
         self._trace: LoadTrace | None = None
         self._repacked: set[str] = set()  # tensors that vLLM rearranges for a kernel after loading
-        self._destinations: dict[str, list[Destination]] = {}  # of the parameters in these memories:
+        self._targets: dict[str, list[Target]] = {}  # of the parameters in these memories:
         self._memories: dict[str, tuple[int, int]] = {}  # address and bytes
         self._as_written: dict[str, tuple[HeldSlice, ...]] = {}  # checksums of those, before they were rearranged
 
@@ -75,7 +75,8 @@ class LoadedWeights:
             for layer in self._staging.layers:
                 loading.enter_context(layer.loading(self._staging_tensor, self._after_loader))
             self._trace = trace = LoadTrace(self._model)
-            self._repacked, self._memories = set(), {}
+            self._repacked = set()
+            self._memories = {}
             with trace:
                 loaded = self._model.load_weights(trace.register(weights))
             trace.close(loaded)
@@ -123,14 +124,14 @@ class LoadedWeights:
         if self._trace is None or not self._trace.complete:
             self._model.load_weights(weights)
             return
-        self._find_destinations()
-        others = write_directly(weights, self._destinations, self._staging.complete_with, self._staging.quantize)
-        if len(self._destinations) < len(self._trace.accepted) + len(self._trace.ignored):
+        self._find_targets()
+        others = write_directly(weights, self._targets, self._staging.complete_with, self._staging.quantize)
+        if len(self._targets) < len(self._trace.accepted) + len(self._trace.ignored):
             self._model.load_weights(others)
         elif (unknown := next(others, None)) is not None:
             raise RuntimeError(f"{unknown[0]} has arrived, which was not among the tensors of the traced load")
 
-    def _find_destinations(self) -> None:
+    def _find_targets(self) -> None:
         """Find out where each tensor goes that the model loads by nothing but copies, unless that is known.
 
         The model loads the others: those that it rearranges, those whose parameters it has replaced, and those whose
@@ -142,18 +143,14 @@ class LoadedWeights:
         if memories == self._memories:
             return
         copied = {name: value for name, value in parameters.items() if name not in self._trace.padded}
-        staged = self._staging.destinations()
-        self._destinations = {name: [] for name in self._trace.ignored}  # other workers hold them, such as experts
+        staged = self._staging.targets()
+        self._targets = {name: [] for name in self._trace.ignored}  # other workers hold them, such as experts
         for name, copies in self._trace.copies.items():
             fixed = self._unstaged(copies)
             if name not in self._repacked and all(_exists(copy.place, copied) for copy in fixed):
-                self._destinations[name] = [
-                    *(
-                        FixedDestination(copy.piece, copy.place.view(parameters[copy.place.parameter]))
-                        for copy in fixed
-                    ),
-                    *staged.get(name, ()),
-                ]
+                views = [copy.place.view(parameters[copy.place.parameter]) for copy in fixed]
+                known = [(copy.slice, partial(_itself, view)) for copy, view in zip(fixed, views, strict=True)]
+                self._targets[name] = [*known, *staged.get(name, ())]
         self._memories = memories
 
     # ---- reading back
@@ -183,17 +180,21 @@ class LoadedWeights:
         }
         numbers = iter(
             to_integers(
-                checksum(copy.place.view(parameters[copy.place.parameter]), self._dtype, copy.piece)
+                checksum(copy.place.view(parameters[copy.place.parameter]), self._dtype, copy.slice)
                 for copies in present.values()
                 for copy in copies
             )
         )
         return {
-            name: tuple(HeldSlice(copy.piece, next(numbers)) for copy in copies) for name, copies in present.items()
+            name: tuple(HeldSlice(copy.slice, next(numbers)) for copy in copies) for name, copies in present.items()
         }
 
     def _unstaged(self, copies: Iterable[TracedCopy]) -> list[TracedCopy]:
         return [copy for copy in copies if copy.place.parameter not in self._staging.parameters]
+
+
+def _itself(view: torch.Tensor) -> torch.Tensor:
+    return view
 
 
 def _exists(place: Place, parameters: dict[str, torch.nn.Parameter]) -> bool:

@@ -1,7 +1,7 @@
-"""Layers that vLLM quantizes: tensors in the precision of the training, for as long as pieces of a layer arrive.
+"""Layers that vLLM quantizes: tensors in the precision of the training, for as long as slices of a layer arrive.
 
-Such a layer holds its weights quantized only. A sync therefore collects the pieces of a layer in staging tensors, which
-have the shapes and the layout that the layer had before it was quantized. Once all pieces are there, their checksums
+Such a layer holds its weights quantized only. A sync therefore collects the slices of a layer in staging tensors, which
+have the shapes and the layout that the layer had before it was quantized. Once all slices are there, their checksums
 are taken, the layer is quantized in place, and the staging tensors are freed. If tensors arrive layer by layer, as the
 trainer sends them, they take the memory of one layer.
 """
@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from swift_megatron_grpo.weights.load.places import Place, TracedCopy
+from swift_megatron_grpo.weights.load.direct_load import Target
+from swift_megatron_grpo.weights.load.load_tracer import Place, TracedCopy
 from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice, checksum, to_integers
 
 
@@ -46,19 +47,6 @@ class OnlineLayer(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class StagedDestination:
-    """A part of a staging tensor, which exists from the first piece of its layer on."""
-
-    piece: TensorSlice
-    place: Place
-    staging: Staging
-
-    @property
-    def view(self) -> torch.Tensor:
-        return self.place.view(self.staging.tensor(self.place.parameter))
-
-
 class Staging:
     """The staging tensors of a model's layers during one load after another."""
 
@@ -78,12 +66,14 @@ class Staging:
 
     @property
     def incomplete(self) -> list[str]:
-        """Parameters that this load has not quantized, because some of their pieces have not arrived."""
+        """Parameters that this load has not quantized, because some of their slices have not arrived."""
         return [name for name, layer in self._layer_of.items() if layer.name not in self._quantized]
 
     def begin(self, collect_checksums: bool) -> None:
         """Begin a load."""
-        self._open, self._quantized, self._checksums = {}, set(), []
+        self._open = {}
+        self._quantized = set()
+        self._checksums = []
         self._collects = collect_checksums
         self._missing = {name: {copy.sent for copy in copies} for name, copies in self._copies.items()}
 
@@ -115,7 +105,8 @@ class Staging:
 
     def learn(self, copies: Mapping[str, Sequence[TracedCopy]]) -> None:
         """Remember, by parameter, where a load has written to."""
-        self._copies, layers_of = {}, defaultdict[str, dict[str, None]](dict)
+        self._copies = {}
+        layers_of = defaultdict[str, dict[str, None]](dict)
         for parameter, layer in self._layer_of.items():
             self._copies.setdefault(layer.name, []).extend(copies.get(parameter, ()))
         for name, of_layer in self._copies.items():
@@ -123,16 +114,20 @@ class Staging:
                 layers_of[copy.sent][name] = None
         self._layers_of = {sent: list(names) for sent, names in layers_of.items()}
 
-    def destinations(self) -> dict[str, list[StagedDestination]]:
-        """Return where each sent tensor goes, of those that go to a layer here."""
-        found = defaultdict[str, list[StagedDestination]](list)
+    def targets(self) -> dict[str, list[Target]]:
+        """Return where each sent tensor goes that goes to a layer here."""
+        found = defaultdict[str, list[Target]](list)
         for copies in self._copies.values():
             for copy in copies:
-                found[copy.sent].append(StagedDestination(copy.piece, copy.place, self))
+                found[copy.sent].append((copy.slice, partial(self._staged, copy.place)))
         return dict(found)
 
+    def _staged(self, place: Place) -> torch.Tensor:
+        """Return a place in a staging tensor, which exists from the first slice of its layer on."""
+        return place.view(self.tensor(place.parameter))
+
     def complete_with(self, sent: str) -> list[str]:
-        """Note that a tensor has arrived. Return the layers whose last piece it was."""
+        """Note that a tensor has arrived. Return the layers whose last slice it was."""
         complete = []
         for name in self._layers_of.get(sent, ()):
             self._missing[name].discard(sent)
@@ -145,20 +140,15 @@ class Staging:
         self.quantize(self._layer_of[parameter].name, copies)
 
     def quantize(self, name: str, copies: Sequence[TracedCopy] | None = None) -> None:
-        """Take checksums of a layer's pieces, quantize it and free its staging tensors.
+        """Take checksums of a layer's slices, quantize it and free its staging tensors.
 
         `copies`: where this load has written to; None: where the traced load had.
         """
         tensors = self._open.pop(name)
         if self._collects:
-            self._checksums += [
-                (
-                    copy.sent,
-                    copy.piece,
-                    checksum(copy.place.view(tensors[copy.place.parameter]), self._dtype, copy.piece),
-                )
-                for copy in (self._copies[name] if copies is None else copies)
-            ]
+            for copy in self._copies[name] if copies is None else copies:
+                held = copy.place.view(tensors[copy.place.parameter])
+                self._checksums.append((copy.sent, copy.slice, checksum(held, self._dtype, copy.slice)))
         self._by_name[name].quantize(tensors)
         self._quantized.add(name)
 
@@ -166,6 +156,6 @@ class Staging:
         """Return the checksums that this load has collected, by the name of the sent tensor."""
         found = defaultdict[str, list[HeldSlice]](list)
         numbers = to_integers(value for _, _, value in self._checksums)
-        for (sent, piece, _), number in zip(self._checksums, numbers, strict=True):
-            found[sent].append(HeldSlice(piece, number))
+        for (sent, part, _), number in zip(self._checksums, numbers, strict=True):
+            found[sent].append(HeldSlice(part, number))
         return {sent: tuple(slices) for sent, slices in found.items()}

@@ -44,7 +44,7 @@ class TensorSlice:
 class HeldSlice:
     """A slice of a tensor that an engine holds, and its checksum."""
 
-    piece: TensorSlice
+    slice: TensorSlice
     checksum: int
 
 
@@ -61,7 +61,7 @@ class WorkerWeights:
     def to_json(self) -> dict[str, Any]:
         """Return the weights in JSON types."""
         held = {
-            name: [[s.piece.offset, s.piece.shape, s.piece.strides, s.checksum] for s in slices]
+            name: [[s.slice.offset, s.slice.shape, s.slice.strides, s.checksum] for s in slices]
             for name, slices in self.held.items()
         }
         lists = {"ignored": self.ignored, "unwritten": self.unwritten, "unreadable": self.unreadable}
@@ -81,18 +81,18 @@ class WorkerWeights:
         return cls(message["engine"], held, *lists)
 
 
-def checksum(tensor: torch.Tensor, dtype: torch.dtype, piece: TensorSlice | None = None) -> torch.Tensor:
+def checksum(tensor: torch.Tensor, dtype: torch.dtype, part: TensorSlice | None = None) -> torch.Tensor:
     """Compute the checksum of the elements' bits, converted to `dtype` if their type is wider.
 
-    `piece`: the slice that `tensor` is; None: it is whole. The result stays on the device: see `to_integers`.
+    `part`: the slice that `tensor` is; None: it is whole. The result stays on the device: see `to_integers`.
     """
-    piece = piece or TensorSlice.whole(tensor.shape)
+    part = part or TensorSlice.whole(tensor.shape)
     if tensor.element_size() > dtype.itemsize:
         tensor = tensor.to(dtype)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for values, places in _chunks(tensor, piece):
+    for values, positions in _chunks(tensor, part):
         bits = values.contiguous().view(_INTEGER[values.element_size()])
-        total += (bits.to(torch.int64) * _weight(places)).sum()
+        total += (bits.to(torch.int64) * _weight(positions)).sum()
     return total
 
 
@@ -102,26 +102,27 @@ def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
     return [value % _MODULUS for value in torch.stack(on_device).tolist()] if on_device else []
 
 
-def _chunks(tensor: torch.Tensor, piece: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield rows of the tensor, with the positions of their elements in the whole tensor."""
     if tensor.ndim == 0:
-        tensor, piece = tensor.view(1), TensorSlice(piece.offset, (1,), (1,))
+        tensor = tensor.view(1)
+        part = TensorSlice(part.offset, (1,), (1,))
     rows = max(1, _CHUNK * tensor.shape[0] // max(tensor.numel(), 1))
     for begin in range(0, tensor.shape[0], rows):
         values = tensor[begin : begin + rows]
-        places = torch.full((), piece.offset + begin * piece.strides[0], dtype=torch.int64, device=tensor.device)
-        for dimension, (length, stride) in enumerate(zip(values.shape, piece.strides, strict=True)):
+        positions = torch.full((), part.offset + begin * part.strides[0], dtype=torch.int64, device=tensor.device)
+        for dimension, (length, stride) in enumerate(zip(values.shape, part.strides, strict=True)):
             shape = [1] * values.ndim
             shape[dimension] = length
-            places = places + (torch.arange(length, device=tensor.device) * stride).view(shape)
-        yield values, places
+            positions = positions + (torch.arange(length, device=tensor.device) * stride).view(shape)
+        yield values, positions
 
 
-def _weight(places: torch.Tensor) -> torch.Tensor:
+def _weight(positions: torch.Tensor) -> torch.Tensor:
     """Return a pseudo-random odd weight per position, so that one changed element always changes the sum.
 
     Several changed elements do not cancel out either.
     """
-    mixed = places * -7046029254386353131
+    mixed = positions * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1

@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.layers.quantization.online import fp8
 from vllm.model_executor.utils import replace_parameter
 
-from swift_megatron_grpo.weights.load.expert_quantization import process_loaded
+from swift_megatron_grpo.weights.load.online_layers import process_loaded
 from tests.unit.generation.vllm.online_model import quantized
 
 EXPERTS, HIDDEN, FFN = 5, 16, 6
