@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
-from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
+from swift_megatron_grpo.training.head.fused import Head, fused_log_probs, rows_per_chunk
 from swift_megatron_grpo.training.head.matmuls import add_d_weight_, d_rows_of, logits_into
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 

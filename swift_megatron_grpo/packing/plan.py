@@ -6,11 +6,11 @@ Pure Python and deterministic: every rank computes the same plan, without commun
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from swift_megatron_grpo.packing.bin_packing import assign, fewest_bins
 from swift_megatron_grpo.packing.flops import FlopsModel
 
 
@@ -130,7 +130,7 @@ def plan_items(
     longest_first = sorted(range(len(padded)), key=keys.__getitem__, reverse=True)
 
     sizes = [min(tokens, room) for tokens in padded]  # a sample over the budget fills a micro batch
-    fewest = _fewest_micro_batches([sizes[i] for i in longest_first], room)
+    fewest = fewest_bins([sizes[i] for i in longest_first], room)
     unit = dp_size * micro_batch_multiple
     count = min(-(-fewest // unit), len(padded) // unit) * unit
     if count >= fewest:
@@ -139,7 +139,7 @@ def plan_items(
         # There are fewer samples than the next multiple. No micro batch may be empty, so some samples share one that
         # exceeds the budget. This cannot happen if the number of samples is a multiple of `unit`. Equal token counts
         # exceed the budget least.
-        joined = _assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(padded))
+        joined = assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(padded))
         assert joined is not None
         batches = _assign_batches(joined, work, dp_size)
 
@@ -216,25 +216,16 @@ def check_samples(lengths: Sequence[int], dp_size: int, micro_batch_multiple: in
         raise ValueError(f"completion {min(range(len(lengths)), key=lengths.__getitem__)} of the step has no tokens")
 
 
-def _fewest_micro_batches(sizes: Sequence[int], room: int) -> int:
-    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
-    rooms: list[int] = []
-    for size in sizes:
-        at = bisect_left(rooms, size)
-        insort(rooms, (rooms.pop(at) if at < len(rooms) else room) - size)
-    return len(rooms)
-
-
 def _assign_within_budget(
     order: Sequence[int], sizes: Sequence[int], work: Sequence[float], room: int, ranks: int, count: int
 ) -> list[list[int]]:
     """Assign samples with equal work if all fit, else let the small ones fill gaps, else use the tightest packing."""
     for evenly in (len(order), len(order) // 2):
-        batches = _assign(order, sizes, work, room, ranks, count // ranks, evenly)
+        batches = assign(order, sizes, work, room, ranks, count // ranks, evenly)
         if batches is not None:
             return batches
-    tightest = _assign(order, sizes, work, room, 1, count, evenly=0)
-    assert tightest is not None, "one rank packs as _fewest_micro_batches does"
+    tightest = assign(order, sizes, work, room, 1, count, evenly=0)
+    assert tightest is not None, "one rank packs as fewest_bins does"
     return _assign_batches(tightest, work, ranks)
 
 
@@ -242,67 +233,9 @@ def _assign_batches(batches: Sequence[list[int]], work: Sequence[float], ranks: 
     """Assign complete micro batches, the same number to every rank."""
     totals = [sum(work[i] for i in batch) for batch in batches]
     order = sorted(range(len(batches)), key=totals.__getitem__, reverse=True)
-    assigned = _assign(order, [1] * len(batches), totals, 1, ranks, len(batches) // ranks, evenly=len(batches))
+    assigned = assign(order, [1] * len(batches), totals, 1, ranks, len(batches) // ranks, evenly=len(batches))
     assert assigned is not None
     return [batches[b] for (b,) in assigned]
-
-
-def _assign(
-    order: Sequence[int],
-    sizes: Sequence[int],
-    work: Sequence[float],
-    room: int,
-    ranks: int,
-    per_rank: int,
-    evenly: int,
-) -> list[list[int]] | None:
-    """Assign items, in `order`, to the rank with the least work.
-
-    Returns `per_rank` bins per rank, or None if an item fits into no bin. Within the rank, the first `evenly` items go
-    to the bin with the least work that has room, the others where they leave the least room. No bin stays empty.
-    """
-    bins: list[list[int]] = [[] for _ in range(ranks * per_rank)]
-    free = [room] * len(bins)
-    least_work = [(0.0, rank) for rank in range(ranks)]
-    # Bins of each rank, sorted by work or, later, by room.
-    bins_of: list[list[tuple[float, int]]] = [
-        [(0.0, rank * per_rank + b) for b in range(per_rank)] for rank in range(ranks)
-    ]
-    empty, smallest = len(bins), min(sizes)
-    for position, item in enumerate(order):
-        by_room = position >= evenly
-        if position == evenly:
-            bins_of = [sorted((free[b], b) for _, b in candidates) for candidates in bins_of]
-        # The last items open the bins that are still empty.
-        need = room if len(order) - position == empty else sizes[item]
-        for turn in range(ranks):
-            rank_work, rank = least_work[turn]
-            place = _first_with_room(bins_of[rank], free, need, by_room)
-            if place is not None:
-                break
-        else:
-            return None
-        bin_work, chosen = bins_of[rank].pop(place)
-        empty -= not bins[chosen]
-        bins[chosen].append(item)
-        free[chosen] -= sizes[item]
-        if free[chosen] >= smallest:
-            insort(bins_of[rank], (free[chosen] if by_room else bin_work + work[item], chosen))
-        least_work.pop(turn)
-        insort(least_work, (rank_work + work[item], rank))
-    return bins
-
-
-def _first_with_room(
-    candidates: Sequence[tuple[float, int]], free: Sequence[int], need: int, by_room: bool
-) -> int | None:
-    if by_room:
-        at = bisect_left(candidates, (need, 0))
-        return at if at < len(candidates) else None
-    for at, (_, chosen) in enumerate(candidates):
-        if free[chosen] >= need:
-            return at
-    return None
 
 
 def zigzag_positions(lengths: Sequence[int], cp_rank: int, cp_size: int) -> list[int]:

@@ -26,12 +26,12 @@ from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.parallel import max_over_ranks, sum_over_ranks
 from swift_megatron_grpo.training.loss import LossFunction, TokenOutput
-from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice
-from swift_megatron_grpo.training.memory.smaller_budget import (
+from swift_megatron_grpo.training.memory.out_of_memory import (
     MemoryAgreement,
     PeerOutOfMemory,
     agreement_of,
     free_memory,
+    out_of_memory_advice,
 )
 from swift_megatron_grpo.training.optimizer.flat_optimizer import flat, flatten
 from swift_megatron_grpo.training.passes import Output, Passes

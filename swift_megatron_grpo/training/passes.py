@@ -22,8 +22,13 @@ from swift_megatron_grpo.training import schedule
 from swift_megatron_grpo.training.head.logprob import HeadSettings
 from swift_megatron_grpo.training.layers.shared_prompts import share_prompts
 from swift_megatron_grpo.training.loss import TokenOutput
-from swift_megatron_grpo.training.memory.out_of_memory import out_of_memory_advice, smaller_micro_batches
-from swift_megatron_grpo.training.memory.smaller_budget import free_memory, halved, passes_are_independent
+from swift_megatron_grpo.training.memory.out_of_memory import (
+    free_memory,
+    halved,
+    out_of_memory_advice,
+    passes_are_independent,
+    smaller_micro_batches,
+)
 from swift_megatron_grpo.training.moe.recorded_routing import rows_by_sample
 from swift_megatron_grpo.training.moe.router_replay import PassRouters
 from swift_megatron_grpo.training.planner import EngineSettings, Planner

@@ -184,7 +184,7 @@ def test_a_router_asks_an_object_of_its_own_for_its_experts() -> None:
 def test_a_dispatcher_of_one_rank_reads_its_expert_count_only_for_sorting() -> None:
     """It reads its number of experts only to decide whether to sort.
 
-    training/moe/expert_chunks.py changes the number.
+    training/moe/row_dispatch.py changes the number.
     """
     body = upstream()["dispatcher"].split("    def preprocess(")[1]
     code = [line.strip() for line in body.splitlines() if "self.num_local_experts" in line and "# [" not in line]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from benchmarks.bench_head import peak_bytes
-from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
-from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
+from swift_megatron_grpo.training.head.fused import Head, fused_log_probs, rows_per_chunk
 from swift_megatron_grpo.training.head.matmuls import add_d_weight_
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 from swift_megatron_grpo.training.head.softmax import combine, sums_of_rows, to_gradient_

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from swift_megatron_grpo.cli.estimate.experts import share_of_fullest
 from swift_megatron_grpo.settings.layout import Layout
 
-_HEAD_CHUNK_BYTES = 5 * 2**28  # of logits that exist at one time: training/head/chunk_size.py
+_HEAD_CHUNK_BYTES = 5 * 2**28  # of logits that exist at one time: training/head/fused.py
 
 
 @dataclass(frozen=True, slots=True)

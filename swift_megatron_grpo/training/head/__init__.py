@@ -6,8 +6,6 @@
     softmax_triton.py   the same two functions as Triton kernels, for CUDA
     row_statistics.py   data types of both
     matmuls.py          the three matrix products, accumulated in fp32
-    weight_gradient.py  accumulates the weight's gradient over chunks, in Megatron's buffer
-    chunk_size.py       number of rows per chunk
 
 Tests: tests/unit/training/head, tests/dist/test_head.py, tests/gpu/test_head.py.
 """

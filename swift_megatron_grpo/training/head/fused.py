@@ -10,16 +10,21 @@ k: rows; h: hidden size; v: vocabulary of this tensor-parallel rank; c: rows of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from swift_megatron_grpo.training.head.matmuls import d_rows_of, logits_into
+from swift_megatron_grpo.training.head.matmuls import WeightGradient, d_rows_of, logits_into
 from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabulary
 from swift_megatron_grpo.training.head.softmax import combine, over_ranks, stats_of_rows, sums_of_rows, to_gradient_
-from swift_megatron_grpo.training.head.weight_gradient import WeightGradient
+
+# 4,352 rows of 152k bf16 logits: matrix products of that size run at the GPU's full rate.
+_CUDA_BYTES = 5 * 2**28
+_CPU_BYTES = 2**28
+_TILE = 128  # rows of the tiles into which a GPU cuts a matrix product
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,18 @@ class Head:
     vocabulary: Vocabulary
     entropy: bool
     chunk: int  # rows whose logits exist at one time
+
+
+def rows_per_chunk(rows: int, columns: int, dtype: torch.dtype, on_cuda: bool) -> int:
+    """Return the number of rows whose logits exist at one time, at least 1.
+
+    More rows mean larger matrix products and fewer passes over the weight and its gradient; fewer take less memory.
+    Chunks have about equal sizes, so that the last one is not a product of a few rows.
+    """
+    tile, budget = (_TILE, _CUDA_BYTES) if on_cuda else (1, _CPU_BYTES)
+    most = max(tile, budget // (columns * dtype.itemsize) // tile * tile)
+    equal = math.ceil(rows / max(1, math.ceil(rows / most)))
+    return max(tile, math.ceil(equal / tile) * tile)
 
 
 def fused_log_probs(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head) -> torch.Tensor:

@@ -31,8 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.packing.collate import ModelInputs
 from swift_megatron_grpo.runtime.parallel import RankPosition
-from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
-from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
+from swift_megatron_grpo.training.head.fused import Head, fused_log_probs, rows_per_chunk
 from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabulary
 from swift_megatron_grpo.training.head.softmax import stats_of_rows, to_gradient_
 

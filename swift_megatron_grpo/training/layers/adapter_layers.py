@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from mcore_bridge import LoraParallelLinear
 from megatron.core.extensions.transformer_engine import TEGroupedLinear, TELayerNormColumnParallelLinear, TELinear
 
-from swift_megatron_grpo.training.layers.rms_norm import NormSettings, RMSNorm
+from swift_megatron_grpo.training.layers.fast_kernels import NormSettings, RMSNorm
 
 Forward = Callable[..., Any]
 

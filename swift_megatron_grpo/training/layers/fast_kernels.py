@@ -9,7 +9,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * weight gradients: the matrix product adds to the fp32 gradient buffer itself
 * SwiGLU and RMSNorm: Transformer Engine's kernels, called directly
 * SwiGLU of experts: kernels of this package (weighted_swiglu.py)
-* experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (expert_chunks.py)
+* experts without expert parallelism, also on a CPU: no sort of tokens that are sorted already (row_dispatch.py)
 * experts with expert parallelism, also on a CPU: a token's row is sent once to a rank (row_dispatch.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
@@ -22,6 +22,7 @@ A module that a kernel does not support keeps its own implementation. On a CPU n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,10 +32,8 @@ from mcore_bridge.model import GPTModel
 from megatron.core.fusions import fused_bias_swiglu
 from megatron.core.transformer.mlp import MLP
 
-from swift_megatron_grpo.training.layers.rms_norm import NormSettings, RMSNorm
 from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
-from swift_megatron_grpo.training.moe.expert_chunks import skip_sorting
-from swift_megatron_grpo.training.moe.row_dispatch import send_rows_once
+from swift_megatron_grpo.training.moe.row_dispatch import send_rows_once, skip_sorting
 
 # Recomputation costs the host 0.1 ms per linear layer. From this many tokens on, the GPU is busy for longer than that.
 MIN_TOKENS_TO_RECOMPUTE = 4096
@@ -133,6 +132,42 @@ def _swiglu() -> type[torch.autograd.Function]:
             return kernels.dswiglu(grad.contiguous(), gate_and_up, None), None, None
 
     return SwiGLU
+
+
+@dataclass(frozen=True, slots=True)
+class NormSettings:
+    eps: float
+    zero_centered: bool  # the weight is 1 plus the parameter
+    forward_margin: int  # multiprocessors that are left to communication
+    backward_margin: int
+
+
+class RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: NormSettings) -> torch.Tensor:
+        """Normalize the last dimension of x, whose size is that of weight."""
+        import transformer_engine_torch as kernels
+        from transformer_engine.pytorch.constants import TE_DType
+
+        rows = x.contiguous().view(-1, weight.numel())
+        y, _, deviations = kernels.rmsnorm_fwd(
+            rows, weight, settings.eps, None, None, TE_DType[x.dtype], settings.forward_margin, settings.zero_centered
+        )
+        ctx.save_for_backward(rows, deviations, weight)
+        ctx.settings = settings
+        output: torch.Tensor = y.view(x.shape)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        import transformer_engine_torch as kernels
+
+        rows, deviations, weight = ctx.saved_tensors
+        d_rows, d_weight = kernels.rmsnorm_bwd(
+            grad.contiguous().view(rows.shape), rows, deviations, weight, ctx.settings.backward_margin,
+            ctx.settings.zero_centered,
+        )  # fmt: skip
+        return d_rows.view(grad.shape), d_weight, None
 
 
 def _swiglu_recomputed_in_backward(original: Any, hidden: torch.Tensor) -> Any:

@@ -4,8 +4,7 @@
     offload.py                copies groups of storages to the host and back
     storages.py               finds the storages of parameters, gradients and optimizer state
     recompute_elementwise.py  drops cheap activations and recomputes them in backward
-    smaller_budget.py         runs a pass again with half the token budget after it ran out of memory
-    out_of_memory.py          advice for out-of-memory errors
+    out_of_memory.py          runs a pass again with half the token budget, or names the flag to change
 
 Tests: tests/unit/training/memory, tests/dist/test_offloading.py, tests/gpu/test_residency.py.
 """

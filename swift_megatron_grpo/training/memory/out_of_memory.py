@@ -1,20 +1,96 @@
-"""Advice for running out of GPU memory: which flag to change, and to which value."""
+"""What happens out of GPU memory: the pass runs again with half the token budget, or the error names a flag to change.
+
+Losses do not depend on how completions are packed, so the step is the same. The smaller budget is kept.
+
+A pass is repeated only with data parallelism alone, where a rank's forward and backward wait for no other rank:
+elsewhere the others would wait in a collective of the pass that one rank has left. Before gradients are reduced, ranks
+agree whether all of them had enough memory.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from mcore_bridge import ModelConfig
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.training.memory.smaller_budget import halved
+from swift_megatron_grpo.runtime.parallel import RankPosition
 
 # How torch names them in its error. Less than a GiB is a CUDA context.
 OTHER_PROCESS = re.compile(r"Process (\d+) has ([\d.]+) GiB memory in use")
 logger = logging.getLogger(__name__)
 RECOMPUTE = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+
+
+class PeerOutOfMemory(Exception):
+    """Another data-parallel rank ran out of GPU memory in this step, so no rank may reduce its gradients."""
+
+
+class MemoryAgreement:
+    """Exchanges between the data-parallel ranks of a step whether one of them ran out of memory."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._answer = torch.zeros(1, device=torch.cuda.current_device())  # there may be no memory for it later
+        self._reached = self._any_failed(False)  # the first exchange allocates buffers
+
+    def start_step(self) -> None:
+        self._reached = False
+
+    def before_reduction(self) -> None:
+        """Call when forward and backward are done; raises PeerOutOfMemory if another rank ran out of memory."""
+        if self._any_failed(False):
+            raise PeerOutOfMemory("another data-parallel rank ran out of GPU memory in this step")
+        self._reached = True
+
+    def report_failure(self) -> bool:
+        """Call on a rank that ran out of memory; return False if that was while gradients were reduced, too late."""
+        if self._reached:
+            return False
+        self._any_failed(True)
+        return True
+
+    def _any_failed(self, failed: bool) -> bool:
+        self._answer.fill_(failed)
+        dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(self._answer.item())
+
+
+def agreement_of(
+    models: list[MegatronModule], config: ModelConfig, parallel: RankPosition, max_tokens: int | None
+) -> MemoryAgreement | None:
+    """Return how the ranks of this layout agree; None: a step cannot be run again with a smaller budget."""
+    if max_tokens is None or not passes_are_independent(config, parallel):
+        return None
+    wrapped = models[0]
+    if not isinstance(wrapped, DistributedDataParallel) or wrapped.ddp_config.overlap_grad_reduce:
+        return None  # gradients are reduced during backward
+    return MemoryAgreement(parallel.dp_cp_group)
+
+
+def passes_are_independent(config: ModelConfig, parallel: RankPosition) -> bool:
+    """Return True if forward and backward of one rank wait for no other rank."""
+    sizes = (parallel.tp_size, parallel.pp_size, parallel.cp_size, config.expert_model_parallel_size)
+    return set(sizes) == {1} and (config.expert_tensor_parallel_size or 1) == 1
+
+
+def halved(budget: int, longest: int) -> int | None:
+    """Return half the budget, but room for the longest sample; None: micro batches cannot be smaller."""
+    smaller = max(budget // 2, longest)
+    return smaller if smaller < budget else None
+
+
+def free_memory() -> None:
+    """Free what a pass that failed has left: its activations are in frames that refer to each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Experts: dispatch, grouped products, and routing that is given or recorded.
 
-expert_chunks.py     skip sorting tokens by expert where they arrive sorted
 grouped_experts.py   one kernel per product for all experts of a layer
 row_dispatch.py      send a token's row once to each rank that has some of its experts
 weighted_swiglu.py   SwiGLU of experts, weighted by probabilities, as Triton kernels

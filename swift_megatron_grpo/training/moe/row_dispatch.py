@@ -1,9 +1,9 @@
-"""Sends the hidden state of a token once to each GPU that has some of its experts (--fast_kernels).
+"""Sends the hidden state of a token once to each GPU that has some of its experts, and sorts it only where needed.
 
-Megatron's alltoall dispatcher sends a row for each pair of a token and an expert, also where a GPU has several of a
-token's experts. On four H200 with adapters of Qwen3-30B-A3B these transfers were 1.53 of the 3.9 s of a GPU's kernels
-(benchmarks/h200/parts/moe-30b-a3b-lora-ep4-before-kernels.txt). A token has 8 of 128 experts there, on 3.6 of 4 GPUs,
-so that 6 rows leave a GPU where 2.7 would do; with two GPUs 4 where 1 would do.
+Both are part of --fast_kernels. Megatron's alltoall dispatcher sends a row for each pair of a token and an expert, also
+where a GPU has several of a token's experts. On four H200 with adapters of Qwen3-30B-A3B these transfers were 1.53 of
+the 3.9 s of a GPU's kernels (benchmarks/h200/parts/moe-30b-a3b-lora-ep4-before-kernels.txt). A token has 8 of 128
+experts there, on 3.6 of 4 GPUs, so that 6 rows leave a GPU where 2.7 would do; with two GPUs 4 where 1 would do.
 
 Here a row is sent once to a GPU, with the router's scores of that GPU's experts, 4 bytes each. The receiver copies it
 for each expert, and adds their outputs before they are sent back. Sums are the same in another order. In bf16 the sum
@@ -12,7 +12,7 @@ of a GPU's experts is rounded once more, as in DeepEP.
 n tokens of this rank, g expert-parallel ranks, e experts of a rank, h hidden size, s rows that this rank sends,
 r rows that it receives, p pairs of a received row and an expert of this rank.
 
-Tests: tests/dist/test_row_dispatch.py.
+Tests: tests/dist/test_row_dispatch.py, tests/unit/training/moe/test_expert_chunks.py.
 """
 
 from __future__ import annotations
@@ -48,6 +48,32 @@ def _is_covered(dispatcher: Any) -> bool:
         and not dispatcher.config.fp8
         and not dispatcher.config.fp4
         and dispatcher.config.cuda_graph_impl == "none"
+    )
+
+
+def skip_sorting(model: torch.nn.Module) -> None:
+    """Skip sorting tokens by expert where they arrive in that order, because one rank alone sends them.
+
+    Megatron's alltoall dispatcher orders the tokens of a rank by expert and sends them. A receiver holds a chunk per
+    sender and expert, and sorts the chunks by expert; megatron-core up to 0.19.2 does so even with one sender, and
+    copies all routed tokens four times per layer. On an H200 that was 38 of the 880 ms of GPU kernels of a step (12
+    layers, 64 experts, 8 per token, hidden size 2,048, 51k tokens), and its maps another 9.5 ms.
+
+    The dispatcher sorts only if its `num_local_experts` is above 1. Without a second rank it reads the number nowhere
+    else, but for experts that are padded to a capacity. tests/contract/test_megatron_seam.py lists all places.
+    """
+    for module in model.modules():
+        if isinstance(module, MoELayer) and _arrive_sorted(module.token_dispatcher):
+            module.token_dispatcher.num_local_experts = 1
+
+
+def _arrive_sorted(dispatcher: Any) -> bool:
+    """Return True if this rank alone sends to its experts, and they are not padded to a capacity."""
+    return (
+        type(dispatcher) is MoEAlltoAllTokenDispatcher
+        and dispatcher.ep_size == 1
+        and dispatcher.tp_size == 1
+        and not dispatcher.drop_and_pad
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
-from swift_megatron_grpo.training.memory.smaller_budget import PeerOutOfMemory
+from swift_megatron_grpo.training.memory.out_of_memory import PeerOutOfMemory
 from tests.programs.dist.engine_runs import make_loss, make_trainer
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.bench_head import peak_bytes
-from swift_megatron_grpo.training.head.chunk_size import rows_per_chunk
-from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
+from swift_megatron_grpo.training.head.fused import Head, fused_log_probs, rows_per_chunk
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 
 H, V, CHUNK = 8, 10_000, 32

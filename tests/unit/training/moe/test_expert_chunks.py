@@ -12,7 +12,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
-from swift_megatron_grpo.training.moe.expert_chunks import skip_sorting
+from swift_megatron_grpo.training.moe.row_dispatch import skip_sorting
 
 EXPERTS, K, HIDDEN, TOKENS = 6, 2, 8, 40
 
