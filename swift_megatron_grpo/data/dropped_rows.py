@@ -77,7 +77,7 @@ def _check_dropped(preprocessor: Any, raw: Any, kept: int, auto_mapping: bool) -
 
 
 def _dropped(preprocessor: Any, raw: Any, auto_mapping: bool) -> Iterator[tuple[int, Exception | None]]:
-    """Preprocess the rows once more, one at a time, and yield those that are dropped, each with its error."""
+    """Preprocess the rows again, one at a time, and yield those that are dropped, each with its error."""
     dataset = preprocessor.safe_rename_columns(raw, preprocessor.origin_columns)
     if auto_mapping:
         dataset = preprocessor.safe_rename_columns(dataset, preprocessor.columns)

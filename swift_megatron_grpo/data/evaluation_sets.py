@@ -13,7 +13,8 @@ from typing import Any
 from swift.dataset import DATASET_MAPPING, DatasetSyntax
 
 _SOURCE = "dataset"  # ms-swift's column
-_NAME, _OTHER = re.compile(r"[\w.-]+"), re.compile(r"[^\w.-]")
+_NAME = re.compile(r"[\w.-]+")
+_OTHER = re.compile(r"[^\w.-]")
 _SUFFIXES = (".json", ".jsonl", ".csv", ".txt", ".parquet")
 
 
@@ -22,7 +23,7 @@ def names_of(datasets: Sequence[str], chosen: Sequence[str] | None) -> dict[str,
 
     `chosen`: the names of --eval_names, in order; by default a dataset has the name of its file or of its hub id.
     Entries of one file or hub id, with other subsets or sizes, are one dataset. Raises ValueError if the chosen names
-    cannot be those of the datasets.
+    do not fit the datasets.
     """
     sources = list({_sources(typed): None for typed in datasets})
     default = _distinct([_name(source[0]) for source in sources])

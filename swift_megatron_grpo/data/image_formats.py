@@ -32,7 +32,7 @@ class ImageFormat:
     processor: Any  # transformers' image processor
     placeholder: int
     max_pixels: int | None  # --max_pixels, which ms-swift applies before the processor's own limits
-    before: tuple[int, ...] = ()  # tokens that engines put in front of those of an image
+    before: tuple[int, ...] = ()  # tokens that engines put in front of an image's tokens
     after: tuple[int, ...] = ()  # and behind them
     channels: tuple[tuple[float, float], ...] = field(init=False)
     has_axes: ClassVar[bool] = True  # False: the tokens of an image have positions like text
@@ -40,9 +40,11 @@ class ImageFormat:
     def __post_init__(self) -> None:
         processor = self.processor
         factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean, std = (0.0,) * 3, (1.0,) * 3
+        mean = (0.0,) * 3
+        std = (1.0,) * 3
         if processor.do_normalize:
-            mean, std = processor.image_mean, processor.image_std
+            mean = processor.image_mean
+            std = processor.image_std
         object.__setattr__(self, "channels", tuple((factor / s, -m / s) for m, s in zip(mean, std, strict=True)))
 
     @property
@@ -105,7 +107,8 @@ class Patches(ImageFormat):
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
         width, height = self.limited(width, height, options)
         if "resized_height" in options and "resized_width" in options:
-            height, width = options["resized_height"], options["resized_width"]
+            height = options["resized_height"]
+            width = options["resized_width"]
             options = {}
         from qwen_vl_utils.vision_process import smart_resize  # needed for images only
 
@@ -132,7 +135,8 @@ class ResizedPatches(Patches):
         from transformers.models.glm4v.image_processing_glm4v import smart_resize
 
         width, height = self.limited(width, height, options)
-        limits, frames = self.processor.size, self.processor.temporal_patch_size
+        limits = self.processor.size
+        frames = self.processor.temporal_patch_size
         rows, columns = smart_resize(
             frames, height, width, frames, self.side, limits["shortest_edge"], limits["longest_edge"]
         )
@@ -169,7 +173,8 @@ def image_format(template: Template) -> ImageFormat:
     """Return the way in which the processor of this template cuts images."""
     processor = template.processor
     images = processor.image_processor
-    name, placeholder = type(images).__name__, int(processor.image_token_id)
+    name = type(images).__name__
+    placeholder = int(processor.image_token_id)
     if name.startswith("GotOcr2"):
         side = isqrt(processor.image_seq_length) * MERGE
         ends = (processor.start_image_token_id,), (processor.end_image_token_id,)

@@ -1,4 +1,4 @@
-"""Images of prompts, as the trainer takes them: one object per image, shared by all completions that show it.
+"""Images of prompts as the trainer reads them: one object per image, shared by all completions that show it.
 
 The tokens of a sequence come from the engine, which has expanded each image to its placeholders. The grid of an image
 follows from the size in its file's header; its pixels are cut by ms-swift's template and the model's own processor, and
@@ -56,11 +56,12 @@ class ImageReader:
     ) -> tuple[PlacedImage, ...]:
         """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them.
 
-        `may_end_early`: of a conversation that may have ended before its last images were shown.
+        `may_end_early`: the conversation may have ended before its last images were shown.
         """
         runs = placeholder_runs(tokens, self.format.placeholder)
         images = images[: len(runs)] if may_end_early else images
-        found, expected = [length for _, length in runs], [image.num_tokens for image in images]
+        found = [length for _, length in runs]
+        expected = [image.num_tokens for image in images]
         if found != expected:
             raise MismatchedImages(
                 f"prompt {prompt_id}: the engine has expanded its images to {found} tokens, and the trainer to "
@@ -121,7 +122,8 @@ def _only_image(content: bytes) -> dict[str, Any]:
 
 def placeholder_runs(tokens: Sequence[int], placeholder: int) -> list[tuple[int, int]]:
     """Return the start and the length of every run of placeholders."""
-    runs, start = [], 0
+    runs = []
+    start = 0
     for is_placeholder, run in groupby(tokens, key=placeholder.__eq__):
         length = sum(1 for _ in run)
         if is_placeholder:

@@ -1,4 +1,4 @@
-"""Images as files: those of a row as bytes, their digests, and limits on what a client may send.
+"""Image files: the bytes of a row's images, their digests, and limits on what a client may send.
 
 A row has paths, URLs, base64, bytes or PIL images. Only a trainer reads them; its servers receive bytes.
 """
@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of these
 
 
 class UnreadableImage(ValueError):
-    """An element of a row's column `images` is no image."""
+    """An element of a row's column `images` is not an image."""
 
 
 def images_of(row: Mapping[str, Any]) -> list[Any]:

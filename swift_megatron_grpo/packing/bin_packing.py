@@ -36,7 +36,8 @@ def assign(
     bins_of: list[list[tuple[float, int]]] = [
         [(0.0, rank * per_rank + b) for b in range(per_rank)] for rank in range(ranks)
     ]
-    empty, smallest = len(bins), min(sizes)
+    empty = len(bins)
+    smallest = min(sizes)
     for position, item in enumerate(order):
         by_room = position >= evenly
         if position == evenly:

@@ -82,7 +82,8 @@ def plan_with_shared_prompts(
 def gain_of(plan: StepPlan, work: SampleWork, groups: Sequence[Group]) -> Shared:
     """Return a given plan with what sharing saves in its micro batches."""
     group_of = {i: group for group in groups for i in group.samples}
-    shared, repeated = [], []
+    shared = []
+    repeated = []
     for rank in plan.assignment:
         bundles = [bundle for batch in rank for bundle in _neighbours(batch, group_of)]
         shared.append(sum(work.flops(bundle, group_of[bundle[0]].shared) for bundle in bundles))

@@ -169,7 +169,8 @@ def _pack(samples: Sequence[Sample], layout: PackedLayout) -> tuple[torch.Tensor
     trained = torch.zeros(layout.total, dtype=torch.bool)
     before = torch.arange(layout.total) - 1
     for segment in layout.segments:
-        sample, end = samples[segment.sample], segment.start + segment.end - segment.begin
+        sample = samples[segment.sample]
+        end = segment.start + segment.end - segment.begin
         if sample.completion_mask and sample.completion_mask[0]:
             raise ValueError("the first token of a sequence cannot be trained: a prompt needs at least one token")
         tokens[segment.start : end] = torch.tensor(sample.tokens[segment.begin : segment.end])

@@ -37,7 +37,9 @@ def decode_rows(message: object) -> ExpertRows | None:
         return None
     if not isinstance(message, dict) or set(message) != {"shape", "type", "zlib"}:
         raise ValueError("they are no object with shape, type and zlib")
-    shape, kind, text = message["shape"], message["type"], message["zlib"]
+    shape = message["shape"]
+    kind = message["type"]
+    text = message["zlib"]
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
         raise ValueError("their shape is no list of three positive numbers")
     if kind not in _TYPES:

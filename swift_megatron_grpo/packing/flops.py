@@ -32,7 +32,7 @@ class FlopsModel:
         per_token * t + per_token_squared * t**2 + per_completion_token * c
 
     The planner only compares sequences, so a common factor does not matter: backward costs about twice the forward in
-    every term, and recomputation once more.
+    every term, and recomputation adds another forward.
     """
 
     per_token: float  # projections and feed-forward of all layers
@@ -88,7 +88,7 @@ class FlopsModel:
 
 @dataclass(frozen=True, slots=True)
 class VisionTowerFlops:
-    """FLOPs of one forward pass of an image part over one image, in which every patch attends to every other one.
+    """FLOPs of one forward pass of a vision tower over one image, in which every patch attends to every other one.
 
     With windows, only `full_layers` do; in the others a patch attends to `window` patches.
     """

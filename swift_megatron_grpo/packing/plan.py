@@ -190,7 +190,7 @@ def regroup(plan: StepPlan, micro_batch_size: int, micro_batch_multiple: int = 1
 
 
 def _by_rank(plan: StepPlan) -> list[tuple[int, ...]]:
-    """Return the samples of every rank; if prompts are shared, those of a group next to each other."""
+    """Return the samples of every rank; if prompts are shared, a group's samples next to each other."""
     by_rank = plan.samples_of_ranks()
     return [tuple(sorted(samples)) for samples in by_rank] if plan.share_prompts else by_rank
 

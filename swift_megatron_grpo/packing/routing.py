@@ -45,7 +45,7 @@ def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
 def pack_routing(samples: Sequence[Sample], layout: PackedLayout, shape: tuple[int, int]) -> torch.Tensor:
     """Return the given experts of a packed micro batch, [n, layers, k] int16.
 
-    Tokens that samples share take the experts of the first sample that has some for them.
+    Shared tokens have the experts of the first sample that has some for them.
     """
     packed = torch.full((layout.total, *shape), ROUTER_CHOOSES, dtype=torch.int16)
     for number, sample in enumerate(samples):

@@ -22,7 +22,7 @@ class Segment:
     """Consecutive tokens of one sample."""
 
     sample: int  # place in the micro batch
-    begin: int  # first token, counted from that of the sample
+    begin: int  # first token, counted from the sample's first
     end: int  # behind the last token
     start: int  # place of the first token in the micro batch
     room: int  # tokens including padding
@@ -111,12 +111,15 @@ def groups_of(samples: Sequence[Sample]) -> list[Group]:
     groups: list[Group] = []
     first = 0
     while first < len(samples):
-        behind, shared = first + 1, _untrained(samples[first])
+        behind = first + 1
+        shared = _untrained(samples[first])
         while behind < len(samples) and samples[behind].group == samples[first].group:
-            common, joined = shared_tokens(samples[first], samples[behind], shared), behind - first
+            common = shared_tokens(samples[first], samples[behind], shared)
+            joined = behind - first
             if common == 0 or joined * common < (joined - 1) * shared or 2 * common < shared:
                 break
-            behind, shared = behind + 1, common
+            behind = behind + 1
+            shared = common
         groups.append(Group(range(first, behind), shared if behind - first > 1 else 0))
         first = behind
     return groups
@@ -136,7 +139,7 @@ def shared_tokens(first: Sample, other: Sample, at_most: int) -> int:
 
 
 def _untrained(sample: Sample) -> int:
-    """Return the tokens before the first trained one, of which at least one is left to continue them."""
+    """Return the number of leading untrained tokens that may be shared; at least one token is left after them."""
     try:
         return sample.completion_mask.index(True)
     except ValueError:

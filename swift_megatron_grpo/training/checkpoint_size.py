@@ -1,4 +1,4 @@
-"""Estimate of the bytes that a checkpoint takes on disk, before it is written."""
+"""Estimates the size of a checkpoint on disk before it is written."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ class Planner:
     """Plans micro batches. All ranks compute the same plan."""
 
     def __init__(self, config: ModelConfig, parallel: RankPosition, align: Alignment, group_size: int) -> None:
-        self._config, self._parallel, self._align = config, parallel, align
+        self._config = config
+        self._parallel = parallel
+        self._align = align
         self._flops = _flops_model(config)
         self._group_size = group_size  # micro batches that Megatron's interleaved schedule processes together
 
@@ -52,7 +54,9 @@ class Planner:
         """Plan the micro batches of training."""
         groups = _groups(samples, settings)
         if settings.max_tokens is not None:
-            work, ranks, multiple = self._work(samples, settings), self._parallel.dp_size, self._group_size
+            work = self._work(samples, settings)
+            ranks = self._parallel.dp_size
+            multiple = self._group_size
             return self._plan_within(settings.max_tokens, work, groups, ranks, multiple, settings)
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
         self._check_micro_batches(plan.num_micro_batches)
@@ -105,7 +109,8 @@ class Planner:
         )
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
-        lengths, completions = [len(sample.tokens) for sample in samples], [sum(s.completion_mask) for s in samples]
+        lengths = [len(sample.tokens) for sample in samples]
+        completions = [sum(s.completion_mask) for s in samples]
         return SampleWork(lengths, completions, self._image_work(samples, settings.vision_tower_share), self._flops)
 
     def _image_work(self, samples: Sequence[Sample], share: float) -> list[float] | None:

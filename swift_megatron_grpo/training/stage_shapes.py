@@ -1,4 +1,4 @@
-"""Shapes of what pipeline stages send each other, from the plan of the step instead of a message before each tensor.
+"""Shapes of the tensors that pipeline stages exchange, from the plan of the step instead of a message before each.
 
 Packed micro batches differ in length, so Megatron's stages send a shape before every tensor, wait for the GPU and read
 the shape on the host. The host can then prepare nothing while the GPU works: packing the next micro batch and launching
@@ -91,7 +91,8 @@ class StageShapes:
 
     def _first_stage_where(self, condition: bool) -> int | None:
         """Return the first stage of this pipeline on which the condition holds; None: it holds on none."""
-        stage, stages = self._group.rank(), self._group.size()
+        stage = self._group.rank()
+        stages = self._group.size()
         lowest = torch.tensor(stage if condition else stages, device=torch.device(torch.cuda.current_device()))
         torch.distributed.all_reduce(lowest, op=torch.distributed.ReduceOp.MIN, group=self._group)
         first = int(lowest.item())
@@ -108,7 +109,8 @@ class PlannedExchanges:
         def without(chunk: int | None) -> Iterator[Shape]:
             return iter([shapes[micro_batch] for micro_batch, of in table if of != chunk])
 
-        is_first, is_last = stage == 0, stage == stages - 1
+        is_first = stage == 0
+        is_last = stage == stages - 1
         self._from_previous = without(0 if is_first else None)  # the model begins in the first stage's first chunk
         self._to_next = without(chunks - 1 if is_last else None)  # and ends in the last stage's last one
         self._from_next = without(0 if is_last else None)

@@ -26,7 +26,7 @@ class TrainedWeights:
 
     @property
     def passes_of_backward(self) -> int:
-        """FLOPs of backward in those of forward: 2, and 1 where most weights are frozen and need no gradient."""
+        """FLOPs of backward relative to forward: 2, or 1 if most weights are frozen and need no gradient."""
         return 2 if 2 * self._trained >= self._total else 1
 
     def broken(self, device: torch.device) -> torch.Tensor:
@@ -50,7 +50,8 @@ class TrainedWeights:
 
 def check_trained(models: Iterable[torch.nn.Module], frozen_by: str) -> None:
     """Raise ValueError, on all ranks, if no rank trains any weight. `frozen_by`: the flags that freeze weights."""
-    total, trained = 0, 0
+    total = 0
+    trained = 0
     for model in models:
         for parameter in model.parameters():
             total += parameter.numel()

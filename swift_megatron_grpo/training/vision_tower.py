@@ -30,7 +30,7 @@ def is_composite(model: torch.nn.Module) -> bool:
 
 
 def language_model(model: torch.nn.Module) -> GPTModel:
-    """Return the part that computes hidden states and log-probs; a text model is its own."""
+    """Return the part that computes hidden states and log-probs; for a text model, the model itself."""
     return model.language_model if isinstance(model, MultimodalGPTModel) else model
 
 
@@ -45,7 +45,7 @@ def guard_vision_towers(models: Iterable[torch.nn.Module], frozen: bool) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows that a vision tower computes for images, one per token. The names are those of transformers' output."""
+    """Rows that a vision tower computes for images, one per token. The names are transformers'."""
 
     pooler_output: torch.Tensor  # [tokens, h]
     deepstack_features: list[torch.Tensor]  # of each of the first layers of the language model [tokens, h]
@@ -62,7 +62,7 @@ class _Rows:
 
 
 class _PatchVisionTower:
-    """A vision tower that takes patches of images of any size, and their grids."""
+    """A vision tower that reads patches of images of any size, and their grids."""
 
     def __init__(self, towers: Any) -> None:
         self._tower = towers.visual  # a module of transformers
@@ -73,13 +73,13 @@ class _PatchVisionTower:
         deep = output.deepstack_features if "deepstack_features" in output else None
         return _Rows(output.pooler_output, list(deep or []))
 
-    def answering(self, rows: _Rows) -> AbstractContextManager[None]:
+    def returning(self, rows: _Rows) -> AbstractContextManager[None]:
         """Make calls of the vision tower return these rows inside the context."""
         return _replaced(self._tower, "forward", rows)
 
 
 class _TileVisionTower:
-    """A vision tower with an aligner beside it, which takes tiles of one size (InternVL)."""
+    """A vision tower with a separate aligner, which reads tiles of one size (InternVL)."""
 
     def __init__(self, towers: Any) -> None:
         self._towers = towers
@@ -96,7 +96,7 @@ class _TileVisionTower:
         output = self._towers.get_image_features(tiles, **self._options)
         return _Rows(output.pooler_output.flatten(0, 1), [])
 
-    def answering(self, rows: _Rows) -> AbstractContextManager[None]:
+    def returning(self, rows: _Rows) -> AbstractContextManager[None]:
         """Make calls of the vision tower and its aligner return these rows inside the context."""
         return _replaced(self._towers, "get_image_features", rows)
 
@@ -132,7 +132,7 @@ class VisionTowerGuard:
         # To upstream, only tokens of these images are placeholders; sampled ones are embedded as words already.
         marks = torch.where(packed_images.mask, towers.hf_config.image_token_id, 0)
         nothing = inputs_embeds.new_zeros(0)  # in place of pixels and grids: the rows are there
-        with self._tower.answering(self._rows_of(packed_images.shown)):
+        with self._tower.returning(self._rows_of(packed_images.shown)):
             return self._upstream(
                 inputs_embeds, input_ids=marks, pixel_values=nothing, image_grid_thw=nothing, **others
             )
@@ -172,7 +172,7 @@ def _replaced(module: torch.nn.Module, method: str, rows: _Rows) -> Iterator[Non
 
 
 def _normalised(image: ModelImage, device: torch.device) -> torch.Tensor:
-    """Return the values [patches or tiles, values of one] that the vision tower takes."""
+    """Return the values [patches or tiles, values of one] that the vision tower reads."""
     pixels = image.encode()
     if device.type == "cuda":
         pixels = pixels.pin_memory()

@@ -53,7 +53,7 @@ def fused_log_probs(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
     if not torch.is_grad_enabled() or not (rows.requires_grad or weight.requires_grad):
         return _stats(rows, weight, targets, head, _buffer(rows, weight, head)).columns()
     if weight.requires_grad or head.entropy:
-        # With entropy, knowing the gradient in forward would save no matrix product and take more memory.
+        # With entropy, computing the gradient in forward would save no matrix product and need more memory.
         values: torch.Tensor = _Recomputing.apply(rows, weight, targets, head)
     else:
         values = _KnownInForward.apply(rows, weight, targets, head)
@@ -66,7 +66,8 @@ class _Recomputing(torch.autograd.Function):
         ctx.buffer = _buffer(rows, weight, head)
         stats = _stats(rows, weight, targets, head, ctx.buffer)
         ctx.save_for_backward(rows, targets, stats.logprob, stats.peak, stats.log_total, stats.entropy)
-        ctx.weight, ctx.head = weight, head  # the parameter itself, because main_grad is its attribute
+        ctx.weight = weight  # the parameter itself, because main_grad is its attribute
+        ctx.head = head
         return stats.columns()
 
     @staticmethod
@@ -75,7 +76,8 @@ class _Recomputing(torch.autograd.Function):
         rows, targets, *saved = ctx.saved_tensors
         d_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         d_weight = WeightGradient(ctx.weight) if ctx.needs_input_grad[1] else None
-        buffer, ctx.buffer = ctx.buffer, None  # None in a second backward through a retained graph
+        buffer = ctx.buffer
+        ctx.buffer = None  # None in a second backward through a retained graph
         _gradients(rows, ctx.weight, targets, ctx.head, RowStats(*saved), grad, buffer, d_rows, d_weight)
         del buffer  # before the next line allocates one more tensor of the weight's size
         return d_rows, None if d_weight is None else d_weight.for_autograd(), None, None

@@ -152,12 +152,14 @@ def _local_output_layer(model: GPTModel) -> Iterator[None]:
     layers = [module for module in model.output_layer.modules() if isinstance(module, ColumnParallelLinear)]
     saved = [(layer.sequence_parallel, layer.explicit_expert_comm) for layer in layers]
     for layer in layers:
-        layer.sequence_parallel, layer.explicit_expert_comm = False, True
+        layer.sequence_parallel = False
+        layer.explicit_expert_comm = True
     try:
         yield
     finally:
         for layer, (sequence_parallel, explicit_expert_comm) in zip(layers, saved, strict=True):
-            layer.sequence_parallel, layer.explicit_expert_comm = sequence_parallel, explicit_expert_comm
+            layer.sequence_parallel = sequence_parallel
+            layer.explicit_expert_comm = explicit_expert_comm
 
 
 def vocab_parallel_log_probs(
@@ -210,7 +212,9 @@ class _GatherCompletion(torch.autograd.Function):
         padded[: values.shape[0]] = values
         gathered = [torch.empty_like(padded) for _ in inputs.cp_counts]
         dist.all_gather(gathered, padded, group=parallel.cp_group)
-        ctx.order, ctx.begin, ctx.length = inputs.cp_order, sum(inputs.cp_counts[: parallel.cp_rank]), values.shape[0]
+        ctx.order = inputs.cp_order
+        ctx.begin = sum(inputs.cp_counts[: parallel.cp_rank])
+        ctx.length = values.shape[0]
         joined = torch.cat([part[:count] for part, count in zip(gathered, inputs.cp_counts, strict=True)])
         return joined.index_select(0, inputs.cp_order)
 

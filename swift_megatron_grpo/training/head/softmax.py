@@ -76,7 +76,7 @@ def over_ranks(sums: torch.Tensor, group: dist.ProcessGroup | None) -> list[torc
 def combine(sums: Sequence[torch.Tensor], temperature: float) -> RowStats:
     """Combine the sums of all ranks into the statistics of whole rows."""
     stacked = torch.stack(list(sums), 1)  # [3 or 4, ranks, c]
-    peaks, totals, targets = stacked[0], stacked[1], stacked[2]
+    peaks, totals, targets = stacked[:3]
     peak = peaks.amax(0)
     shift = ((peaks - peak) / temperature).clamp_(min=LOWEST)  # [ranks, c]
     rescale = shift.exp()
@@ -109,7 +109,8 @@ def to_gradient_(
 def _to_gradient_in_torch_(
     logits: torch.Tensor, local: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
 ) -> None:
-    of_logprob, of_entropy = upstream[:, :1], upstream[:, 1:]
+    of_logprob = upstream[:, :1]
+    of_entropy = upstream[:, 1:]
     columns = logits[:, : vocabulary.real]
     logp = torch.sub(columns, stats.peak[:, None]).div_(vocabulary.temperature).sub_(stats.log_total[:, None])
     if stats.entropy is None:

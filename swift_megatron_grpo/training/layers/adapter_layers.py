@@ -1,13 +1,13 @@
-"""Linear layers with a LoRA adapter, of which the small products add to the large one (--fast_kernels).
+"""Linear layers whose LoRA adapter adds its products to the layer's output in place (--fast_kernels).
 
-mcore-bridge computes the output of an adapter, scales it and adds it to that of the frozen layer: six passes over
-memory of the layer's output, and as many over its gradient; autograd then adds the two gradients of the input. On an
-H200 kernels that scale and add, those of residuals among them, took 0.34 s of the 3.3 s of an 8B model's train phase.
-Here the product with B adds to the frozen layer's output in place, the product with A adds to the input's gradient in
-place, and the scale is applied to the narrow tensor between A and B, [tokens, rank].
+mcore-bridge computes the output of an adapter, scales it and adds it to the output of the frozen layer: six passes over
+memory of that size, and as many over its gradient; autograd then adds the two gradients of the input. On an H200,
+kernels that scale and add, residuals included, took 0.34 s of the 3.3 s of an 8B model's train phase. Here the product
+with B adds to the frozen layer's output in place, the product with A adds to the input's gradient in place, and the
+scale is applied to the narrow tensor between A and B, [tokens, rank].
 
-Frozen dense layers without tensor parallelism have this; layers of experts scale the narrow tensor only. A layer with
-dropout, fp8, more than one active adapter or none, as in a pass of the reference model, runs as mcore-bridge has it.
+This covers frozen dense layers without tensor parallelism; layers of experts only scale the narrow tensor. A layer with
+dropout, fp8, or not exactly one active adapter, as in a pass of the reference model, runs as in mcore-bridge.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def _dense(
     name = _active_adapter(module)
     if args or kwargs or name is None or not _is_supported(module, name, x):
         return original(x, *args, **kwargs)
-    base, down, up = module.base_layer, module.lora_A[name].weight, module.lora_B[name].weight
+    base = module.base_layer
+    down = module.lora_A[name].weight
+    up = module.lora_B[name].weight
     if isinstance(base, TELayerNormColumnParallelLinear):
         x = _normalized(base, x)
     bias = base.bias if base.use_bias else None
@@ -90,7 +92,9 @@ def _dense(
 
 
 def _is_supported(module: LoraParallelLinear, name: str, x: torch.Tensor) -> bool:
-    down, up, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    down = module.lora_A[name]
+    up = module.lora_B[name]
+    dropout = module.lora_dropout[name]
     drops = module.training and not isinstance(dropout, torch.nn.Identity)
     one_dtype = x.dtype == module.base_layer.weight.dtype == down.weight.dtype == up.weight.dtype
     return one_dtype and not (drops or down.use_bias or up.use_bias or torch.is_autocast_enabled())
@@ -128,7 +132,8 @@ class AdaptedProduct(torch.autograd.Function):
         narrow = (rows @ down.t()).mul_(scaling)
         output = F.linear(rows, weight, bias).addmm_(narrow, up.t())
         ctx.save_for_backward(rows, narrow, weight, down, up)
-        ctx.scaling, ctx.gradients_have_hooks = scaling, gradients_have_hooks
+        ctx.scaling = scaling
+        ctx.gradients_have_hooks = gradients_have_hooks
         return output.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod

@@ -50,7 +50,8 @@ def check_attention(models: Iterable[torch.nn.Module], parallel: RankPosition) -
 
     Context-parallel ranks call it together. Layers with windows, attention sinks, dropout or fp8 are not compared.
     """
-    checked, messages = set[Shape](), list[str]()
+    checked = set[Shape]()
+    messages = list[str]()
     for model in models:
         for layer in model.modules():
             if not isinstance(layer, Attention) or not _is_comparable(layer):
@@ -76,7 +77,8 @@ def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str,
     multiple = 2 * parallel.cp_size if parallel.cp_size > 1 else 1
     lengths = [-(-length // multiple) * multiple for length in LENGTHS]
     bounds = [0, *accumulate(lengths)]
-    tokens, device = bounds[-1], next(layer.parameters()).device
+    tokens = bounds[-1]
+    device = next(layer.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     dtype = layer.config.params_dtype
 
@@ -84,7 +86,8 @@ def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str,
         return torch.randn(tokens, heads, channels, device=device, generator=generator).to(dtype)
 
     query = random(shape.heads, shape.key_channels)
-    key, value = random(shape.groups, shape.key_channels), random(shape.groups, shape.value_channels)
+    key = random(shape.groups, shape.key_channels)
+    value = random(shape.groups, shape.value_channels)
     direction = random(shape.heads, shape.value_channels).flatten(1)
     held = torch.tensor(zigzag_positions(lengths, parallel.cp_rank, parallel.cp_size), device=device)
     inputs = [tensor[held].requires_grad_() for tensor in (query, key, value)]

@@ -13,7 +13,7 @@ gain as well: the rotary embedding and the additions to the gradient buffer took
 * experts with expert parallelism, also on a CPU: a token's row is sent once to a rank (row_dispatch.py)
 * adding the residual, if there is no dropout: a plain addition
 * experts: one kernel per product for all of them (grouped_experts.py), also on a CPU
-* adapters: their products add to those of the frozen layer (adapter_layers.py), also on a CPU
+* adapters: their products add to the output of the frozen layer (adapter_layers.py), also on a CPU
 * --recompute_elementwise, in micro batches that are bound by the GPU: outputs of norms and SwiGLU are recomputed
 
 A module that a kernel does not support keeps its own implementation. On a CPU nothing else is replaced.
@@ -145,7 +145,7 @@ class NormSettings:
 class RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, settings: NormSettings) -> torch.Tensor:
-        """Normalize the last dimension of x, whose size is that of weight."""
+        """Normalize the last dimension of x, whose size is the size of weight."""
         import transformer_engine_torch as kernels
         from transformer_engine.pytorch.constants import TE_DType
 
@@ -192,7 +192,8 @@ def _norm_recomputed_in_backward(module: Any, original: Any, x: torch.Tensor) ->
         return output
     node: Any = producing_node(output[0], "_LayerNormLinearBackward")
     if node is not None:
-        kept, weights = x.detach(), (module.weight, module.layer_norm_weight)
+        kept = x.detach()
+        weights = (module.weight, module.layer_norm_weight)
         for saved in node.saved_tensors:
             if saved is None or saved.dtype != kept.dtype or saved.numel() != kept.numel():
                 continue

@@ -129,7 +129,8 @@ def _attend(
     if isinstance(packed, SharedPrompts):
         places = packed.key_places
         assert places is not None
-        key, value = key.index_select(0, places), value.index_select(0, places)
+        key = key.index_select(0, places)
+        value = value.index_select(0, places)
         attn_mask_type, kwargs["packed_seq_params"] = _BOTTOM_RIGHT, packed.segments
     output: torch.Tensor = forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
     return output

@@ -45,7 +45,8 @@ def would_find_no_kernel(layer: Attention) -> bool:
 
 def replace_kernel(layer: Any) -> None:
     """Make a layer attend with torch's kernel, or raise ValueError."""
-    channels, config = layer.key_hidden_size, layer.config
+    channels = layer.key_hidden_size
+    config = layer.config
     if layer.attention_type != "self" or layer.attn_mask_type is not AttnMaskType.causal:
         missing: str | None = f"masks other than the causal one; {_OTHER_KERNELS}"
     else:

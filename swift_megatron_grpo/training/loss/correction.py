@@ -48,7 +48,8 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
     Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. log pi_generated are the engine's
     log-probs if there are any, else the trainer's.
     """
-    rows, batch = terms.rows, terms.batch
+    rows = terms.rows
+    batch = terms.batch
     generated = terms.old if batch.rollout_logprobs is None else batch.rollout_logprobs
     drift = rows.mean(generated - terms.logprobs)
     return ~((drift > delta) & (rows.mean(terms.advantages) < 0))
@@ -60,12 +61,15 @@ def mismatch_metrics(terms: Terms) -> Metrics:
 
     All are means over the step, not means of micro batch means, so they do not depend on how completions were packed.
     """
-    batch, rows = terms.batch, terms.rows
+    batch = terms.batch
+    rows = terms.rows
     rollout = batch.rollout_logprobs
     assert rollout is not None
     log_rho = terms.old - rollout
-    trained, generated = rows.mean(terms.old), rows.mean(rollout)  # [s]
-    rho, geometric = log_rho.clamp(-SAFE, SAFE).exp(), rows.mean(log_rho).clamp(-SAFE, SAFE).exp()
+    trained = rows.mean(terms.old)  # [s]
+    generated = rows.mean(rollout)  # [s]
+    rho = log_rho.clamp(-SAFE, SAFE).exp()
+    geometric = rows.mean(log_rho).clamp(-SAFE, SAFE).exp()
     gap = generated - trained
     metrics = {
         "training_ppl": sequence_mean((-trained).clamp(max=SAFE).exp(), batch),
@@ -86,13 +90,15 @@ def mismatch_metrics(terms: Terms) -> Metrics:
 
 
 # The effective sample size is a quotient of sums: `effective_sample_size` divides once the whole step is summed.
-_MEAN, _SQUARE = "rollout_correction/ess_mean", "rollout_correction/ess_square"
+_MEAN = "rollout_correction/ess_mean"
+_SQUARE = "rollout_correction/ess_square"
 
 
 @torch.no_grad()
 def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, config: Correction) -> Metrics:
     """Compute metrics of the importance weights."""
-    batch, limit = terms.batch, config.rollout_importance_sampling_threshold
+    batch = terms.batch
+    limit = config.rollout_importance_sampling_threshold
     bounded = weights.clamp(1 / limit, limit)
     if config.rollout_importance_sampling_mode in ("token_truncate", "token_mask"):
         outside = token_mean((log_rho.clamp(-SAFE, SAFE).exp() > limit).float(), batch)

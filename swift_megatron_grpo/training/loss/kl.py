@@ -20,7 +20,7 @@ def k1_abs(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 
 def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Compute 1/2 log(pi / ref)^2: biased, but its gradient is that of the KL."""
+    """Compute 1/2 log(pi / ref)^2: biased, but its gradient is the gradient of the KL."""
     return 0.5 * (logprobs - base).square()
 
 

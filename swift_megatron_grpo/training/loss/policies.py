@@ -21,7 +21,8 @@ def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
     --delta: min(r, delta) in the first term (INTELLECT-2, https://arxiv.org/abs/2505.07291)
     --dual_clip: max(the above, dual_clip A) where A < 0 (https://arxiv.org/abs/1912.09729)
     """
-    ratio, advantages = terms.ratio, terms.advantages
+    ratio = terms.ratio
+    advantages = terms.advantages
     first = ratio if config.delta is None else ratio.clamp(max=config.delta)
     bounded = ratio.clamp(1 - config.epsilon_low, 1 + config.epsilon_high)
     gain = torch.min(first * advantages, bounded * advantages)
@@ -32,7 +33,9 @@ def clipped(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
 def clip_metrics(terms: Terms, config: LossConfig) -> Metrics:
     """Compute the fraction of tokens whose gradient clipping removes. The extremes are over completions."""
-    ratio, advantages, batch = terms.ratio.detach(), terms.advantages, terms.batch
+    ratio = terms.ratio.detach()
+    advantages = terms.advantages
+    batch = terms.batch
     low = ((ratio < 1 - config.epsilon_low) & (advantages < 0)).float()
     high = ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float()
     either = token_mean(low + high, batch)
@@ -65,7 +68,8 @@ def sapo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 
     - 4/tau sigmoid(tau (r - 1)) A    with tau_pos if A > 0, else tau_neg
     """
-    tau_pos, tau_neg = config.sapo.tau_pos, config.sapo.tau_neg
+    tau_pos = config.sapo.tau_pos
+    tau_neg = config.sapo.tau_neg
     positive = 4 / tau_pos * torch.sigmoid(tau_pos * (terms.ratio - 1))
     negative = 4 / tau_neg * torch.sigmoid(tau_neg * (terms.ratio - 1))
     return -torch.where(terms.advantages > 0, positive, negative) * terms.advantages, {}
@@ -95,7 +99,8 @@ def fipo(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, Metrics]:
 @torch.no_grad()
 def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return FIPO's weight, F, and 1.0 for tokens that the safety threshold caps: [m] each."""
-    settings, rows = config.fipo, terms.rows
+    settings = config.fipo
+    rows = terms.rows
     log_ratio = terms.log_ratio
     if config.delta is not None:
         log_ratio = log_ratio.masked_fill(terms.ratio > config.delta, 0.0)
@@ -107,16 +112,18 @@ def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Ten
     capped = torch.zeros_like(weight)
     if settings.fipo_safety_threshold is not None:
         risky = (terms.advantages < 0) & (terms.ratio > settings.fipo_safety_threshold)
-        weight, capped = torch.where(risky, weight.clamp(0.8, 1.0), weight), risky.float()
+        weight = torch.where(risky, weight.clamp(0.8, 1.0), weight)
+        capped = risky.float()
     return weight, future, capped
 
 
 def discounted_future_sum(grid: torch.Tensor, gamma: float) -> torch.Tensor:
     """Compute y_t = sum_{k >= t} gamma^(k - t) x_k along the rows of [s, w].
 
-    It takes log2(w) steps, of which each doubles the reach of the sum.
+    It needs log2(w) steps; each doubles the reach of the sum.
     """
-    reach, width = 1, grid.shape[1]
+    reach = 1
+    width = grid.shape[1]
     while reach < width:
         later = torch.nn.functional.pad(grid[:, reach:], (0, reach))
         grid = grid + gamma**reach * later

@@ -19,10 +19,12 @@ def real(terms: Terms, kept: torch.Tensor, config: LossConfig) -> torch.Tensor:
     contributes 0. All completions of a group must be in one micro batch. `kept`: [s], True for completions to include;
     ms-swift includes the others with S = 0.
     """
-    batch, rows = terms.batch, terms.rows
+    batch = terms.batch
+    rows = terms.rows
     scores = rows.mean(terms.log_ratio) / config.real_tau  # [s]
     labels = rows.mean(terms.advantages)  # [s]
-    positive, negative = kept & (labels > 0), kept & (labels <= 0)
+    positive = kept & (labels > 0)
+    negative = kept & (labels <= 0)
 
     member = batch.groups[None] == torch.arange(batch.num_groups, device=scores.device)[:, None]  # [groups, s]
     loss = _log_one_plus(scores, member & negative) + _log_one_plus(-scores, member & positive)  # [groups]

@@ -26,7 +26,8 @@ class Rows:
     @classmethod
     def of(cls, batch: MicroBatch) -> Rows:
         """Return the rows of this micro batch."""
-        lengths, tokens = batch.lengths, sum(batch.counts)
+        lengths = batch.lengths
+        tokens = sum(batch.counts)
         width = max(batch.counts)
         sequence = torch.arange(len(batch.counts), device=lengths.device).repeat_interleave(lengths, output_size=tokens)
         starts = lengths.cumsum(0) - lengths

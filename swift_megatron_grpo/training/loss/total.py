@@ -101,8 +101,10 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
 
 def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None, torch.Tensor | None, Metrics]:
     """Return the weights of tokens [m] and the mask of trained sequences [s], None for no change, and metrics."""
-    batch, settings = terms.batch, config.correction
-    mode, delta = settings.rollout_importance_sampling_mode, settings.off_policy_sequence_mask_delta
+    batch = terms.batch
+    settings = config.correction
+    mode = settings.rollout_importance_sampling_mode
+    delta = settings.off_policy_sequence_mask_delta
     metrics: Metrics = {}
     weights = kept = None
     if batch.rollout_logprobs is not None:

@@ -51,7 +51,8 @@ class StorageGroup:
             return
         for storage, size in self._emptied:
             storage.resize_(size)
-        storages, self._emptied = [storage for storage, _ in self._emptied], []
+        storages = [storage for storage, _ in self._emptied]
+        self._emptied = []
         if self._host is not None:
             self._host.restore(storages)
         else:

@@ -21,7 +21,9 @@ def drop_and_recompute(saved: torch.Tensor, compute: Callable[[torch.Tensor], ob
     """
     storage = saved.untyped_storage()
     pending = [(storage, storage.nbytes(), compute)]
-    dtype, shape, stride = saved.dtype, saved.shape, saved.stride()
+    dtype = saved.dtype
+    shape = saved.shape
+    stride = saved.stride()
     storage.resize_(0)
 
     def recompute(_: torch.Tensor) -> None:

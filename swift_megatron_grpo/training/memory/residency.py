@@ -47,7 +47,7 @@ class Residency:
         self,
         config: Offloading,
         models: Sequence[torch.nn.Module],  # as wrapped for training (DDP)
-        frozen: Sequence[torch.nn.Module],  # the reference policy's own
+        frozen: Sequence[torch.nn.Module],  # of the reference policy
         optimizer: MegatronOptimizer,
         log: Callable[[str], None],  # called when a decision changes
         free_memory: Callable[[], int] = free_device_memory,
@@ -166,10 +166,12 @@ class Residency:
             self._spare_in_training = min(spare, spare if self._spare_in_training is None else self._spare_in_training)
 
     def _decide_about_training(self) -> None:
-        spare, self._spare_in_training = self._spare_in_training, None
+        spare = self._spare_in_training
+        self._spare_in_training = None
         if spare is None:  # nothing was trained since
             return
-        fits, before = spare >= TRAINING_MARGIN, self._reference_fits_training
+        fits = spare >= TRAINING_MARGIN
+        before = self._reference_fits_training
         self._reference_fits_training = fits
         if fits is not before:
             action = "stays on the GPU" if fits else "is offloaded"

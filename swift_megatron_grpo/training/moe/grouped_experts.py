@@ -8,7 +8,7 @@ The grouped product reads the weights of all experts as one tensor. The paramete
 and so on, which checkpoints, adapters and the optimizer see; the tensor is a view of the memory in which they follow
 each other. Megatron's buffers have parameters in the reverse of the order in which a module registers them, so they
 are registered in reverse; a checkpoint remembers it (`experts_in_order` of its manifest), because the optimizer's state
-is saved in the order of the buffers. Frozen ones are moved into memory of their own.
+is saved in the order of the buffers. Frozen ones are moved into separate memory.
 
 Weight gradients of a micro batch are computed in the precision of the weights and added to Megatron's fp32 buffer.
 """
@@ -42,7 +42,7 @@ def group_products(models: Iterable[torch.nn.Module], gradients_have_hooks: bool
                 weights = [getattr(module, f"weight{expert}") for expert in range(module.num_gemms)]
                 if _is_plain(module) and len({weight.requires_grad for weight in weights}) == 1:
                     module.forward = GroupedLinear(module.forward, weights, gradients_have_hooks)
-                    move_together(weights)  # the distributed optimizer moves trained ones once more, into its buffer
+                    move_together(weights)  # the distributed optimizer moves trained ones again, into its buffer
                 _register_in_reverse(module)
 
 
@@ -65,7 +65,7 @@ def move_together(weights: Sequence[torch.nn.Parameter]) -> None:
 
 
 class GroupedLinear:
-    """The forward of one layer's experts, in place of that of their TEGroupedLinear."""
+    """The forward of one layer's experts, in place of TEGroupedLinear's."""
 
     def __init__(
         self, per_expert: Callable[..., Any], weights: Sequence[torch.nn.Parameter], gradients_have_hooks: bool
@@ -133,7 +133,8 @@ class GroupedProduct(torch.autograd.Function):
         it, one parameter is enough, so that backward runs if x needs no gradient.
         """
         ctx.save_for_backward(x if parameters else None, weight, ends)
-        ctx.main_grad, ctx.parameters = main_grad, len(parameters)
+        ctx.main_grad = main_grad
+        ctx.parameters = len(parameters)
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
     @staticmethod

@@ -28,7 +28,7 @@ class RoutingUnsupported(RuntimeError):
 def chosen_experts(
     scores: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], given: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and indices [rows, k] of the given experts, and of the router's own in rows of -1.
+    """Return scores and indices [rows, k] of the given experts; in rows of -1, of the experts that the router chose.
 
     `scores`: [rows, experts]. `own`: scores and indices of the router's own choice. `given`: [rows, k].
     """
@@ -42,18 +42,22 @@ class ExpertChoice:
     def __init__(self, layer: int, trains: bool, records: bool) -> None:
         self.layer = layer  # from 0, of the whole model
         self.chosen: list[torch.Tensor] = []  # [rows, k] int32 of each micro batch, if they are recorded
-        self._trains, self._records = trains, records
+        self._trains = trains
+        self._records = records
         self._is_open = self._was_asked = False
         self._given: torch.Tensor | None = None  # [rows, k] of the micro batch in forward
-        self._recomputed: deque[torch.Tensor | None] = deque()  # of those whose forward backward repeats, in order
+        self._recomputed: deque[torch.Tensor | None] = deque()  # of micro batches that backward recomputes, in order
 
     def begin(self, given: torch.Tensor | None) -> None:
         """Begin the forward pass of a micro batch. `given`: [rows, k]; None: the router chooses."""
-        self._given, self._is_open, self._was_asked = given, True, False
+        self._given = given
+        self._is_open = True
+        self._was_asked = False
 
     def end(self) -> None:
         """End the forward pass of a micro batch."""
-        self._given, self._is_open = None, False
+        self._given = None
+        self._is_open = False
 
     def check_asked(self) -> None:
         """Raise RoutingUnsupported if the router has not asked for experts since `begin`."""
@@ -89,7 +93,7 @@ class ExpertChoice:
         return values, indices
 
     def _next_given(self) -> torch.Tensor | None:
-        """Return the experts of the micro batch that runs: in forward, or once more in backward.
+        """Return the experts of the micro batch that runs: in forward, or again in backward.
 
         A checkpointed layer runs without gradients in forward and again in backward, when no forward is open. Of one
         router, backward passes come in the order of forward passes, also in an interleaved pipeline.
@@ -140,7 +144,8 @@ class PassRouters:
 
         `routing`: [l, layers, k] of the tokens of this context-parallel rank.
         """
-        routers, choices = self._routers[model], self._choices[model]
+        routers = self._routers[model]
+        choices = self._choices[model]
         if routing is not None and routers and routers[0].config.sequence_parallel:
             routing = routing.chunk(self._position.tp_size)[self._position.tp_rank]
         for choice in choices:

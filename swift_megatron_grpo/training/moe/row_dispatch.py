@@ -7,7 +7,7 @@ experts there, on 3.6 of 4 GPUs, so that 6 rows leave a GPU where 2.7 would do; 
 
 Here a row is sent once to a GPU, with the router's scores of that GPU's experts, 4 bytes each. The receiver copies it
 for each expert, and adds their outputs before they are sent back. Sums are the same in another order. In bf16 the sum
-of a GPU's experts is rounded once more, as in DeepEP.
+of a GPU's experts is rounded a second time, as in DeepEP.
 
 n tokens of this rank, g expert-parallel ranks, e experts of a rank, h hidden size, s rows that this rank sends,
 r rows that it receives, p pairs of a received row and an expert of this rank.
@@ -122,7 +122,8 @@ class RowDispatcher(MoETokenDispatcher):
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Send both. Return what this rank receives: [r, h] and [r, e]."""
-        sent, received = self._routing.sent, self._routing.received
+        sent = self._routing.sent
+        received = self._routing.received
         rows, scores = (all_to_all(self.ep_group, values, received, sent) for values in (hidden_states, probs))
         return rows, scores
 
@@ -181,7 +182,8 @@ class RowDispatcher(MoETokenDispatcher):
         theirs = torch.empty_like(mine)
         torch.distributed.all_to_all_single(theirs, mine, group=self.ep_group)
         numbers = torch.cat([mine[:, 0], theirs[:, 0], theirs[:, 1:].sum(0)]).tolist()  # the only wait for the GPU
-        sent, received = numbers[: self.ep_size], numbers[self.ep_size : 2 * self.ep_size]
+        sent = numbers[: self.ep_size]
+        received = numbers[self.ep_size : 2 * self.ep_size]
         return _Routing(shape, to_ranks, sent, received, numbers[2 * self.ep_size :])
 
 

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS, _COLUMNS = 4, 256  # of a tile: each of four warps has a row, each thread 16 bytes of bf16 per tensor
+_ROWS = 4
+_COLUMNS = 256  # of a tile: each of four warps has a row, each thread 16 bytes of bf16 per tensor
 
 
 class WeightedSwiGLU(torch.autograd.Function):

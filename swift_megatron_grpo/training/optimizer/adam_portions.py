@@ -34,7 +34,7 @@ def step_adam_in_portions() -> None:
 def in_portions(whole: Callable[..., Any]) -> Callable[..., Any]:
     """Return `FusedAdam.step` for any number of weights."""
 
-    @wraps(whole)  # with the mark of torch, which would add its hooks once more
+    @wraps(whole)  # keeps the mark of torch, which would add its hooks a second time
     def step_in_portions(self: Any, closure: Callable[[], Any] | None = None, grad_scaler: Any = None) -> Any:
         if self.capturable or all(dtype == torch.float32 for dtype in self.name_to_dtype_map.values()):
             return whole(self, closure, grad_scaler)
@@ -52,7 +52,8 @@ def in_portions(whole: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _step_group(adam: Any, group: dict[str, Any], whole: Callable[..., Any], grad_scaler: Any) -> None:
-    parameters, steps = group["params"], group.get("step", 0)
+    parameters = group["params"]
+    steps = group.get("step", 0)
     try:
         for portion in portions(parameters):
             group.update(params=portion, step=steps)  # every call counts a step
@@ -68,7 +69,8 @@ def portions(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]
     for parameter in parameters:
         if portion and numel + parameter.numel() > LARGEST:
             yield portion
-            portion, numel = [], 0
+            portion = []
+            numel = 0
         portion.append(parameter)
         numel += parameter.numel()
     if portion:

@@ -2,7 +2,7 @@
 
 Upstream: gradient norm, clipping, and Transformer Engine's FusedAdam loop over tensors in Python, 35 to 73 microseconds
 for each in a step (benchmarks: moe-30b-a3b-lora). `DistributedOptimizer` also looks up the memory of each parameter in
-three dictionaries, and copies it by a kernel of its own, twice in each step. Adapters on all experts of Qwen3-30B-A3B
+three dictionaries, and copies it by a separate kernel, twice in each step. Adapters on all experts of Qwen3-30B-A3B
 are almost 25,000 tensors, which the GPU updates in a few milliseconds.
 
 Fix: parameters of a group (learning rate, weight decay) that follow each other in Megatron's buffers make a run, for
@@ -11,7 +11,7 @@ gradient norm has the gradients that upstream would count, joined where they fol
 order, so that its last bit may differ, and with it all gradients that are clipped. All runs are copied by one call.
 
 Between steps everything is as upstream left it: the groups contain one shard for each parameter, with separate states
-for checkpoints and offloading. The memory is that of the runs: a shard and its states are views.
+for checkpoints and offloading. These are views of the memory of the runs.
 
 Optimizers other than Adam, the precision-aware one, float8, gradients that are not fp32, Megatron's FSDP and optimizers
 on the CPU are left to upstream.
@@ -298,7 +298,7 @@ def _join_states(flat: _Flat, states: States) -> None:
 
 
 def _share_states(flat: _Flat, states: States) -> None:
-    """Make the states of shards views of those of whole runs."""
+    """Make the states of shards views of the states of whole runs."""
     for run in flat.runs:
         for name, values in flat.whole_states.get(run.whole, {}).items():
             for shard, part in run.parts(values):

@@ -30,7 +30,8 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from peft.tuners.lora import model as peft_model
 
-_REPLICATED, _SHARDED = "adapter-dropout-replicated", "adapter-dropout-sharded"
+_REPLICATED = "adapter-dropout-replicated"
+_SHARDED = "adapter-dropout-sharded"
 
 
 @contextmanager
@@ -62,7 +63,8 @@ class AdapterDropout(torch.nn.Module):
 
     def __init__(self, p: float, state: str) -> None:
         super().__init__()
-        self.p, self.state = p, state
+        self.p = p
+        self.state = state
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:

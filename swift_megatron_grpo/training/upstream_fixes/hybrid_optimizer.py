@@ -1,4 +1,4 @@
-"""Mends checkpoints of runs whose optimizer has its states on the CPU (--optimizer_cpu_offload); megatron-core 0.16.1.
+"""Mends checkpoints of runs with --optimizer_cpu_offload; megatron-core 0.16.1.
 
 * Weights that are loaded late: Megatron copies the weights when it builds the optimizer. When a checkpoint in its own
   format is loaded afterwards (--mcore_model), `reload_model_params` updates neither the fp32 weights of the distributed

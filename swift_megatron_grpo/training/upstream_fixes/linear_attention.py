@@ -6,7 +6,7 @@ Upstream, in mcore-bridge 1.6.5 with megatron-core 0.16.1:
   the whole gradient of `in_proj.layer_norm_weight`, and of the replicated halves of adapters on in_proj and out_proj.
   They are marked `sequence_parallel` nevertheless, and Megatron sums them over the ranks: TP times the gradient. On a
   small model the gradient norm was 0.6 % off, with LoRA 23 %.
-* Without sequence parallelism, `out_norm.weight` gets the gradient of the heads of its own rank only, and nothing sums
+* Without sequence parallelism, `out_norm.weight` gets the gradient of its rank's heads only, and nothing sums
   it: the copies of the ranks drift apart. With it, the mark makes Megatron sum it, which is right.
 
 Fix: remove the first mark before the optimizer is built, and sum the second gradient after `finalize_model_grads`.
@@ -29,11 +29,9 @@ from megatron.core.utils import get_model_config
 
 
 def unmark_gathered_projections(models: Iterable[torch.nn.Module]) -> None:
-    """Remove the mark from the weights that see all tokens, and leave that of out_norm."""
+    """Remove the mark from the weights that see all tokens, and leave the mark of out_norm."""
     for net in delta_nets(models):
-        if (
-            not net.config.linear_decoupled_in_proj
-        ):  # otherwise the norm is a module of the layer, and its mark is right
+        if not net.config.linear_decoupled_in_proj:  # else the norm is a module of the layer, and its mark is right
             _unmark(net.in_proj)
         _unmark(net.out_proj)
 

@@ -42,7 +42,8 @@ def supply_context_parallelism() -> None:
         if config.experimental_attention_variant != "gated_delta_net":
             check(config)
             return
-        size, config.context_parallel_size = config.context_parallel_size, 1
+        size = config.context_parallel_size
+        config.context_parallel_size = 1
         try:
             check(config)
         finally:

@@ -36,7 +36,9 @@ def merge(
         deltas = [up.float() @ down.float() for up, down in zip(ups, downs, strict=True)]
         return [(base.float() + scaling * delta).to(base.dtype) for base, delta in zip(bases, deltas, strict=True)]
     if len(bases) > 1:
-        base, down, up = stacked(bases), stacked(downs), stacked(ups)
+        base = stacked(bases)
+        down = stacked(downs)
+        up = stacked(ups)
         if base is not None and down is not None and up is not None:
             return torch.baddbmm(base, up, down, alpha=scaling).unbind()
     return [torch.addmm(*tensors, alpha=scaling) for tensors in zip(bases, ups, downs, strict=True)]

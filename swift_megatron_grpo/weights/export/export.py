@@ -24,7 +24,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModules:
-    """This rank's modules with an adapter. To find them takes a walk through all modules, so it is done once."""
+    """This rank's modules with an adapter, found once: finding them walks through all modules."""
 
     of_layer: dict[torch.nn.Module | None, list[LoraLayer]]
     elsewhere: list[LoraLayer]
@@ -44,8 +44,8 @@ class AdaptedModules:
 class WeightExport:
     """Exports the same weights in every weight sync.
 
-    `adapter_only`: the adapter's weights, without the base. `left_out`: how the names of tensors begin that the engine
-    has no place for, the frozen vision towers of a composite model.
+    `adapter_only`: the adapter's weights, without the base. `left_out`: name prefixes of a frozen vision tower that
+    no engine holds.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ def export_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Export all weights, with adapters merged, on all ranks together.
 
-    Shards are gathered as the iterator advances, and every rank gets every tensor. `adapted`: None to find them. Those
-    whose adapter was merged are added to `merged`.
+    Shards are gathered as the iterator advances; every rank gets every tensor. `adapted`: None to find them. Modules
+    are added to `merged` once their adapter is merged.
     """
     if adapted is None:
         adapted = AdaptedModules.find(bridge, models)
@@ -125,7 +125,8 @@ def adapter_config(model: GPTModel) -> dict[str, Any]:
 def merged_on_read(bridge: GPTBridge, adapted: AdaptedModules, merged: set[LoraLayer] | None = None) -> Iterator[None]:
     """Merge adapters into everything that the bridge exports inside the context, one layer at a time."""
     merged = set() if merged is None else merged
-    convert_layer, on_host = bridge._set_layer_state, flags_on_host(bridge)
+    convert_layer = bridge._set_layer_state
+    on_host = flags_on_host(bridge)
 
     def convert_merged_layer(layer: torch.nn.Module | None, *args: Any, **kwargs: Any) -> Any:
         # The layer is None if another pipeline stage holds it.

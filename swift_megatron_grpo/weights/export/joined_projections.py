@@ -1,7 +1,7 @@
 """Exports the first two matrices of a feed-forward as one tensor if the checkpoint has them so (GLM-4, GLM-4V).
 
 mcore-bridge 1.6.5 reads `gate_up_proj`, and exports `gate_proj` and `up_proj` for every layer without experts. vLLM
-takes both. A model saved with the latter names loads in transformers with feed-forwards of random weights, and its
+accepts both. A model saved with the latter names loads in transformers with feed-forwards of random weights, and its
 adapter is for modules that the model does not have. It cuts an adapter that it reads over tensor-parallel ranks as one
 matrix, so that the first half of the ranks gets gate_proj alone; at TP 2 that was 5 to 10 % of the gradient norm.
 
@@ -19,7 +19,9 @@ from mcore_bridge.utils.safetensors import LazyTensor
 
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
-_GATE, _UP, _JOINED = "gate_proj", "up_proj", "gate_up_proj"
+_GATE = "gate_proj"
+_UP = "up_proj"
+_JOINED = "gate_up_proj"
 
 
 def keep_joined(bridge: Any, source: str | Path) -> None:
@@ -46,7 +48,7 @@ def keep_joined(bridge: Any, source: str | Path) -> None:
 
 
 def halved(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the tensors with lora_B in two halves, [2, channels, rank], of which every rank takes its part."""
+    """Return the tensors with lora_B in two halves, [2, channels, rank], because every rank reads its part of each."""
     name = f"{prefix}{_JOINED}.lora_B.weight"
     if name not in tensors:
         return tensors

@@ -41,7 +41,8 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
     untrained = [name for name in names if is_prediction_layer(name, config) or is_unbuilt_vision_tower(name, config)]
     stale = {name for name in names if is_copy_of_embedding(name, config)}
     others = set() if keep else {*names} - {*untrained}
-    save_weights, copy_missing = bridge.save_weights, bridge._save_missing_weights
+    save_weights = bridge.save_weights
+    copy_missing = bridge._save_missing_weights
 
     def save_with_untrained(*args: Any, save_missing_weights: str | bool | None = None, **options: Any) -> None:
         wanted = save_missing_weights or (source if untrained and keep is not False else False)
@@ -50,7 +51,8 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
     def copy_untrained(saver: Any, saved: set[str], folder: str | None = None) -> None:
         copy_missing(saver, saved | stale | others, folder)
 
-    bridge.save_weights, bridge._save_missing_weights = save_with_untrained, copy_untrained
+    bridge.save_weights = save_with_untrained
+    bridge._save_missing_weights = copy_untrained
     note = _note(untrained, saved=keep is not False) if untrained else None
     return KeptTensors(note, 0 if keep is False else _bytes_of(untrained, source))
 

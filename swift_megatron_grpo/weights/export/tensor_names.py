@@ -11,7 +11,7 @@ _LAYER = r"(?:^|\.)layers\.(\d+)\."
 
 
 def vision_tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """Return how the names of image, video and audio parts begin; () for a text model.
+    """Return the name prefixes of image, video and audio parts; () for a text model.
 
     Models that were released before transformers 4.52 have other names in checkpoints than in transformers:
     hf_state_dict_mapping has pairs of the two.
@@ -30,7 +30,7 @@ def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:
 
 
 def is_prediction_layer(name: str, config: ModelConfig) -> bool:
-    """Return True for multi-token prediction; some models number its layers after their own."""
+    """Return True for multi-token prediction; some models number its layers after the decoder's."""
     if re.search(_PREDICTION, name):
         return True
     layer = re.search(_LAYER, name)

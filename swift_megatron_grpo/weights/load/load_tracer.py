@@ -87,7 +87,9 @@ class LoadTrace(TorchDispatchMode):
         self.copies: dict[str, list[TracedCopy]] = defaultdict(list)  # by the sent tensor
         self.copies_to: dict[str, list[TracedCopy]] = defaultdict(list)  # by the parameter
         self.discarded = 0  # elements that were written to the meta device
-        self.computed: set[str] = set()  # parameters that something else than a slice of a sent tensor was written to
+        self.computed: set[str] = (
+            set()
+        )  # parameters that were written with something other than a slice of a sent tensor
         self.ignored: list[str] = []
         self.accepted: list[str] = []
         self.unwritten: list[str] = []
@@ -103,7 +105,7 @@ class LoadTrace(TorchDispatchMode):
             yield name, tensor
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take copies into these tensors for copies into the parameters of the same names."""
+        """Count copies into these tensors as copies into the parameters of the same names."""
         self._owners |= {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -173,7 +175,8 @@ class LoadTrace(TorchDispatchMode):
 
         The newest ones are searched first, because memory of freed tensors is reused.
         """
-        storage, begin = source.untyped_storage().data_ptr(), _begin(source)
+        storage = source.untyped_storage().data_ptr()
+        begin = _begin(source)
         for sent in reversed(self._registered):
             if sent.storage == storage and sent.begin <= begin < sent.begin + sent.nbytes:
                 return sent

@@ -134,8 +134,8 @@ class LoadedWeights:
     def _find_targets(self) -> None:
         """Find out where each tensor goes that the model loads by nothing but copies, unless that is known.
 
-        The model loads the others: those that it rearranges, those whose parameters it has replaced, and those whose
-        parameters it also pads, because the padding is lost with the weights when vLLM sleeps at level 2.
+        The model loads a tensor itself if it rearranges it, has replaced its parameter, or also pads the parameter:
+        padding is lost with the weights when vLLM sleeps at level 2.
         """
         assert self._trace is not None
         parameters = dict(self._model.named_parameters())

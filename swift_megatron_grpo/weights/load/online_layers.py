@@ -1,6 +1,6 @@
 """vLLM's layers that quantize online, as staging.py uses them. Nothing else here knows how vLLM quantizes.
 
-vLLM has its own way to load such a layer again (model_executor/model_loader/reload): each loader runs twice, once to
+vLLM can load such a layer again (model_executor/model_loader/reload): each loader runs twice, once to
 count elements and once to load, which takes seconds for a mixture of experts with thousands of tensors. This file uses
 two parts of it. vLLM keeps a description of each layer's parameters as they were before the layer was quantized; and a
 layer's quantization method makes of such parameters what its kernels read. Here it does so on a copy of the layer, and
@@ -180,7 +180,8 @@ def _process_as_one_expert(layer: Any) -> None:
     channels of all: the bits are the same. A sync of 48 layers of 128 experts has 96 matrices to quantize instead of
     12,288. Both 8-bit copies of all experts' w13 exist for a moment, before the result is copied to its place.
     """
-    method, experts = layer.quant_method, layer.local_num_experts
+    method = layer.quant_method
+    experts = layer.local_num_experts
     set_up_kernel = method._setup_kernel
     loaded = {name: layer._parameters[name] for name in _EXPERTS}
 

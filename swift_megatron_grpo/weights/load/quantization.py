@@ -99,7 +99,8 @@ def start_up_notes(quantization: Quantization, correction: str | None, splits_ex
     """
     if quantization == "none":
         return []
-    flag, notes = f"--rollout_quantization {quantization}", []
+    flag = f"--rollout_quantization {quantization}"
+    notes = []
     if correction is None:
         notes.append(
             f"{flag}: vLLM samples from a policy whose weights and activations are rounded, and no flag corrects for "

@@ -44,7 +44,8 @@ def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = No
     for name, tensor in weights:
         if waiting and size + tensor.nbytes > nbytes:
             yield pack(waiting, device)
-            waiting, size = [], 0
+            waiting = []
+            size = 0
         waiting.append((name, tensor))
         size += tensor.nbytes
     if waiting:
@@ -53,7 +54,8 @@ def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = No
 
 def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | None = None) -> Bucket:
     """Copy tensors into a bucket; they may change afterwards."""
-    entries, end = [], 0
+    entries = []
+    end = 0
     for name, tensor in weights:
         entries.append(Entry(name, _name(tensor.dtype), tuple(tensor.shape), end))
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

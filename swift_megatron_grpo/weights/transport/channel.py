@@ -2,7 +2,7 @@
 
 Each server has a separate process group, built directly from a store: it is independent of both default groups, no
 object is pickled, and a server that dies breaks only its own group. Rank 0 is the trainer. Only processes with the
-secret of rendezvous.py take part: they prove it at the rendezvous, and once more over the group itself.
+secret of rendezvous.py take part: they prove it at the rendezvous, and again over the group itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous, authent
 _TRAINER = 0
 _PROOF_BYTES = 32
 _SIZES = Struct("<qq")  # bytes of a message's header and of its payload
-_FRAME_BYTES = 2**15  # sizes and header, which has 90 bytes for each tensor; a longer header has a part of its own
+_FRAME_BYTES = (
+    2**15
+)  # sizes and header, which has 90 bytes for each tensor; the rest of a longer header is sent separately
 _TEXT_IN_FRAME = _FRAME_BYTES - _SIZES.size
 # Groups closed during a transfer. A gloo transfer cannot be interrupted, and destroying its group would wait for it.
 _abandoned: list[Any] = []
@@ -37,7 +39,8 @@ class Channel:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         self.device = device
-        self._rank, self._size = rank, rendezvous.size
+        self._rank = rank
+        self._size = rendezvous.size
         timeout = timedelta(seconds=rendezvous.timeout)
         with shared_store(rendezvous) as (store, address):
             self._group: Any = (
@@ -54,7 +57,8 @@ class Channel:
     def send(self, header: dict[str, Any], payload: torch.Tensor | None = None) -> None:
         """Send a message; return when every worker has received it. `payload`: bytes, on this device."""
         text = json.dumps(header).encode()
-        frame, rest = bytearray(_FRAME_BYTES), text[_TEXT_IN_FRAME:]
+        frame = bytearray(_FRAME_BYTES)
+        rest = text[_TEXT_IN_FRAME:]
         _SIZES.pack_into(frame, 0, len(text), 0 if payload is None else payload.numel())
         frame[_SIZES.size : _SIZES.size + len(text) - len(rest)] = text[:_TEXT_IN_FRAME]
         parts = [self._on_device(frame)]
@@ -78,7 +82,8 @@ class Channel:
 
     def close(self) -> None:
         """Close the group. Pending calls of the other end and of other threads here raise an error."""
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             group.abort()
 
@@ -111,7 +116,8 @@ class Channel:
         if group is None:
             raise ConnectionError("the channel is closed")
         options = BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        options.rootRank = root
+        options.rootTensor = 0
         return group, group.broadcast([tensor], options)
 
     def _finish(self, started: Any) -> None:

@@ -29,7 +29,8 @@ class TensorSlice:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
         """Return the slice that is the whole tensor."""
-        strides, size = [], 1
+        strides = []
+        size = 1
         for length in reversed(shape):
             strides.append(size)
             size *= length

@@ -60,7 +60,8 @@ class Hub:
         both = host == "::" and socket.has_dualstack_ipv6()  # every interface, of either family
         self._listener = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
         self.port: int = self._listener.getsockname()[1]
-        self._size, self._secret = size, secret.encode()
+        self._size = size
+        self._secret = secret.encode()
         self._lock = threading.Lock()
         self._admitted: list[Connection] = []
         self._joined = 0  # ranks admitted so far
@@ -110,7 +111,8 @@ class Hub:
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send_bytes(nonce)
         answer = connection.recv_bytes(_NONCE_BYTES + _MAC_BYTES)
-        client_nonce, mac = answer[:_NONCE_BYTES], answer[_NONCE_BYTES:]
+        client_nonce = answer[:_NONCE_BYTES]
+        mac = answer[_NONCE_BYTES:]
         if not hmac.compare_digest(mac, authenticate(self._secret, b"client", nonce, client_nonce)):
             return False
         connection.send_bytes(authenticate(self._secret, b"hub", client_nonce, nonce))
