@@ -9,6 +9,8 @@ from typing import Any
 
 from swift.dataset import MessagesPreprocessor, ResponsePreprocessor, RowPreprocessor
 
+from swift_megatron_grpo.runtime.replaced import replaced
+
 logger = logging.getLogger(__name__)
 
 # Columns from which ms-swift's preprocessors read a prompt.
@@ -31,11 +33,8 @@ def no_prompt_dropped() -> Iterator[None]:
             _check_dropped(self, dataset, len(kept), bool(options.get("enable_auto_mapping")))
         return kept
 
-    RowPreprocessor.__call__ = preprocess_all
-    try:
+    with replaced(RowPreprocessor, "__call__", preprocess_all):
         yield
-    finally:
-        RowPreprocessor.__call__ = preprocess
 
 
 def refuse_rows(problems: Sequence[tuple[int, str]], size: int, fault: str, advice: str) -> None:

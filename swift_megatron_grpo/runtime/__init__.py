@@ -3,6 +3,7 @@
 parallel.py      this rank's position in the layout, and the exchange of Python objects between ranks
 failures.py      errors that every rank raises together
 import_hooks.py  run a function before or after a later import
+replaced.py      replace an attribute inside a context
 gpus.py          memory and speed of known GPUs
 deadlines/       end a run in which a phase or a reward function takes too long
 stopping/        end a run on SIGTERM or SIGINT, after the current step and with a checkpoint

@@ -23,7 +23,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from packaging.version import Version
 
+from swift_megatron_grpo.runtime.replaced import replaced
+
 logger = logging.getLogger(__name__)
+_EXCHANGE = "_communicate_shapes"  # Megatron's method
 Shape = list[int]
 _NO_TENSOR: Shape = [0, 0, 0]  # as Megatron writes it
 # The interleaved schedule waits for a send before it frees the tensor.
@@ -74,11 +77,11 @@ class StageShapes:
             self._group_size,
         )
         if agreed:
-            with _shapes_from(planned.shapes):
+            with replaced(P2PCommunicator, _EXCHANGE, planned.shapes):
                 yield
             return
         differences: list[str] = []
-        with _shapes_from(_exchanged_and_compared(planned, differences)):
+        with replaced(P2PCommunicator, _EXCHANGE, _exchanged_and_compared(planned, differences)):
             yield
         first = self._first_stage_where(bool(differences))
         self._agreed[train] = first is None
@@ -148,13 +151,3 @@ def _exchanged_and_compared(planned: PlannedExchanges, differences: list[str]) -
         return received
 
     return shapes
-
-
-@contextmanager
-def _shapes_from(shapes: Callable[..., tuple[Shape, Shape]]) -> Iterator[None]:
-    original = P2PCommunicator._communicate_shapes
-    P2PCommunicator._communicate_shapes = shapes
-    try:
-        yield
-    finally:
-        P2PCommunicator._communicate_shapes = original

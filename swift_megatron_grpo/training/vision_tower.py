@@ -11,8 +11,8 @@ between a micro batch and the vision tower:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +22,7 @@ from mcore_bridge.model import GPTModel, MultimodalGPTModel
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
 from swift_megatron_grpo.packing.images import PackedImages
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.types import ModelImage
 
 
@@ -75,7 +76,7 @@ class _PatchVisionTower:
 
     def returning(self, rows: _Rows) -> AbstractContextManager[None]:
         """Make calls of the vision tower return these rows inside the context."""
-        return _replaced(self._tower, "forward", rows)
+        return replaced(self._tower, "forward", lambda *pixels, **others: rows)
 
 
 class _TileVisionTower:
@@ -98,7 +99,7 @@ class _TileVisionTower:
 
     def returning(self, rows: _Rows) -> AbstractContextManager[None]:
         """Make calls of the vision tower and its aligner return these rows inside the context."""
-        return _replaced(self._towers, "get_image_features", rows)
+        return replaced(self._towers, "get_image_features", lambda *pixels, **others: rows)
 
 
 class VisionTowerGuard:
@@ -159,16 +160,6 @@ class VisionTowerGuard:
         grids = torch.tensor([image.grid for image in images], device=device)
         with torch.set_grad_enabled(self._trained and torch.is_grad_enabled()):
             return self._tower.compute(pixels, grids)
-
-
-@contextmanager
-def _replaced(module: torch.nn.Module, method: str, rows: _Rows) -> Iterator[None]:
-    """Make this method of a module return these rows inside the context."""
-    vars(module)[method] = lambda *pixels, **others: rows
-    try:
-        yield
-    finally:
-        del vars(module)[method]
 
 
 def _normalised(image: ModelImage, device: torch.device) -> torch.Tensor:

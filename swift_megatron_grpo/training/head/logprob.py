@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.packing.collate import ModelInputs
 from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.training.head.fused import Head, fused_log_probs, rows_per_chunk
 from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabulary
 from swift_megatron_grpo.training.head.softmax import stats_of_rows, to_gradient_
@@ -62,11 +63,8 @@ def log_prob_head(
             )
         return values[:, None]  # _postprocess turns [k, 1, x] into [1, k, x]
 
-    model._forward_output_layer = head
-    try:
+    with replaced(model, "_forward_output_layer", head):
         yield
-    finally:
-        del model._forward_output_layer
 
 
 def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Tensor]) -> bool:
@@ -113,11 +111,8 @@ def _fused(
     head = Head(vocabulary, settings.entropy, _chunk(rows, len(weight), settings))
 
     # Called as a module, because DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
-    layer.forward = lambda rows: fused_log_probs(rows, weight, targets, head)
-    try:
+    with replaced(layer, "forward", lambda rows: fused_log_probs(rows, weight, targets, head)):
         values: torch.Tensor = layer(rows)
-    finally:
-        del layer.forward
     return values
 
 

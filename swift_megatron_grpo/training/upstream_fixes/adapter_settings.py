@@ -30,6 +30,8 @@ from megatron.core import mpu
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from peft.tuners.lora import model as peft_model
 
+from swift_megatron_grpo.runtime.replaced import replaced
+
 _REPLICATED = "adapter-dropout-replicated"
 _SHARDED = "adapter-dropout-sharded"
 
@@ -51,11 +53,8 @@ def adapter_settings_applied() -> Iterator[None]:
             module.lora_dropout[adapter_name] = AdapterDropout(config.lora_dropout, _state_of(module))
         return module
 
-    peft_model.dispatch_megatron = dispatch_with_settings
-    try:
+    with replaced(peft_model, "dispatch_megatron", dispatch_with_settings):
         yield
-    finally:
-        peft_model.dispatch_megatron = dispatch
 
 
 class AdapterDropout(torch.nn.Module):

@@ -6,7 +6,7 @@ buffer with base + delta; afterwards it points to the base again, which is never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from mcore_bridge import GPTBridge
 from mcore_bridge.model import GPTModel
 from peft.tuners.lora import LoraLayer
 
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.weights.export.adapter_merge import merged_weights
 from swift_megatron_grpo.weights.export.host_flags import flags_on_host
 
@@ -133,7 +134,7 @@ def merged_on_read(bridge: GPTBridge, adapted: AdaptedModules, merged: set[LoraL
         with _merged(adapted.of_layer.get(layer, ()), merged), on_host():
             return convert_layer(layer, *args, **kwargs)
 
-    with _merged(adapted.elsewhere, merged), _replaced(bridge, "_set_layer_state", convert_merged_layer):
+    with _merged(adapted.elsewhere, merged), replaced(bridge, "_set_layer_state", convert_merged_layer):
         yield
 
 
@@ -156,13 +157,3 @@ def _merged(modules: Iterable[LoraLayer], merged: set[LoraLayer]) -> Iterator[No
     finally:
         for weight, base in bases:
             weight.data = base
-
-
-@contextmanager
-def _replaced(owner: object, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """Replace a method by an instance attribute inside the context."""
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
