@@ -99,7 +99,14 @@ class ImageReader:
         return image
 
     def _make(self, content: bytes, grid: Grid, encode: Callable[[], torch.Tensor]) -> ModelImage:
-        return ModelImage(digest_of(content), grid, MERGE, self.format.channels, encode, self.format.has_axes)
+        return ModelImage(
+            digest=digest_of(content),
+            grid=grid,
+            merge=MERGE,
+            channels=self.format.channels,
+            encode=encode,
+            has_axes=self.format.has_axes,
+        )
 
     def _patches(self, content: bytes, options: dict[str, Any], grid: Grid) -> torch.Tensor:
         """Decode, resize and cut an image; the values stay bytes, a quarter of what the processor would return."""

@@ -134,12 +134,12 @@ def plan_items(
     unit = dp_size * micro_batch_multiple
     count = min(-(-fewest // unit), len(padded) // unit) * unit
     if count >= fewest:
-        batches = _assign_within_budget(longest_first, sizes, work, room, dp_size, count)
+        batches = _assign_within_budget(longest_first, sizes, work, room=room, ranks=dp_size, count=count)
     else:
         # There are fewer samples than the next multiple. No micro batch may be empty, so some samples share one that
         # exceeds the budget. This cannot happen if the number of samples is a multiple of `unit`. Equal token counts
         # exceed the budget least.
-        joined = assign(longest_first, padded, padded, sum(padded), 1, count, evenly=len(padded))
+        joined = assign(longest_first, padded, padded, room=sum(padded), ranks=1, per_rank=count, evenly=len(padded))
         assert joined is not None
         batches = _assign_batches(joined, work, dp_size)
 
@@ -221,10 +221,10 @@ def _assign_within_budget(
 ) -> list[list[int]]:
     """Assign samples with equal work if all fit, else let the small ones fill gaps, else use the tightest packing."""
     for evenly in (len(order), len(order) // 2):
-        batches = assign(order, sizes, work, room, ranks, count // ranks, evenly)
+        batches = assign(order, sizes, work, room, ranks=ranks, per_rank=count // ranks, evenly=evenly)
         if batches is not None:
             return batches
-    tightest = assign(order, sizes, work, room, 1, count, evenly=0)
+    tightest = assign(order, sizes, work, room, ranks=1, per_rank=count, evenly=0)
     assert tightest is not None, "one rank packs as fewest_bins does"
     return _assign_batches(tightest, work, ranks)
 
@@ -233,7 +233,15 @@ def _assign_batches(batches: Sequence[list[int]], work: Sequence[float], ranks: 
     """Assign complete micro batches, the same number to every rank."""
     totals = [sum(work[i] for i in batch) for batch in batches]
     order = sorted(range(len(batches)), key=totals.__getitem__, reverse=True)
-    assigned = assign(order, [1] * len(batches), totals, 1, ranks, len(batches) // ranks, evenly=len(batches))
+    assigned = assign(
+        order,
+        sizes=[1] * len(batches),
+        work=totals,
+        room=1,
+        ranks=ranks,
+        per_rank=len(batches) // ranks,
+        evenly=len(batches),
+    )
     assert assigned is not None
     return [batches[b] for (b,) in assigned]
 

@@ -7,7 +7,7 @@ the micro batch once; for attention, each completion continues them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -88,7 +88,7 @@ def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) ->
 
     def add(number: int, begin: int, end: int, prefix: int | None) -> None:
         nonlocal at
-        segments.append(Segment(number, begin, end, at, end - begin, prefix))
+        segments.append(Segment(sample=number, begin=begin, end=end, start=at, room=end - begin, prefix=prefix))
         at += end - begin
 
     for group in groups_of(samples):
@@ -98,8 +98,7 @@ def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) ->
         for number in group.samples:
             add(number, group.shared, len(samples[number].tokens), prefix)
     last = segments.pop()
-    room = last.room + -at % align.total
-    return PackedLayout((*segments, Segment(last.sample, last.begin, last.end, last.start, room, last.prefix)))
+    return PackedLayout((*segments, replace(last, room=last.room + -at % align.total)))
 
 
 def groups_of(samples: Sequence[Sample]) -> list[Group]:

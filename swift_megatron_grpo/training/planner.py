@@ -54,10 +54,14 @@ class Planner:
         """Plan the micro batches of training."""
         groups = _groups(samples, settings)
         if settings.max_tokens is not None:
-            work = self._work(samples, settings)
-            ranks = self._parallel.dp_size
-            multiple = self._group_size
-            return self._plan_within(settings.max_tokens, work, groups, ranks, multiple, settings)
+            return self._plan_within(
+                settings.max_tokens,
+                self._work(samples, settings),
+                groups,
+                ranks=self._parallel.dp_size,
+                multiple=self._group_size,
+                settings=settings,
+            )
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
         self._check_micro_batches(plan.num_micro_batches)
         if groups and _is_worth_it(gain_of(plan, self._work(samples, settings), groups), settings):
@@ -75,7 +79,7 @@ class Planner:
                 groups = groups_of(chosen) if plan.share_prompts else []
                 work = replace(self._work(chosen, settings), completions=[len(sample.tokens) for sample in chosen],
                                images=None)  # fmt: skip
-                return self._plan_within(budget, work, groups, 1, multiple, settings)
+                return self._plan_within(budget, work, groups, ranks=1, multiple=multiple, settings=settings)
 
             return refill(plan, fill, self._group_size)
         if settings.infer_micro_batch_size is not None:
@@ -105,7 +109,14 @@ class Planner:
             if shared.plan is not None and _is_worth_it(shared, settings):
                 return shared.plan
         return plan_by_tokens(
-            work.lengths, ranks, budget, self._flops, self._align, multiple, work.completions, work.images
+            work.lengths,
+            ranks,
+            budget,
+            cost=self._flops,
+            align=self._align,
+            micro_batch_multiple=multiple,
+            completion_lengths=work.completions,
+            image_work=work.images,
         )
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:

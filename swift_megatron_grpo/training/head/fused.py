@@ -78,7 +78,17 @@ class _Recomputing(torch.autograd.Function):
         d_weight = WeightGradient(ctx.weight) if ctx.needs_input_grad[1] else None
         buffer = ctx.buffer
         ctx.buffer = None  # None in a second backward through a retained graph
-        _gradients(rows, ctx.weight, targets, ctx.head, RowStats(*saved), grad, buffer, d_rows, d_weight)
+        _gradients(
+            rows,
+            ctx.weight,
+            targets,
+            ctx.head,
+            stats=RowStats(*saved),
+            upstream=grad,
+            forward_buffer=buffer,
+            d_rows=d_rows,
+            d_weight=d_weight,
+        )
         del buffer  # before the next line allocates one more tensor of the weight's size
         return d_rows, None if d_weight is None else d_weight.for_autograd(), None, None
 

@@ -56,10 +56,17 @@ def log_prob_head(
     def head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = _rows(hidden, inputs.head_positions, model, parallel)  # [k, h]
         if logits_are_a_plain_product(model, project):
-            values = _fused(model, rows, inputs.head_targets, kwargs["weight"], settings, parallel)
+            values = _fused(
+                model, rows, inputs.head_targets, tied=kwargs["weight"], settings=settings, parallel=parallel
+            )
         else:
             values = _through_the_model(
-                model, lambda chunk: project(chunk, *args, **kwargs), rows, inputs.head_targets, settings, parallel
+                model,
+                lambda chunk: project(chunk, *args, **kwargs),
+                rows,
+                inputs.head_targets,
+                settings=settings,
+                parallel=parallel,
             )
         return values[:, None]  # _postprocess turns [k, 1, x] into [1, k, x]
 

@@ -48,7 +48,16 @@ class Terms:
         old = output.logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         log_ratio = output.logprobs - old
         ratio = at_level(log_ratio, rows, level).clamp(-SAFE, SAFE).exp()
-        return cls(batch, rows, output.logprobs, output.entropy, old, log_ratio, ratio, batch.advantages)
+        return cls(
+            batch=batch,
+            rows=rows,
+            logprobs=output.logprobs,
+            entropy=output.entropy,
+            old=old,
+            log_ratio=log_ratio,
+            ratio=ratio,
+            advantages=batch.advantages,
+        )
 
 
 def at_level(log_ratio: torch.Tensor, rows: Rows, level: RatioLevel) -> torch.Tensor:
