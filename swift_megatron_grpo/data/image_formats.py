@@ -1,6 +1,6 @@
 """The ways in which the processors of models cut images, and the tokens that stand for them.
 
-What engines do with an image follows from its size alone, so prompts are laid out before any image is decoded.
+What inference engines do with an image follows from its size alone, so prompts are laid out before decoding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ImageFormat:
     processor: Any  # transformers' image processor
     placeholder: int
     max_pixels: int | None  # --max_pixels, which ms-swift applies before the processor's own limits
-    before: tuple[int, ...] = ()  # tokens that engines put in front of an image's tokens
+    before: tuple[int, ...] = ()  # tokens that inference engines put in front of an image's tokens
     after: tuple[int, ...] = ()  # and behind them
     channels: tuple[tuple[float, float], ...] = field(init=False)
     has_axes: ClassVar[bool] = True  # False: the tokens of an image have positions like text
@@ -65,7 +65,7 @@ class ImageFormat:
         raise NotImplementedError
 
     def tokens_of(self, image: ModelImage) -> list[int]:
-        """Return the tokens with which engines replace the placeholder of an image."""
+        """Return the tokens with which inference engines replace the placeholder of an image."""
         return [*self.before, *[self.placeholder] * image.num_tokens, *self.after]
 
     def length_of(self, image: ModelImage) -> int:

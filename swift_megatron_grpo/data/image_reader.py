@@ -1,8 +1,8 @@
 """Images of prompts as the trainer reads them: one object per image, shared by all completions that show it.
 
-The tokens of a sequence come from the engine, which has expanded each image to its placeholders. The grid of an image
-follows from the size in its file's header; its pixels are cut by ms-swift's template and the model's own processor, and
-only when a vision tower needs them.
+The tokens of a sequence come from the inference engine, which has expanded each image to its placeholders. The grid of
+an image follows from the size in its file's header; ms-swift's template and the model's own processor cut its pixels,
+once a vision tower needs them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ImageReader:
         self.format = image_format(template)
         self._template = copy(template)
         self._template.max_length = None
-        self._template.set_mode("vllm")  # as for the engine
+        self._template.set_mode("vllm")  # as for the inference engine
         self._shared: WeakValueDictionary[tuple[Any, ...], ModelImage] = WeakValueDictionary()
 
     def images(self, row: Mapping[str, Any]) -> list[ModelImage]:
@@ -54,7 +54,7 @@ class ImageReader:
     def place(
         self, prompt_id: str, images: Sequence[ModelImage], tokens: Sequence[int], may_end_early: bool = False
     ) -> tuple[PlacedImage, ...]:
-        """Return where the images of a prompt are in a sequence of tokens, as the engine has expanded them.
+        """Return where the images of a prompt are in a sequence of tokens, as the inference engine has expanded them.
 
         `may_end_early`: the conversation may have ended before its last images were shown.
         """
@@ -71,7 +71,7 @@ class ImageReader:
         return tuple(PlacedImage(image, start) for image, (start, _) in zip(images, runs, strict=True))
 
     def expand(self, tokens: Sequence[int], images: Sequence[ModelImage]) -> list[int]:
-        """Repeat the placeholder of each image in a prompt that is not expanded yet, as engines do."""
+        """Repeat the placeholder of each image in a prompt that is not expanded yet, as inference engines do."""
         waiting = iter(images)
         expanded: list[int] = []
         for token in tokens:

@@ -1,4 +1,8 @@
-"""Packs items of given sizes into bins of one size. Pure Python and deterministic."""
+"""Packs items of given sizes into bins of one size. Pure Python and deterministic.
+
+Written here because the items have two measures: sizes, which must fit, and work, which must be equal over ranks that
+all have the same number of bins.
+"""
 
 from __future__ import annotations
 

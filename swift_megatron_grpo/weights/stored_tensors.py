@@ -1,4 +1,7 @@
-"""Shapes and sizes of the tensors in a checkpoint of transformers, from the headers of its files."""
+"""Shapes and sizes of the tensors in a checkpoint of transformers, from the headers of its files.
+
+safetensors itself opens every tensor to return its shape, and returns no size.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A loss receives one micro batch and returns (loss, metrics). Both are the micro batch's share of a value of the whole
 optimizer step: shares of all micro batches and ranks add up, so neither depends on how samples were packed or assigned
-to ranks. Metrics whose name ends in _max or _min are extremes instead, and the engine takes the extreme of all. Losses
-run no host sync and no collective. m: trained tokens of the micro batch, s: its sequences.
+to ranks. MegatronEngine reduces metrics whose name ends in _max or _min by that function instead. Losses run no host
+sync and no collective. m: trained tokens of the micro batch, s: its sequences.
 
     total.py       policy loss + beta * KL - entropy_coef * entropy; LOSSES by --loss_type
     terms.py       inputs of every loss: log-probs, ratios, advantages

@@ -49,10 +49,10 @@ def sequence_mean(per_sequence: torch.Tensor, batch: MicroBatch) -> torch.Tensor
 
 
 def sequence_max(per_sequence: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Return the largest of [s], -inf if no sequence is trained; no share: the engine takes the largest of all."""
+    """Return the largest of [s], -inf if no sequence is trained; not a share: MegatronEngine reduces by max."""
     return per_sequence.detach().masked_fill(batch.lengths == 0, -torch.inf).max()
 
 
 def sequence_min(per_sequence: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Return the smallest of [s], inf if no sequence is trained; no share: the engine takes the smallest of all."""
+    """Return the smallest of [s], inf if no sequence is trained; not a share: MegatronEngine reduces by min."""
     return per_sequence.detach().masked_fill(batch.lengths == 0, torch.inf).min()

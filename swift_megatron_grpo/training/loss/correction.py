@@ -1,6 +1,6 @@
 """Rollout correction: the inference engine and the trainer compute different probabilities of the same tokens.
 
-rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the engine's.
+rho = pi_old / pi_rollout: the trainer's probability of a token when it was generated, over the inference engine's.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def sequence_rho(log_rho: torch.Tensor, rows: Rows) -> torch.Tensor:
 def near_policy(terms: Terms, delta: float) -> torch.Tensor:
     """Return [s], False for sequences to mask: A < 0 and mean_t (log pi_generated - log pi) > delta.
 
-    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. log pi_generated are the engine's
-    log-probs if there are any, else the trainer's.
+    Off-policy sequence masking, DeepSeek-V3.2, https://arxiv.org/abs/2512.02556. log pi_generated: the log-probs of the
+    inference engine if there are any, else the trainer's.
     """
     rows = terms.rows
     batch = terms.batch
@@ -57,7 +57,7 @@ def near_policy(terms: Terms, delta: float) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(terms: Terms) -> Metrics:
-    """Compute the distance between the trainer's policy at generation and the engine's, under ms-swift's names.
+    """Compute the distance of the trainer's policy at generation to the inference engine's, under ms-swift's names.
 
     All are means over the step, not means of micro batch means, so they do not depend on how completions were packed.
     """

@@ -35,7 +35,7 @@ class Terms:
     rows: Rows
     logprobs: torch.Tensor  # [m] with gradient
     entropy: torch.Tensor | None  # [m] with gradient
-    old: torch.Tensor  # [m] log-probs of the old policy by the trainer, or of an older policy by the engine
+    old: torch.Tensor  # [m] log-probs of the old policy by the trainer, or of an older policy by the inference engine
     log_ratio: torch.Tensor  # [m] logprobs - old
     ratio: torch.Tensor  # [m] importance of a token at --importance_sampling_level
     advantages: torch.Tensor  # [m]

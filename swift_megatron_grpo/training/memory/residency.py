@@ -3,9 +3,9 @@
 The --offload flags permit offloading while vLLM generates. Whether it happens is decided from measured memory: if
 everything fits, nothing is offloaded. A group is reloaded in the phase that reads it, so it never moves needlessly.
 
-    make_room           offloads groups that no weight sync reads, if the engine needs their memory
+    make_room           offloads groups that no weight sync reads, if the inference engine needs their memory
     for_weight_sync     reloads the policy
-    for_generation      offloads the policy too, if the engine needs its memory, and more if the sync took some of it
+    for_generation      offloads the policy too, if the inference engine needs its memory, and more after the sync
     for_inference       reloads the policy
     for_reference       reloads the policy and the frozen reference
     for_training        reloads the policy, gradients and the optimizer's state; the reference stays only if it fits
@@ -98,7 +98,7 @@ class Residency:
     def make_room(self, needed: int) -> None:
         """Decide what to offload, and offload all of it but the policy.
 
-        `needed`: bytes of this GPU that the engine is about to take; 0 if it is awake or on another GPU.
+        `needed`: bytes of this GPU that the inference engine will allocate; 0 if it is awake or on another GPU.
         """
         gather_parameters(self._models)
         self._decide_about_training()
@@ -113,7 +113,7 @@ class Residency:
     def for_generation(self, needed: int) -> None:
         """Offload all groups that the last decision names, the policy included, and more if memory is short by now.
 
-        `needed`: bytes that the engine is still about to take. The weight sync has used memory since the decision,
+        `needed`: bytes that the inference engine will still allocate. The sync has used memory since the decision,
         and torch's allocator may still cache it.
         """
         self._offload(self._movable)

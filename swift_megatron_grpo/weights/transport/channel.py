@@ -2,7 +2,8 @@
 
 Each server has a separate process group, built directly from a store: it is independent of both default groups, no
 object is pickled, and a server that dies breaks only its own group. Rank 0 is the trainer. Only processes with the
-secret of rendezvous.py take part: they prove it at the rendezvous, and again over the group itself.
+secret of rendezvous.py take part: they prove it at the rendezvous, and again over the group itself. vLLM's own transfer
+of weights is not used because it has no such proof.
 """
 
 from __future__ import annotations
