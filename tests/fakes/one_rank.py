@@ -13,6 +13,7 @@ from mcore_bridge import GPTBridge, ModelConfig, get_mcore_model, hf_to_mcore_co
 from mcore_bridge.model import GPTModel
 from megatron.core import mpu, tensor_parallel
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCABULARY = 64
 
@@ -20,6 +21,7 @@ VOCABULARY = 64
 @contextmanager
 def megatron_on_one_rank() -> Iterator[None]:
     """Set up Megatron's process groups inside the context."""
+    angles = dict(ROPE_INIT_FUNCTIONS)  # mcore-bridge adds its own when it builds a model
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mpu.initialize_model_parallel()
@@ -28,6 +30,8 @@ def megatron_on_one_rank() -> Iterator[None]:
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+        ROPE_INIT_FUNCTIONS.clear()
+        ROPE_INIT_FUNCTIONS.update(angles)
 
 
 @dataclass(frozen=True)

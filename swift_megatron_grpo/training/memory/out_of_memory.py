@@ -1,4 +1,4 @@
-"""What happens out of GPU memory: the pass runs again with half the token budget, or the error names a flag to change.
+"""Running out of GPU memory: the pass runs again with half the token budget, or the error names a flag to change.
 
 Losses do not depend on how completions are packed, so the step is the same. The smaller budget is kept.
 

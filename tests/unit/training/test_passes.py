@@ -101,14 +101,14 @@ def test_other_outputs_are_refused(policy: TinyPolicy, outputs: Any) -> None:
 def test_inference_continues_with_half_the_budget_and_keeps_it(
     policy: TinyPolicy, memory: Callable[[int], list[int]]
 ) -> None:
-    seen = memory(20)
+    seen = memory(15)
     ours = passes(policy, max_tokens=64, infer_max_tokens=48)
     assert_exact(policy, ours.infer(samples()))
     assert ours.settings.infer_max_tokens == 12 and ours.settings.max_tokens == 64
-    tried = list(seen)
-    assert max(tried) > 20 and len([tokens for tokens in tried if tokens > 20]) == 2  # budgets of 48 and of 24
+    assert len([tokens for tokens in seen if tokens > 15]) == 2  # with budgets of 48 and of 24
+    first = len(seen)
     assert_exact(policy, ours.infer(samples()))
-    assert max(seen[len(tried) :]) <= 12
+    assert max(seen[first:]) <= 12
 
 
 def test_a_sample_that_needs_more_memory_ends_inference_with_advice(
@@ -116,9 +116,7 @@ def test_a_sample_that_needs_more_memory_ends_inference_with_advice(
 ) -> None:
     memory(LONGEST - 1)
     ours = passes(policy, max_tokens=64)
-    told = (
-        rf"rank 0 .* a log-prob pass: --max_tokens_per_micro_batch 64 .* lower|longest completion has {LONGEST} tokens"
-    )
+    told = f"a log-prob pass: --infer_max_tokens_per_micro_batch {LONGEST} cannot be lower: the longest completion has"
     with pytest.raises(torch.OutOfMemoryError, match=told):
         ours.infer(samples())
     assert ours.settings.infer_max_tokens == LONGEST  # no micro batch can have less
