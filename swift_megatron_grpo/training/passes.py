@@ -51,15 +51,9 @@ class Passes:
         self.expert_layers = _expert_layers(self.config)  # None: the model has no experts
         # Megatron's interleaved schedule processes micro batches in groups.
         self._group_size = self.config.microbatch_group_size_per_vp_stage if len(self.models) > 1 else 1
-        # Why prompts are repeated although the settings let completions share them; None: they do not, or share them.
-        self.reason_to_repeat_prompts = (
-            None
-            if settings.share_prompts_from is None
-            else share_prompts(unwrap_model(self.models), self.parallel.cp_size, settings.share_prompts_from == 0)
-        )
-        self.settings = (
-            settings if self.reason_to_repeat_prompts is None else replace(settings, share_prompts_from=None)
-        )
+        reason = share_prompts(unwrap_model(self.models), self.parallel.cp_size, settings.share_prompts_from)
+        self.reason_to_repeat_prompts = reason  # although the settings let completions share them; None: there is none
+        self.settings = settings if reason is None else replace(settings, share_prompts_from=None)
         self._planner = Planner(self.config, self.parallel, self._align, self._group_size)
         self._stage_shapes = StageShapes(self.config.hidden_size, len(self.models), self._group_size)
 

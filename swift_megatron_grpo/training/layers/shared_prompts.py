@@ -64,8 +64,15 @@ def packed_params(inputs: ModelInputs) -> PackedSeqParams:
     )
 
 
-def share_prompts(models: Sequence[nn.Module], cp_size: int, on_request: bool) -> str | None:
-    """Prepare models to share prompts; return why they cannot, which is an error if the user has asked for it."""
+def share_prompts(models: Sequence[nn.Module], cp_size: int, share_from: float | None) -> str | None:
+    """Prepare models to share prompts; return why they cannot.
+
+    `share_from`: the share of the work that sharing must save; None: prompts are repeated. 0 is a request of the user,
+    which it is an error to refuse.
+    """
+    if share_from is None:
+        return None
+    on_request = share_from == 0
     reason = why_repeated(models[0].config, cp_size, on_request)
     if reason is None:
         attend_to_shared_prompts(models)
