@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ def megatron_on_one_rank() -> Iterator[None]:
         dist.destroy_process_group()
         ROPE_INIT_FUNCTIONS.clear()
         ROPE_INIT_FUNCTIONS.update(angles)
+        gc.freeze()  # a process that a later test forks must not collect these groups, whose threads it lacks
 
 
 @dataclass(frozen=True)
