@@ -1,6 +1,6 @@
 """Check a run before it starts: its flags, dataset, rewards, memory and time, without a GPU and without weights.
 
-swift-megatron-grpo check --rlhf_type grpo --model ... [--check_gpu H100-80G]
+swift-megatron-grpo check --model ... [--check_gpu H100-80G]
 megatron rlhf --rlhf_type grpo --model ... --check true [--check_gpu H100-80G]
 
 Both check the same. The exit code is 0 if nothing stands against the run.
@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("LOG_LEVEL", "ERROR")  # of ms-swift, which prints all arguments
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     warnings.simplefilter("ignore")  # of packages at import; what stands against the run is in the report
-    return check_flags(options.flags)
+    return check_flags(["--rlhf_type", "grpo", *options.flags])
 
 
 def check_flags(command_line: Sequence[str]) -> int:

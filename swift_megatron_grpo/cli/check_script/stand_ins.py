@@ -93,13 +93,13 @@ def architecture_of(flags: Flags) -> Architecture:
 
     name = "".join(flags.get("model", [])[:1])
     named_type = "".join(flags.get("model_type", [])[:1]) or None
-    config = Path(name).expanduser() / "config.json"
+    config, by_name = Path(name).expanduser() / "config.json", get_matched_model_meta(name)
     if config.is_file():
         values: dict[str, Any] = json.loads(config.read_text())
         class_name, hf_type = values["architectures"][0], values["model_type"]
         meta = MODEL_MAPPING.get(named_type or hf_type)
     else:
-        meta = MODEL_MAPPING.get(named_type) if named_type else get_matched_model_meta(name)
+        meta = MODEL_MAPPING.get(named_type) if named_type else by_name
         if meta is None:
             raise NoStandIn(f"--model {name}: ms-swift does not list it; add --model_type to the script")
         class_name = meta.architectures[0]
@@ -110,7 +110,8 @@ def architecture_of(flags: Flags) -> Architecture:
             f"{', '.join(sorted(TYPES))}"
         )
     model_type = named_type or (hf_type if meta is None else meta.model_type)
-    return Architecture(model_type, hf_type, class_name, None if meta is None else meta.template)
+    template = (by_name or meta).template if by_name or meta else None  # a type alone may have several
+    return Architecture(model_type, hf_type, class_name, template)
 
 
 def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> tuple[Flags, list[str]]:
