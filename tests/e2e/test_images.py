@@ -232,10 +232,13 @@ def test_an_adapter_in_the_tower_is_merged_and_faults_are_detected(folder: Path,
     assert all(abs(step["rollout/k3_kl"]) < 1e-6 for step in run.log)
     reports = json.loads((run.folder / "faults.0.json").read_text())
     stopped = "EngineHasOtherWeights, generated 0 times"
-    assert reports["tower_not_sent, step 2"].startswith(stopped) and ".visual." in reports["tower_not_sent, step 2"]
-    assert reports["tower_adapters_left_out, step 2"].startswith(stopped)
-    assert "adapters were not merged" in reports["tower_adapters_left_out, step 2"]
-    assert reports["tower_adapters_merged_as_zeros, step 2"].startswith(stopped)  # only the image shows it
+    assert (
+        reports["vision_tower_not_sent, step 2"].startswith(stopped)
+        and ".visual." in reports["vision_tower_not_sent, step 2"]
+    )
+    assert reports["vision_tower_adapters_left_out, step 2"].startswith(stopped)
+    assert "adapters were not merged" in reports["vision_tower_adapters_left_out, step 2"]
+    assert reports["vision_tower_adapters_merged_as_zeros, step 2"].startswith(stopped)  # only the image shows it
     assert reports["frozen weights that changed"] == []
 
 
