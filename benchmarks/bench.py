@@ -8,7 +8,8 @@ train     measures the train phase alone: log-prob passes, forward and backward,
           from a seed and vLLM does not start.
 step      measures the whole step, with vLLM in the training processes or, with --servers, behind a server of each
           trainer. Every completion stops at its given length.
-report    writes docs/performance.md, its picture and the tables of other pages from benchmarks/*/*.json.
+report    writes docs/performance.md, the pages of benchmarks/results, charts, and the tables of other pages from
+          benchmarks/*/*.json.
 
 Settings are written as for `swift-megatron-grpo check-layouts`: mbs4 (--micro_batch_size 4), tokens16384
 (--max_tokens_per_micro_batch 16384), optionally with a layout, as in tp2+sp+mbs8. A setting that both trainers are

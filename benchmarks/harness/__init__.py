@@ -16,7 +16,7 @@ results_pages.py the pages of benchmarks/results
 other_pages.py  tables of README.md and of other pages
 own_runs.py     sections about runs of this package that are compared with each other
 markdown.py     tables of pages
-picture.py      docs/performance.svg and benchmarks/results/phases.svg
+chart.py        docs/performance.svg and benchmarks/results/phases.svg
 busy_time.py    kernels and host functions of generation
 paths.py        paths that several benchmarks use
 

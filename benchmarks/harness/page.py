@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from .chart import draw, draw_headlines
 from .other_pages import BEST, beside_peers, compared, shared_prompts, tables, with_table
 from .own_runs import ahead, costs_of_ranks
-from .picture import draw, draw_headlines
 from .results import Comparison, Run
-from .results_pages import PICTURE as PHASES_PICTURE
+from .results_pages import CHART as PHASES_CHART
 from .results_pages import WRITTEN, pages
 
-PAGE, PICTURE, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
+PAGE, CHART, RESULTS = Path("docs/performance.md"), Path("docs/performance.svg"), "benchmarks/*/*.json"
 INTRODUCTION = f"""\
 # Performance
 
@@ -92,7 +92,7 @@ def write_page(repository: Path) -> None:
 
 def files(runs: Sequence[Run]) -> dict[Path, str]:
     """Return every file that is written as a whole, by its path in the repository."""
-    return {PAGE: page(runs), PICTURE: draw_headlines(runs), PHASES_PICTURE: draw(runs), **pages(runs)}
+    return {PAGE: page(runs), CHART: draw_headlines(runs), PHASES_CHART: draw(runs), **pages(runs)}
 
 
 def read_runs(repository: Path) -> list[Run]:

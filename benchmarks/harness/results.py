@@ -33,7 +33,7 @@ class Step:
     # Within peak_gb, on the fullest rank: vLLM's weights and cache, which PyTorch counts while vLLM sleeps and the GPU
     # has their memory back. None: not recorded, on a server, or in a vLLM that cannot sleep.
     vllm_gb: float | None = None
-    # Cores of the machine that worked, on average. Other jobs ran beside a step that has more than others have.
+    # Cores of the machine that worked, on average. Other jobs ran during a step that has more than others.
     busy_cores: float | None = None
     # On the fullest rank, of NCCL, CUDA and vLLM, and of other processes on the GPU. None: not recorded.
     outside_gb: float | None = None

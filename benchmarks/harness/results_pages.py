@@ -11,7 +11,7 @@ from .other_pages import shared_prompts
 from .own_runs import sections_of_own_runs
 from .results import ARMS, NAMES, PEERS, PHASES, Comparison, Measured, Run
 
-FOLDER, INDEX, PICTURE = Path("benchmarks/results"), Path("benchmarks/README.md"), Path("benchmarks/results/phases.svg")
+FOLDER, INDEX, CHART = Path("benchmarks/results"), Path("benchmarks/README.md"), Path("benchmarks/results/phases.svg")
 WRITTEN = (
     "<!-- Written by `python -m benchmarks.bench report` from benchmarks/*/*.json. Do not edit: a test compares it. -->"
 )
@@ -97,7 +97,7 @@ def pages(runs: Sequence[Run]) -> dict[Path, str]:
         "train": ["Train phase", *_compared(runs, "train", "Train phase")],
         "step": ["Whole step", *_compared(runs, "step", "Step")],
         "own": ["Settings of this package", SHARED, shared_prompts(runs), *sections_of_own_runs(runs)],
-        "phases": ["Phases", f"![Seconds of a step by phase]({PICTURE.name})\n", "Median seconds.\n", _phases(runs)],
+        "phases": ["Phases", f"![Seconds of a step by phase]({CHART.name})\n", "Median seconds.\n", _phases(runs)],
         "settings": ["All settings", _all_settings(runs)],
         "runs": ["Runs", *map(_describe, runs)],
     }

@@ -28,7 +28,7 @@ def busy_core_seconds() -> float:
 
 
 def bytes_outside(vllm: int | None) -> int | None:
-    """Return what the GPU holds beside PyTorch's memory, of all processes; None without a GPU.
+    """Return what the GPU holds in addition to PyTorch's memory, of all processes; None without a GPU.
 
     `vllm`: bytes of vLLM's pools. With some it is unknown: PyTorch counts them also while vLLM sleeps without them.
     """

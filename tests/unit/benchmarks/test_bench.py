@@ -17,10 +17,10 @@ import torch
 
 from benchmarks import bench
 from benchmarks.harness import other_pages, page, processes, results_pages
+from benchmarks.harness.chart import draw
 from benchmarks.harness.instrument.clock import Clock
 from benchmarks.harness.instrument.vllm_pool import bytes_at
 from benchmarks.harness.models import count_template_tokens, fill_vocabulary, make_model, random_weights
-from benchmarks.harness.picture import draw
 from benchmarks.harness.processes import Setting, interleave, tokens_of_early_ends, visible_devices
 from benchmarks.harness.results import Process, Run, Step, merge_ranks
 from benchmarks.harness.shapes import SHAPES, Shape

@@ -12,7 +12,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser
 
 from benchmarks import bench
 from benchmarks.harness import other_pages, results_pages
-from benchmarks.harness.picture import draw
+from benchmarks.harness.chart import draw
 from benchmarks.harness.processes import Setting, interleave, switch_of
 from benchmarks.harness.results import Process, Run, Step
 from benchmarks.harness.workload import places, reward_of
