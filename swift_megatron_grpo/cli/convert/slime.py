@@ -16,15 +16,10 @@ from swift_megatron_grpo.cli.convert.tables import (
     choice,
     each,
     flags,
+    values_of,
     whole,
 )
 
-_KL: Mapping[str, Flags] = {
-    "k1": {"kl_estimator": "k1"},
-    "k2": {"kl_estimator": "k2"},
-    "k3": {"kl_estimator": "k3"},
-    "low_var_kl": {"kl_estimator": "k3"},
-}
 _ESTIMATORS: Mapping[str, Flags] = {
     "grpo": {"advantage_estimator": "grpo"},
     "gspo": {"advantage_estimator": "grpo", "importance_sampling_level": "sequence"},
@@ -114,7 +109,7 @@ _RULES: dict[str, Rule] = {
     "--eval-prompt-data": Computed(["val_dataset"], _names_and_paths),
     "--eval-*": ByHand("see docs/evaluation.md"),
     "--advantage-estimator": choice(_ESTIMATORS, "it needs a critic, or is not known here"),
-    "--kl-loss-type": choice(_KL),
+    "--kl-loss-type": values_of("kl_estimator", "k1 k2 k3 low_var_kl:k3"),
     "--use-routing-replay": choice({"true": {"router_replay_mode": "R2"}}),
     "--use-rollout-routing-replay": choice({"true": {"router_replay_mode": "R3"}}),
     "--attention-dropout": Needless("0, as in config.json"),

@@ -147,6 +147,14 @@ def choice(values: Mapping[str, Flags], otherwise: str = "there is no such choic
     return Computed(list(dict.fromkeys(name for flags in values.values() for name in flags)), rule)
 
 
+def values_of(flag: str, names: str, otherwise: str = "there is no such choice here") -> Computed:
+    """Return a rule for values of one flag: `value` stays, `value:other` is renamed, `value:` needs no flag."""
+    pairs = (word.partition(":") for word in names.split())
+    return choice(
+        {value: {flag: other or value} if other or not colon else {} for value, colon, other in pairs}, otherwise
+    )
+
+
 def flags(prefix: str, names: str) -> dict[str, Rule]:
     """Return rules for keys that are flags of the same name, or with `key:flag` of another name."""
     pairs = (word.partition(":") for word in names.split())

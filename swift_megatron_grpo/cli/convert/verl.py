@@ -18,6 +18,7 @@ from swift_megatron_grpo.cli.convert.tables import (
     choice,
     each,
     flags,
+    values_of,
     when_positive,
     whole,
 )
@@ -26,38 +27,13 @@ _MODEL, _ACTOR, _ROLLOUT, _REF = (f"actor_rollout_ref.{part}" for part in ("mode
 _CRITIC = Needless("GRPO has no critic")
 _OWN = Needless("chosen by this trainer")
 
-_REFERENCE_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+_REFERENCE_SIZES = [
+    f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
+]
+_LOSSES = values_of("loss_type", "token-mean:dapo seq-mean-token-mean:grpo seq-mean-token-sum-norm:dr_grpo")
+_POLICY_LOSSES = choice(
+    {"vanilla": {}, "gspo": {"importance_sampling_level": "sequence"}, "cispo": {"loss_type": "cispo"}}
 )
-_LOSSES: Mapping[str, Flags] = {
-    "token-mean": {"loss_type": "dapo"},
-    "seq-mean-token-mean": {"loss_type": "grpo"},
-    "seq-mean-token-sum-norm": {"loss_type": "dr_grpo"},
-}
-_POLICY_LOSSES: Mapping[str, Flags] = {
-    "vanilla": {},
-    "gspo": {"importance_sampling_level": "sequence"},
-    "cispo": {"loss_type": "cispo"},
-}
-_KL: Mapping[str, Flags] = {
-    "kl": {"kl_estimator": "k1"},
-    "k1": {"kl_estimator": "k1"},
-    "abs": {"kl_estimator": "abs"},
-    "mse": {"kl_estimator": "k2"},
-    "k2": {"kl_estimator": "k2"},
-    "low_var_kl": {"kl_estimator": "k3"},
-    "k3": {"kl_estimator": "k3"},
-}
-_ESTIMATORS: Mapping[str, Flags] = {
-    "grpo": {"advantage_estimator": "grpo"},
-    "rloo": {"advantage_estimator": "rloo"},
-    "reinforce_plus_plus": {"advantage_estimator": "reinforce_plus_plus_plain"},
-    "reinforce_plus_plus_baseline": {"advantage_estimator": "reinforce_plus_plus"},
-}
 
 
 def _when_true(flag: str) -> Rule:
@@ -65,12 +41,10 @@ def _when_true(flag: str) -> Rule:
 
 
 def _loss(settings: Mapping[str, Any]) -> Flags:
-    aggregation, mode = (
-        choice(_LOSSES).rule(settings[f"{_ACTOR}.loss_agg_mode"]),
-        settings[f"{_ACTOR}.policy_loss.loss_mode"],
-    )
+    aggregation = _LOSSES.rule(settings[f"{_ACTOR}.loss_agg_mode"])
+    mode = settings[f"{_ACTOR}.policy_loss.loss_mode"]
     bound = {"dual_clip": settings[f"{_ACTOR}.clip_ratio_c"]} if mode == "vanilla" else {}
-    return {**aggregation, **choice(_POLICY_LOSSES).rule(mode), **bound}
+    return {**aggregation, **_POLICY_LOSSES.rule(mode), **bound}
 
 
 def _clip(settings: Mapping[str, Any]) -> Flags:
@@ -207,7 +181,7 @@ _RULES: dict[str, Rule] = {
     f"{_ACTOR}.optim.lr_warmup_steps": when_positive("lr_warmup_iters"),
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": when_positive("lr_warmup_fraction"),
     f"{_ACTOR}.strategy": choice({"megatron": {}, "fsdp": {}, "fsdp2": {}}),
-    f"{_ACTOR}.kl_loss_type": choice(_KL),
+    f"{_ACTOR}.kl_loss_type": values_of("kl_estimator", "kl:k1 k1 abs mse:k2 k2 low_var_kl:k3 k3"),
     f"{_ACTOR}.fsdp_config.*": Needless("Megatron's distributed optimizer shards the states; set the layout by hand"),
     f"{_ACTOR}.ulysses_sequence_parallel_size": ByHand("use --context_parallel_size"),
     **each(f"{_ACTOR}.", "use_torch_compile load_weight checkpoint.*", _OWN),
@@ -230,7 +204,9 @@ _RULES: dict[str, Rule] = {
     f"{_REF}.fsdp_config.*": Needless("the reference is offloaded with --offload_model true"),
     f"{_REF}.*": _OWN,
     # algorithm
-    "algorithm.adv_estimator": choice(_ESTIMATORS, "it needs a critic, or is not known here"),
+    "algorithm.adv_estimator": values_of("advantage_estimator", """
+        grpo rloo reinforce_plus_plus:reinforce_plus_plus_plain reinforce_plus_plus_baseline:reinforce_plus_plus""",
+                                         "it needs a critic, or is not known here"),
     "algorithm.norm_adv_by_std_in_grpo": choice(
         {"true": {"scale_rewards": "group"}, "false": {"scale_rewards": "none"}}
     ),
