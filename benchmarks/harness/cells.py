@@ -10,7 +10,8 @@ from .shapes import SHAPES
 
 def model(run: Run) -> str:
     size, _, family = run.workload["shape"].partition("-")
-    return f"{(family or 'qwen3').capitalize()} {size.upper()}{' LoRA' if 'lora' in run.flags else ''}"
+    name = (family or "qwen3").capitalize().replace("-moe", "-MoE").replace("-vl", "-VL")
+    return f"{name} {size.upper()}{' LoRA' if 'lora' in run.flags else ''}"
 
 
 def in_words(lengths: str) -> str:
