@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 FINE, FOUND, USAGE = 0, 1, 2  # exit codes
 
 
-class Refused(Exception):
-    """A subcommand cannot continue. Its text is for the user, and the exit code is FOUND."""
+class Refused(SystemExit):
+    """A subcommand cannot continue. Its text is for the user; Python's exit code for a text is FOUND."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,7 +23,7 @@ from typing import Any
 from swift_megatron_grpo.cli.check_layouts.compare import Difference, compare
 from swift_megatron_grpo.cli.check_layouts.launch import Task, base_flags, launch, layout_tasks, task
 from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Variant
-from swift_megatron_grpo.cli.command_line import FINE, FOUND
+from swift_megatron_grpo.cli.command_line import FINE, FOUND, Refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    moe = "num_experts" in (options.model / "config.json").read_text()
+    config = options.model / "config.json"
+    if not config.is_file():
+        raise Refused(f"--model {options.model} has no config.json; give the folder of a Hugging Face checkpoint")
+    moe = "num_experts" in config.read_text()
     names = options.layouts or (DENSE + MOE if moe else DENSE)
     names = [name for name in names if Variant.parse(name).ranks <= options.nproc_per_node]
     with tempfile.TemporaryDirectory() as folder:

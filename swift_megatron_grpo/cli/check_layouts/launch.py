@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.command_line import Refused
 
 _TEMPLATES = {"glm4v_moe": "glm4_5v", "internvl": "internvl_hf"}
 
@@ -44,7 +45,7 @@ def launch(ranks: int, tasks: Sequence[Task], folder: Path) -> None:
     with log.open("w") as output:
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
     if code != 0:
-        raise RuntimeError(f"{ranks} ranks failed with code {code}; their last output:\n{log.read_text()[-6000:]}")
+        raise Refused(f"{ranks} ranks failed with code {code}; their last output:\n{log.read_text()[-6000:]}")
 
 
 def template_for_images(model_type: str) -> str:

@@ -66,6 +66,13 @@ def test_without_a_subcommand_the_help_is_printed(capsys: pytest.CaptureFixture[
     assert code == 0 and "check-layouts" in printed
 
 
+def test_what_a_subcommand_refuses_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-layouts", "--model", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"check-layouts: --model {tmp_path} has no config.json")
+    assert main(["check-script", "none.sh"]) == 1
+    assert capsys.readouterr().err == "check-script: none.sh is not a file\n"
+
+
 def test_every_flag_of_check_is_left_to_its_own_parser() -> None:
     options = parser_of("check").parse_args(["--", "--model", "m", "--help"])
     assert options.flags == ["--model", "m", "--help"]
