@@ -105,7 +105,7 @@ def untimed(name: str) -> Iterator[None]:
 
 
 def switch(loop: Any, part: Any) -> None:
-    """Do what WeightSync, without its checks, and Rollouts do around generation."""
+    """Do what WeightSync, without its checks, and RolloutQueue do around generation."""
     engine, residency, adapter = loop.stages.generation, loop.stages.residency, loop.stages.sync.export.adapter
     with part("make room"):
         residency.make_room(engine.memory_to_wake)

@@ -305,7 +305,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.setup_training(train_dataset, None)
         assert self.loop is not None
         while self.state.iteration < self.args.train_iters:
-            metrics = self.loop.roll_out()
+            metrics = self.loop.generate_only()
             logged: dict[str, Any] = {}
             self._aggregated_metrics([_tensors(metrics)], logged)
             for _ in range(self.args.steps_per_rollout):
@@ -326,7 +326,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         if self._seeds_dropout:
             seed_adapter_dropout(self.args.seed, self.state.iteration)
         self._finish_checkpoints()
-        metrics = self.loop.step()
+        metrics = self.loop.train_step()
         grad_norm = metrics.pop("grad_norm")
         return [_tensors(metrics)], grad_norm, True
 

@@ -16,7 +16,7 @@ import torch
 
 # The experts that routers have chosen, by token and layer: [rows, layers of the model, k]. There may be fewer rows than
 # tokens: an engine does not run the last token. Layers without experts have zeros.
-# Not numpy's NDArray, which is no class from numpy 2.5 on: messages compare the types of their fields with values.
+# Not numpy's NDArray, which is not a class from numpy 2.5 on: messages compare the types of their fields with values.
 ExpertRows = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 Quantization = Literal["none", "fp8"]  # of the engine: --rollout_quantization
@@ -42,7 +42,7 @@ class Rollout:
     finish_reason: str  # "stop" or "length"
     weights_version: int  # version of the weights that generated it
     sampled: list[bool] | None = None  # [c] True for tokens that the policy sampled; None: all
-    messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, last answer included
+    messages: list[dict[str, Any]] | None = None  # with several turns: the conversation, with the last response
     infos: dict[str, Any] = field(default_factory=dict)  # rollout_infos of ms-swift's schedulers
     routed_experts: ExpertRows | None = field(default=None, compare=False)  # of the first tokens, by the engine
 
@@ -98,12 +98,12 @@ class TokenValues:
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class ModelImage:
-    """One image as a model takes it. Samples that show the same image share one object."""
+    """One image as a model reads it. Samples that show the same image share one object."""
 
     digest: str  # of its file
     grid: tuple[int, int, int]  # patches in time, height and width; of an image in tiles: tiles, and the patches of one
     merge: int  # a token stands for merge * merge patches
-    channels: tuple[tuple[float, float], ...]  # per colour a, b: the model takes a * byte + b
+    channels: tuple[tuple[float, float], ...]  # per colour a, b: the model reads a * byte + b
     encode: Callable[
         [], torch.Tensor
     ]  # reads and cuts the image: bytes [patches or tiles, values of one], colours outermost

@@ -108,5 +108,6 @@ def gdpo_advantages(
     values = valid(sums)
     if len(values) < 2:
         return [0.0] * len(rewards)
-    centre, spread = mean(values), standard_deviation(values) + _GDPO_EPSILON
+    centre = mean(values)
+    spread = standard_deviation(values) + _GDPO_EPSILON
     return [0.0 if value is None else (value - centre) / spread for value in sums]

@@ -42,7 +42,8 @@ def resample(first: Sequence[Graded], num_generations: int, max_times: int, draw
     group_count = len(first) // num_generations
     informative: list[Sequence[Graded]] = []
     uniform: list[Sequence[Graded]] = []
-    rounds, new = 0, first
+    rounds = 0
+    new = first
     while True:
         for start in range(0, len(new), num_generations):
             group = new[start : start + num_generations]

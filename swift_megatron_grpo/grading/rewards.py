@@ -195,7 +195,8 @@ def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failin
     results: list[Any] = [None] * len(rewards.functions)
 
     def on_failure(i: int, error: BaseException, seconds: float) -> None:
-        name, function = rewards.names[i], rewards.functions[i]
+        name = rewards.names[i]
+        function = rewards.functions[i]
         if not drop_failing:
             raise RewardError(
                 f"reward function {name} raised {type(error).__name__}: {error} ({batch.describe()})"

@@ -1,17 +1,20 @@
 """The training loop: one optimizer step, from prompts to the update. The only folder that imports all stages.
 
 step.py             one step, top to bottom: start reading here
-rollouts.py         its first half, from prompts to graded completions, also ahead of training
-evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
-samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
+step_context.py     the step in progress: its metrics, and the time and memory of each phase
+rollouts.py         its first half, from prompts to graded completions
+rollout_queue.py    generations: what has started, also ahead of training, and what has arrived
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
 logprob_requests.py for which rollouts the engine returns log-probs
 weight_sync.py      sends weights to the engine and verifies that it runs them
+grader.py           calls the reward functions on all ranks
+training_batches.py its second half: the batches of a rollout, with old and reference log-probs, also from a checkpoint
+samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 checks/             compare the engine with the trainer
 kl_controller.py    the KL coefficient, fixed or adaptive, and the KL of whole completions
+evaluation.py       evaluates the validation datasets: rewards, pass@k, maj@k
 stages.py           the stages of a run as one dataclass
 assemble.py         builds the stages from the configuration and the loaded models
-step_context.py     the step in progress: its metrics, and the time and memory of each phase
 trace.py            phases of all ranks and requests of servers on one time line (--trace_steps)
 completion_log.py   writes completions to completions.jsonl, wandb and swanlab
 

@@ -133,7 +133,8 @@ def freeze_heap() -> None:
 
 def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
     """Read the rollout that the checkpoint interrupted; None: there is none, or it is generated again."""
-    problem, found = None, None
+    problem = None
+    found = None
     if run.checkpoints:
         sources = (
             prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle),
@@ -147,7 +148,8 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
                 raise BadRow(f"the dataset has no prompt {prompt_id}")
             return prompt
 
-        folder, limits = Path(run.checkpoints[0]), _limits(config, run)
+        folder = Path(run.checkpoints[0])
+        limits = _limits(config, run)
         try:
             found = read_unfinished(folder, run.rollouts_done, shared_settings(config), find, limits, image_digests)
         except BadRow as error:
@@ -163,7 +165,7 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     frozen_models = [] if models.reference is None else models.reference.models
     residency = Residency(config.offloading, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
-    training = training_engine(config, models)  # refuses what the model cannot do, before vLLM takes its minutes
+    training = training_engine(config, models)  # refuses what the model cannot do, before vLLM starts for minutes
     generation = None if recording.replay is not None else run.servers or _start_vllm(config, run, residency)
     if training.passes.reason_to_repeat_prompts is not None:
         run.logger.info(
@@ -301,7 +303,8 @@ def _dump(
     config: GRPOConfig, run: RunInputs, first_new_rollout: int
 ) -> tuple[RolloutDump | None, EarlierRollouts | None]:
     """Return the writer of --rollout_dump, and the reader of what an earlier run has left there from that one on."""
-    folder, flags = config.recording.dump, config.recording.flags
+    folder = config.recording.dump
+    flags = config.recording.flags
     if folder is None:
         return None, None
     uses = run.is_master and config.recording.continues and can_be_used(folder, flags)
@@ -315,7 +318,8 @@ def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
 
 
 def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
-    system, seed = run.template.template_meta.default_system, config.data.seed + _SPARE_SEED
+    system = run.template.template_meta.default_system
+    seed = config.data.seed + _SPARE_SEED
     return PromptSource(run.train_rows, seed, config.data.train_dataloader_shuffle, system, label="spare-")
 
 
@@ -323,7 +327,10 @@ def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> Gen
     needed = memory_to_start(config.vllm)
     residency.make_room(needed)
     residency.for_generation(needed)
-    vllm, turns, template, stop = config.vllm, config.turns, run.template, run.stop
+    vllm = config.vllm
+    turns = config.turns
+    template = run.template
+    stop = run.stop
     generation = LocalVllm(vllm, template, stop) if turns is None else MultiTurnVllm(vllm, turns, template, stop)
     generation.sleep()
     residency.restore()

@@ -45,7 +45,9 @@ class Evaluation:
     """The evaluation of one run. Every rank calls `run`, and gets the same metrics."""
 
     def __init__(self, config: GRPOConfig, datasets: Sequence[EvaluationDataset], grade: Grade) -> None:
-        self._config, self._datasets, self._grade = config, datasets, grade
+        self._config = config
+        self._datasets = datasets
+        self._grade = grade
         self._without_answers: set[str] = set()  # datasets for which this was logged
 
     def run(self, on_round: Callable[[], None]) -> dict[str, float]:
@@ -62,14 +64,15 @@ class Evaluation:
                     on_round()
         metrics = self._metrics([one for of_dataset in scored.values() for one in of_dataset])
         for name, of_dataset in scored.items():
-            own = self._metrics(of_dataset)
-            self._note_missing_answers(name, own)
+            of_name = self._metrics(of_dataset)
+            self._note_missing_answers(name, of_name)
             if name:
-                metrics |= {f"{name}/{metric}": value for metric, value in own.items()}
+                metrics |= {f"{name}/{metric}": value for metric, value in of_name.items()}
         return metrics | phases
 
     def _rounds(self, dataset: EvaluationDataset) -> list[list[Prompt]]:
-        most, at_once = self._config.evaluation.most_prompts, self._config.evaluation.prompts_at_once
+        most = self._config.evaluation.most_prompts
+        at_once = self._config.evaluation.prompts_at_once
         size = dataset.size if most is None else min(dataset.size, most)
         dataset.prompts.taken = 0
         return [dataset.prompts.take(min(at_once, size - begin)) for begin in range(0, size, at_once)]
@@ -83,7 +86,8 @@ class Evaluation:
         return _Scored(graded.outcome, Try(value >= evaluation.correct_from, answer))
 
     def _metrics(self, scored: Sequence[_Scored]) -> dict[str, float]:
-        grading, size = self._config.grading, self._config.evaluation.num_generations
+        grading = self._config.grading
+        size = self._config.evaluation.num_generations
         outcomes = [one.outcome for one in scored]
         groups = [scored[begin : begin + size] for begin in range(0, len(scored), size)]
         tries = [[one.attempt for one in group if one.attempt is not None] for group in groups]
@@ -104,7 +108,7 @@ class Evaluation:
 def same_random_numbers_afterwards() -> Iterator[None]:
     """Restore the states of the default generators of this process and its GPU, also after an error.
 
-    vLLM in the training processes draws from torch's generators, on a CPU even for completions with seeds of their own,
+    vLLM in the training processes draws from torch's generators, on a CPU even for completions that have seeds,
     and reward functions may draw from any.
     """
     python = random.getstate()

@@ -29,8 +29,11 @@ def samples_of(
     def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
         if image_reader is None:
             return ()
-        prompt, sampled = rollout.prompt, rollout.sampled_mask
-        inserted = [NO_TOKEN if own else token for token, own in zip(rollout.completion_ids, sampled, strict=True)]
+        prompt = rollout.prompt
+        sampled = rollout.sampled_mask
+        inserted = [
+            NO_TOKEN if is_sampled else token for token, is_sampled in zip(rollout.completion_ids, sampled, strict=True)
+        ]
         changed = "images" in rollout.infos  # by a scheduler or an environment
         if changed:
             shown = image_reader.images({**prompt.row, "images": rollout.infos["images"]})
@@ -47,7 +50,7 @@ def samples_of(
 
 
 def without_routing(samples: Sequence[Sample]) -> list[Sample]:
-    """Return samples for which routers choose: those of another model choose for themselves."""
+    """Return samples whose experts the routers choose, as a reference model's do."""
     return [replace(sample, routed_experts=None) for sample in samples]
 
 

@@ -1,8 +1,9 @@
-"""The stages of one run. assemble.py creates them; step.py and rollouts.py use them."""
+"""The stages of one run. assemble.py creates them; the files of a step use them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
@@ -22,6 +23,8 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.reference import Reference
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,3 +50,7 @@ class Stages:
     watchdog: Watchdog
     trace: Trace
     stop: StopRequest
+
+    def gather_samples(self, values: dict[int, T]) -> dict[int, T]:
+        """Return values of samples, which exist on ranks of the last pipeline stage, on all ranks."""
+        return self.coordinator.gather_samples(values, self.training.parallel)

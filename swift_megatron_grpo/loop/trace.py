@@ -53,7 +53,10 @@ class Trace:
         coordinator: Coordinator,
         answered: Callable[[], list[AnsweredRequest]],  # requests of servers since the last call
     ) -> None:
-        self._steps, self._folder, self._coordinator, self._answered = steps, folder, coordinator, answered
+        self._steps = steps
+        self._folder = folder
+        self._coordinator = coordinator
+        self._answered = answered
         self._spans: list[Span] | None = None  # of the step in progress, if it is traced
         self._ranks: list[RankSpans] = []  # of all traced steps, on rank 0
 
@@ -72,8 +75,8 @@ class Trace:
                 yield
         finally:
             self._spans = None
-        own = RankSpans(self._coordinator.rank, socket.gethostname(), spans, self._answered())
-        gathered = self._coordinator.all_gather(own)
+        recorded = RankSpans(self._coordinator.rank, socket.gethostname(), spans, self._answered())
+        gathered = self._coordinator.all_gather(recorded)
         if self._coordinator.rank == 0:
             self._ranks += gathered
             self._write()
@@ -83,7 +86,9 @@ class Trace:
         if self._spans is None:
             yield
             return
-        spans, start, began = self._spans, time.time(), time.perf_counter()
+        spans = self._spans
+        start = time.time()
+        began = time.perf_counter()
         try:
             yield
         finally:
@@ -96,7 +101,7 @@ class Trace:
             part.write_text(json.dumps({"traceEvents": events(self._ranks)}), encoding="utf-8")
             os.replace(part, path)
         except OSError as error:
-            logger.warning(f"--trace_steps: {path} cannot be written, and the run goes on without it: {error}")
+            logger.warning(f"--trace_steps: {path} cannot be written, and the run continues without it: {error}")
 
 
 def events(ranks: Sequence[RankSpans]) -> list[dict[str, Any]]:

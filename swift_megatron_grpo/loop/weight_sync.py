@@ -159,7 +159,8 @@ class WeightSync:
         if asleep:
             self._wake_cache(timer)
         with timer("sync_check"):
-            problems, unreadable = list[Problem](), set[str]()
+            problems = list[Problem]()
+            unreadable = set[str]()
             if manifest is not None:
                 problems += self._export_problems(manifest)
             if manifest is not None and full:
@@ -211,7 +212,8 @@ class WeightSync:
         )
 
     def _first_sync_message(self, manifest: Manifest, attempt: _Attempt) -> str:
-        tensors, difference = len(manifest.specs), attempt.difference
+        tensors = len(manifest.specs)
+        difference = attempt.difference
         repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
         quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
         holds = f"holds all {tensors} tensors bit for bit as they were sent{repacked}{quantized}"
@@ -227,7 +229,8 @@ class WeightSync:
 
     def _export_problems(self, manifest: Manifest) -> list[Problem]:
         problems = changed_specs(self._specs, manifest.specs) if self._specs is not None else []
-        adapted, merged = self.export.adapted_count, self.export.pop_merged_count()
+        adapted = self.export.adapted_count
+        merged = self.export.pop_merged_count()
         if merged != adapted and self.export.adapter is None:
             message = f"{adapted - merged} of {adapted} adapters were not merged into the weights sent"
             problems.append(Problem(f"rank {self._coordinator.rank}", message))

@@ -13,8 +13,8 @@ import pytest
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, list_files, read_manifest
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly
 from swift_megatron_grpo.output.checkpoints.verifying import verify_files
+from tests.fakes.ranks import OneRank
 from tests.support.runs import PLUGINS, REWARDS, Finished, make_model, megatron_rlhf
-from tests.unit.output.checkpoints.saved import OneRank
 
 pytestmark = pytest.mark.e2e
 STATES = ["--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false"]

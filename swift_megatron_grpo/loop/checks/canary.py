@@ -27,7 +27,8 @@ _LEAST_TEXT = 32  # tokens behind the image, however many the image has
 
 def canary_image(width: int, height: int) -> bytes:
     """Return a PNG of noise, in which no two patches are alike."""
-    rng, file = random.Random(0), BytesIO()
+    rng = random.Random(0)
+    file = BytesIO()
     Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(file, format="PNG")
     return file.getvalue()
 
@@ -50,7 +51,8 @@ class Canary:
         self.text = text
         self.passes = passes  # at temperature 1
         self._coordinator = coordinator
-        self.tokens, self._images = list(tokens), images
+        self.tokens = list(tokens)
+        self._images = images
         of_image = {p.start + i for p in self._images for i in range(p.image.num_tokens)}
         self._compared = [i > 0 and i not in of_image for i in range(len(self.tokens))]
 

@@ -172,5 +172,6 @@ def _distorting_flags(sampling: SamplingConfig) -> list[tuple[str, str]]:
 
 
 def _pairs(engine: Sequence[float], trainer: Sequence[float], shift: int) -> list[tuple[float, float]]:
-    first, last = max(0, -shift), min(len(engine), len(trainer) - shift)
+    first = max(0, -shift)
+    last = min(len(engine), len(trainer) - shift)
     return [(engine[t], trainer[t + shift]) for t in range(first, last)]

@@ -1,6 +1,6 @@
-"""rollout/router_agreement: the share of choices in which the trainer's routers and vLLM's took the same experts.
+"""rollout/router_agreement: the share of choices in which the trainer's routers and vLLM's chose the same experts.
 
-A choice is that of one token in one layer: k experts, in any order. Nothing is replayed in the pass that measures it.
+A choice is made for one token in one layer: k experts, in any order. Nothing is replayed in the pass that measures it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class RouterAgreement:
     """Compares some completions of every rollout. Every rank calls `measure`."""
 
     def __init__(self, passes: Passes, coordinator: Coordinator, completions: int) -> None:
-        self._passes, self._coordinator = passes, coordinator
+        self._passes = passes
+        self._coordinator = coordinator
         self._completions = completions
 
     def measure(self, samples: Sequence[Sample], engine: Sequence[ExpertRows | None]) -> float | None:
@@ -36,7 +37,8 @@ class RouterAgreement:
                 reported = engine[index]
                 if reported is not None:
                     equal = equal_choices(rows, reported, some[index].completion_mask)
-                    same, total = same + int(equal.sum()), total + equal.size
+                    same = same + int(equal.sum())
+                    total = total + equal.size
         gathered = self._coordinator.all_gather((same, total))
         same, total = (sum(values) for values in zip(*gathered, strict=True))
         return same / total if total else None

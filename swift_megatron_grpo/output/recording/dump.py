@@ -42,7 +42,8 @@ class RolloutDump:
         keeps_later: bool = False,
     ) -> None:
         """`first`: the rollout with which this run begins; later ones are removed, unless it `keeps_later` ones."""
-        self._folder, self._digests = folder, digests
+        self._folder = folder
+        self._digests = digests
         self._writes_here = writes_here
         if writes_here:
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +60,8 @@ class RolloutDump:
         """Write one file. It gets its final name only once it is complete."""
         if not self._writes_here:
             return
-        path, images = rollout_path(self._folder, rollout, draw), once_per_prompt(self._digests)
+        path = rollout_path(self._folder, rollout, draw)
+        images = once_per_prompt(self._digests)
         with naming_full_disk(path, "--rollout_dump", _ADVICE):
             write_durably(path, (to_line(completion, images(completion.rollout.prompt)) for completion in graded))
             partial_path(path).unlink(missing_ok=True)
@@ -68,7 +70,8 @@ class RolloutDump:
         """Append whole groups to the partial file. Its loss costs only their generation, so no error ends the run."""
         if not self._writes_here:
             return
-        path, images = partial_path(rollout_path(self._folder, rollout, draw)), once_per_prompt(self._digests)
+        path = partial_path(rollout_path(self._folder, rollout, draw))
+        images = once_per_prompt(self._digests)
         try:
             with path.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(to_line(completion, images(completion.rollout.prompt)) for completion in graded)

@@ -56,7 +56,10 @@ class EarlierRollouts:
         digests: Digests = no_images,
         log: Callable[[str], object] = logger.info,
     ) -> None:
-        self._folder, self._limits, self._digests, self._log = folder, limits, digests, log
+        self._folder = folder
+        self._limits = limits
+        self._digests = digests
+        self._log = log
 
     def take(
         self, rollout: int, draw: int, prompts: Sequence[Prompt], group_size: int, accepts: Callable[[int], bool]
@@ -73,9 +76,9 @@ class EarlierRollouts:
             return {}
         groups = self._intact_groups(source, {prompt.prompt_id: prompt for prompt in prompts}, group_size, accepts)
         found: Recorded = {}
-        for place, prompt in enumerate(prompts):
+        for position, prompt in enumerate(prompts):
             for index, (_, completion, rewards) in enumerate(groups.get(prompt.prompt_id, ())):
-                found[place * group_size + index] = (completion, rewards)
+                found[position * group_size + index] = (completion, rewards)
         total = len(prompts) * group_size
         self._log(f"rollout {rollout}: {len(found)} of {total} completions are taken from {source}")
         if len(found) < total:

@@ -186,7 +186,8 @@ def _check_settings(folder: Path, settings: Settings, flag: str, alternative: st
         raise ValueError(f"{flag}: {problem}") from None
     for name in (field.name for field in fields(Settings)):
         value = getattr(settings, name)
-        here, there = (list(value) if isinstance(value, tuple) else value), recorded.get(name)
+        here = list(value) if isinstance(value, tuple) else value
+        there = recorded.get(name)
         if here != there:
             setting = "the reward functions" if name == "reward_funcs" else name
             advice = " ".join(filter(None, [_advice(name, there), alternative]))

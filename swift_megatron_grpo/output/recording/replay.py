@@ -16,10 +16,11 @@ class ReplayError(RuntimeError):
 
 
 class RolloutReplay:
-    """Reader of dumped rollouts. Every rank reads the files on its own."""
+    """Reader of dumped rollouts. Every rank reads the files itself."""
 
     def __init__(self, folder: Path, limits: Limits, digests: Digests = no_images) -> None:
-        self._folder, self._digests = folder, digests
+        self._folder = folder
+        self._digests = digests
         self._limits = limits
         self._checksums = has_checksums(folder)
 
@@ -32,7 +33,9 @@ class RolloutReplay:
         requests = [prompt for prompt in prompts for _ in range(num_generations)]
         if len(lines) != len(requests):
             raise ReplayError(f"{path} has {len(lines)} completions, but this run needs {len(requests)}")
-        rollouts, rewards, images = [], [], once_per_prompt(self._digests)
+        rollouts = []
+        rewards = []
+        images = once_per_prompt(self._digests)
         for number, (line, prompt) in enumerate(zip(lines, requests, strict=True), start=1):
             try:
                 completion, scores = from_line(line, prompt, images(prompt), self._limits)

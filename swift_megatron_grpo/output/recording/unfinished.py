@@ -46,7 +46,8 @@ def shared_settings(config: GRPOConfig) -> Mapping[str, float]:
 
 def save_unfinished(folder: Path, rollout: UnfinishedRollout | None, digests: Digests) -> None:
     """Write the file, or remove that of an earlier run; None: the checkpoint is between two rollouts."""
-    path, images = folder / FILE, once_per_prompt(digests)
+    path = folder / FILE
+    images = once_per_prompt(digests)
     if rollout is None:
         path.unlink(missing_ok=True)
         return
@@ -71,7 +72,8 @@ def read_unfinished(
     digests: Digests,
 ) -> UnfinishedRollout | None:
     """Read the file; None: the checkpoint has none. Raises BadRow if this run cannot continue the rollout."""
-    path, images = folder / FILE, once_per_prompt(digests)
+    path = folder / FILE
+    images = once_per_prompt(digests)
     if not path.is_file():
         return None
     with path.open("rb") as file:

@@ -41,10 +41,10 @@ def check_values(row: Mapping[str, Any], limits: Limits) -> None:
 
 def _check_tokens(field: str, tokens: Any, vocabulary: int) -> None:
     _require(isinstance(tokens, list), field, tokens, "not a list of tokens")
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < vocabulary:
             raise BadRow(
-                f"{field}[{place}] is {token!r}, but the model has the tokens 0 to {vocabulary - 1}; use the --model "
+                f"{field}[{index}] is {token!r}, but the model has the tokens 0 to {vocabulary - 1}; use the --model "
                 "of the dumped run"
             )
 
@@ -65,16 +65,16 @@ def _check_logprobs(logprobs: Any, sampled: int) -> None:
     _require(isinstance(logprobs, list), "logprobs", logprobs, "not a list of numbers")
     if len(logprobs) != sampled:
         raise BadRow(f"logprobs has {len(logprobs)} values for {sampled} sampled tokens")
-    for place, value in enumerate(logprobs):
-        _require(_is_number(value) and math.isfinite(value), f"logprobs[{place}]", value, "not a finite number")
+    for index, value in enumerate(logprobs):
+        _require(_is_number(value) and math.isfinite(value), f"logprobs[{index}]", value, "not a finite number")
 
 
 def _check_rewards(rewards: Any, functions: int) -> None:
     _require(isinstance(rewards, list), "rewards", rewards, "not a list of numbers")
     if len(rewards) != functions:
         raise BadRow(f"rewards has {len(rewards)} values for {functions} reward functions")
-    for place, value in enumerate(rewards):
-        _require(value is None or _is_number(value), f"rewards[{place}]", value, "neither a number nor null")
+    for index, value in enumerate(rewards):
+        _require(value is None or _is_number(value), f"rewards[{index}]", value, "neither a number nor null")
 
 
 def _check_messages(field: str, messages: Any) -> None:

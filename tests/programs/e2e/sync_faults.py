@@ -259,7 +259,7 @@ LAST: dict[str, tuple[int, list[Fault]]] = {"experts": (7, [experts_swapped_for_
 scenario = os.environ["FAULTS"]
 reports: dict[str, Any] = {}
 base: dict[str, torch.Tensor] = {}
-step = GRPOLoop.step
+step = GRPOLoop.train_step
 
 
 def step_after_faults(self: GRPOLoop) -> dict[str, float]:
@@ -298,4 +298,4 @@ def step_with_fault(loop: GRPOLoop, fault: Fault) -> str:
     return "no error"
 
 
-GRPOLoop.step = step_after_faults  # type: ignore[method-assign]
+GRPOLoop.train_step = step_after_faults  # type: ignore[method-assign]

@@ -1,149 +1,37 @@
-"""The order in which rollouts start and are trained, and the weights that generate them.
-
-One rank, with a fake engine that generates one group per call of `next` and is busy until all are generated.
-"""
+"""The order in which rollouts start and are trained, and the weights that generate them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.generation.interface import Progress, Request, Share
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.generation.interface import Request
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
-from swift_megatron_grpo.loop.step import old_logprobs_from_engine
 from swift_megatron_grpo.loop.step_context import PhaseTimer, StepContext
-from swift_megatron_grpo.output.recording.dump import RolloutDump
-from swift_megatron_grpo.output.recording.earlier import EarlierRollouts
-from swift_megatron_grpo.output.recording.folder import Settings
-from swift_megatron_grpo.output.recording.values import Limits
-from swift_megatron_grpo.packing.routing import ExpertLayers
-from swift_megatron_grpo.runtime.stopping.request import StopRequest
-from swift_megatron_grpo.settings.config import (
-    EvaluationConfig,
-    GradingConfig,
-    RecordingConfig,
-    SamplingConfig,
-)
+from swift_megatron_grpo.loop.training_batches import old_logprobs_from_engine
+from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.settings.losses import NO_CORRECTION
-from swift_megatron_grpo.settings.routing import Routing
 from swift_megatron_grpo.types import Prompt, Rollout
+from tests.fakes.generation import Engine, Generation
+from tests.fakes.runs import EVALUATION, GROUP, PROMPTS, fake_run, routing_of
 
-T = TypeVar("T")
-GROUP, PROMPTS, STEPS = 2, 3, 2  # completions of a prompt, prompts and optimizer steps of a rollout
-EVALUATION = EvaluationConfig(
-    SamplingConfig(0.6, 0.9, -1, 1.0, 8, (), seed=5), num_generations=4, prompts_at_once=2, most_prompts=None,
-    before_training=False, correct_reward=0, correct_from=1.0, names={},
-)  # fmt: skip
-DUMPED = Settings(GROUP, GROUP * PROMPTS, 1.0, ("length",))
-
-
-class OneRank:
-    """The Coordinator of a single rank."""
-
-    rank, world_size = 0, 1
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-    def all_gather_or_raise(self, work: Callable[[], T], what: str) -> list[T]:
-        return [work()]
-
-
-@dataclass
-class Engine:
-    """Stands in for servers and for WeightSync."""
-
-    share = Share(0, 1, True)
-    version: int = -1
-    lost: bool = False  # no server has its weights any more
-    synced: list[int] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    requested: list[list[Request]] = field(default_factory=list)
-    with_logprobs: list[bool] = field(default_factory=list)
-    killed_after: int = -1  # groups
-
-    def generate(self, requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
-        self.requested.append(list(requests))
-        self.with_logprobs.append(sampling.logprobs)
-        self.generations.append(Generation(self, list(requests), group_size))
-        return self.generations[-1]
-
-    def to_engine(self, version: int, timer: PhaseTimer) -> dict[str, float]:
-        assert not any(generation.is_running for generation in self.generations), "new weights while it generates"
-        self.version = version
-        self.synced.append(version)
-        return {}
-
-    def resend(self, version: int, timer: PhaseTimer) -> None:
-        self.version, self.lost = version, False
-        self.synced.append(version)
-
-    def sleep(self) -> None: ...
-
-
-@dataclass
-class Generation:
-    engine: Engine
-    requests: list[Request]
-    group_size: int
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self.requests)
-
-    def next(self, newest: int) -> Progress:
-        """Generate one group."""
-        if self.engine.killed_after == 0:
-            raise KeyboardInterrupt
-        self.engine.killed_after -= 1
-        if self.engine.lost:
-            return Progress({}, needs_weights=True)
-        group, self.requests = self.requests[: self.group_size], self.requests[self.group_size :]
-        return Progress({request.index: self._complete(request.prompt) for request in group}, needs_weights=False)
-
-    def _complete(self, prompt: Prompt) -> Rollout:
-        return Rollout(prompt, [1], [2], [-1.0], prompt.prompt_id, "stop", self.engine.version)
-
-
-ROUTING = Routing(
-    router_replay_mode="disabled", router_agreement_samples=3, moe_router_load_balancing_type=None, model=None
-)
+STEPS = 2  # optimizer steps of a rollout
 
 
 def make(
     max_staleness: int, rollouts: int, first: int = 0, max_resample: int = 0, folder: Path | None = None
 ) -> tuple[Rollouts, Engine]:
     """Create the rollouts of a run; with a `folder` it dumps them, and continues what is in it."""
-    rows = [{"messages": [{"role": "user", "content": str(i)}]} for i in range(8)]
-    reward = RewardFunctions(["length"], [lambda completions, **_: [float(len(text)) for text in completions]], [1.0])
-    engine = Engine()
-    grading = GradingConfig(GROUP, ("length",), (1.0,), "group", "stop", max_resample_times=max_resample)
-    config = SimpleNamespace(
-        batch=SimpleNamespace(rollout_prompts=PROMPTS), grading=grading, deadlines=SimpleNamespace(reward_timeout=None),
-        sampling=SamplingConfig(1.0, 1.0, -1, 1.0, 4, ()), routing=ROUTING,
-        recording=RecordingConfig(dump=folder, continues=True), loss=SimpleNamespace(correction=NO_CORRECTION),
-        max_staleness=max_staleness, logprobs_interval=2,
-    )  # fmt: skip
-    stages = SimpleNamespace(
-        prompts=PromptSource(rows, seed=1, shuffle=True), spare_prompts=PromptSource(rows, 2, True, label="spare-"),
-        generation=engine, sync=engine, rewards=reward, coordinator=OneRank(), replay=None,
-        dump=folder and RolloutDump(folder, DUMPED, 0, writes_here=True, keeps_later=True),
-        earlier=folder and EarlierRollouts(folder, Limits(99, 1)),
-        watchdog=SimpleNamespace(limit=lambda *_: nullcontext()), stop=StopRequest(OneRank(), grace=120.0),  # type: ignore[arg-type]
-        residency=SimpleNamespace(for_inference=lambda: None),
-        training=SimpleNamespace(passes=SimpleNamespace(expert_layers=ExpertLayers(1, (0,), 4, 2))),
-    )  # fmt: skip
+    run = fake_run(max_staleness=max_staleness, max_resample=max_resample, dump=folder, routing=routing_of(compared=3))
     ahead = RunAhead(max_staleness, STEPS, first, first * STEPS, rollouts * STEPS)
-    return Rollouts(config, stages, None, ahead), engine  # type: ignore[arg-type]
+    return Rollouts(run.config, run.stages, None, ahead), run.engine
 
 
 def step(rollout: int) -> StepContext:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from swift_megatron_grpo.output.checkpoints.identity import TokenizerIdentity, dataset_identity
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
+from tests.fakes.ranks import OneRank
 
-T = TypeVar("T")
 ROWS = [{"messages": [{"role": "user", "content": f"prompt {row}"}], "solution": row} for row in range(100)]
 IDENTITY = Identity(
     {"hidden_size": 64, "vocab_size": 300}, TokenizerIdentity(300, "aa"), dataset_identity(ROWS), experts_in_order=False
@@ -25,18 +23,6 @@ FILES = {
     "iter_0000001/__0_0.distcp": 2000,
     "iter_0000001/__0_1.distcp": 1100,
 }
-
-
-class OneRank:
-    """The exchange of values between ranks, with one rank."""
-
-    rank, world_size = 0, 1
-
-    def all_gather(self, value: T) -> list[T]:
-        return [value]
-
-    def all_gather_or_raise(self, work: Callable[[], T], task: str) -> list[T]:
-        return [work()]
 
 
 def writer(folder: Path) -> CheckpointWriter:

@@ -31,7 +31,8 @@ from swift_megatron_grpo.output.checkpoints.verifying import (
     verify_files,
 )
 from swift_megatron_grpo.output.disk.files import checksum, file_checksum
-from tests.unit.output.checkpoints.saved import FILES, IDENTITY, ROWS, OneRank, save
+from tests.fakes.ranks import OneRank
+from tests.unit.output.checkpoints.saved import FILES, IDENTITY, ROWS, save
 
 READ = [name for name in FILES if not name.endswith(".safetensors")]  # by --mcore_model
 

@@ -1,0 +1,274 @@
+"""The generations of a run: the rollout that is trained next, and those started ahead of it.
+
+With --max_staleness 0 a rollout starts when it is needed. Above 0, later rollouts start as soon as the engine has
+finished this one, and are generated while this one is graded and trained; run_ahead.py has the rule.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from swift_megatron_grpo.generation.interface import (
+    Generation,
+    Progress,
+    Request,
+    evaluation_requests,
+    requests_for,
+)
+from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
+from swift_megatron_grpo.loop.checks.expert_checks import check_experts
+from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
+from swift_megatron_grpo.loop.run_ahead import RunAhead
+from swift_megatron_grpo.loop.stages import Stages
+from swift_megatron_grpo.loop.step_context import StepContext
+from swift_megatron_grpo.output.recording.earlier import Recorded
+from swift_megatron_grpo.runtime.failures import SharedFailure
+from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig, SamplingConfig
+from swift_megatron_grpo.types import Prompt, Rollout
+
+
+@dataclass(slots=True)
+class StartedRollout:
+    """A rollout, or an evaluation, whose generation has started."""
+
+    prompts: Sequence[Prompt]
+    group_size: int  # completions of one prompt
+    recorded: Recorded = field(default_factory=dict)  # an earlier run has generated and graded these
+    generation: Generation | None = None  # None: all are recorded
+    missing: int = 0  # completions not received yet
+    versions: set[int] = field(default_factory=set)  # of weights that may generate them
+    kept: dict[int, Rollout] = field(default_factory=dict)  # received before they were needed
+
+    @property
+    def size(self) -> int:
+        return len(self.prompts) * self.group_size
+
+    def prompt_of(self, index: int) -> Prompt:
+        return self.prompts[index // self.group_size]
+
+
+class RolloutQueue:
+    """Starts rollouts, and collects their completions in order. Every rank calls every method."""
+
+    def __init__(self, config: GRPOConfig, stages: Stages, ahead: RunAhead) -> None:
+        self._config = config
+        self._stages = stages
+        self._ahead = ahead
+        self._started: deque[StartedRollout] = deque()  # ahead of the one that is collected
+        self._engine_version = NO_WEIGHTS  # of the last weights sent
+        self._logprobs = LogprobRequests.of(
+            config.loss.correction, config.max_staleness, config.recording.dump is not None, config.logprobs_interval
+        )
+        self._first = ahead.first_rollout  # the number of the first one that this run generates
+        self._reads_recorded = config.recording.continues and stages.dump is not None
+
+    # ---- start
+
+    def skip(self, rollout: int) -> None:
+        """Leave out the first rollout, which the checkpoint of a resumed run contains."""
+        self._first = rollout + 1
+
+    def prompts(self, rollout: int) -> list[Prompt]:
+        """Return the prompts of a rollout.
+
+        They depend on its number alone, so a resumed run starts the rollouts again that were started at the checkpoint.
+        """
+        source = self._stages.prompts
+        size = self._config.batch.rollout_prompts
+        source.taken = rollout * size
+        return source.take(size)
+
+    def take(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> StartedRollout:
+        """Return one draw of a rollout; it starts now unless it was started ahead."""
+        if draw == 0 and self._started:
+            return self._started.popleft()
+        return self._start_draw(rollout, draw, prompts, step)
+
+    def start_ahead(self, training: int, step: StepContext) -> None:
+        """Start the rollouts that may be generated while rollout `training` is trained."""
+        while self._ahead.in_window(rollout := training + 1 + len(self._started), training):
+            if not self._ahead.may_start(rollout, self._engine_version, step.version, self._engine_is_idle()):
+                return
+            self._started.append(self._start_draw(rollout, 0, self.prompts(rollout), step))
+
+    def start_evaluation(
+        self, prompts: Sequence[Prompt], evaluation: EvaluationConfig, step: StepContext
+    ) -> StartedRollout:
+        """Start to generate with the current weights. Rollouts that have started are finished first, and kept."""
+        for started in self._started:
+            while started.missing:
+                started.kept |= self._receive(started, step)
+        self._prepare_engine(step)
+        sampling = evaluation.sampling
+        assert sampling.seed is not None
+        evaluated = StartedRollout(prompts, evaluation.num_generations)
+        self._generate(evaluated, evaluation_requests(prompts, evaluated.group_size, sampling.seed), sampling)
+        return evaluated
+
+    def _start_draw(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> StartedRollout:
+        """Start to generate what no earlier run has dumped of a rollout."""
+        sampling = replace(self._config.sampling, logprobs=self._logprobs.includes(rollout, self._first))
+        started = StartedRollout(prompts, self._config.grading.num_generations)
+        started.recorded = self._recorded(rollout, draw, started, step)
+        if len(started.recorded) < started.size:
+            self._prepare_engine(step)
+            with_experts = self._config.routing.requested(started.size)
+            requests = requests_for(prompts, started.group_size, sampling.seed, self._engine_version, with_experts)
+            self._generate(
+                started, [request for request in requests if request.index not in started.recorded], sampling
+            )
+        return started
+
+    def _prepare_engine(self, step: StepContext) -> None:
+        """Send the newest weights to an idle engine; a busy one keeps those that it has."""
+        assert self._stages.sync is not None
+        if self._engine_is_idle():
+            step.metrics.update(self._stages.sync.to_engine(step.version, step.timer))
+            self._engine_version = step.version
+
+    def _generate(self, started: StartedRollout, requests: list[Request], sampling: SamplingConfig) -> None:
+        engine = self._stages.generation
+        assert engine is not None
+        started.generation = engine.generate(engine.share.pick(requests), started.group_size, sampling)
+        started.missing = len(requests)
+        started.versions = {self._engine_version}
+
+    def _engine_is_idle(self) -> bool:
+        """Return True if no generation is running. With servers, only rank 0 has this information."""
+        if not self._started:
+            return True
+        generations = [started.generation for started in self._started if started.generation is not None]
+        return not any(self._stages.coordinator.all_gather(any(generation.is_running for generation in generations)))
+
+    def _recorded(self, rollout: int, draw: int, started: StartedRollout, step: StepContext) -> Recorded:
+        """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
+
+        They are used up to the first rollout that is not complete: with its other completions, the earlier run trained
+        other weights.
+        """
+        if not self._reads_recorded:
+            return {}
+
+        def accepts(version: int) -> bool:
+            if not self._ahead.max_staleness:
+                return version == step.version
+            return 0 <= self._ahead.staleness(rollout, version) <= self._ahead.max_staleness
+
+        def read() -> Recorded:
+            if self._stages.earlier is None:
+                return {}
+            found = self._stages.earlier.take(rollout, draw, started.prompts, started.group_size, accepts)
+            return {index: (_without_row(completion), rewards) for index, (completion, rewards) in found.items()}
+
+        with step.timer("replay"):
+            gathered = self._stages.coordinator.all_gather_or_raise(read, "reading dumped rollouts")
+        found = {index: value for part in gathered for index, value in part.items()}
+        self._reads_recorded = len(found) == started.size
+        return {
+            index: (replace(completion, prompt=started.prompt_of(index)), rewards)
+            for index, (completion, rewards) in found.items()
+        }
+
+    # ---- collect
+
+    def collect(
+        self, started: StartedRollout, step: StepContext, ahead_of: int | None = None
+    ) -> Iterator[dict[int, Rollout]]:
+        """Yield whole groups of completions as they finish, on every rank.
+
+        Before the last of them are yielded, the engine is released, and the rollouts ahead of rollout `ahead_of` start.
+        """
+        if started.generation is None and ahead_of is not None:
+            self.start_ahead(ahead_of, step)
+        for groups in self._arriving(started, step):
+            if not started.missing:
+                self._release_engine(step)
+                if ahead_of is not None:
+                    self.start_ahead(ahead_of, step)
+            yield groups
+
+    def _arriving(self, started: StartedRollout, step: StepContext) -> Iterator[dict[int, Rollout]]:
+        if started.kept:
+            with step.timer("generation"):  # no time passes, but the log then has a 0 for the phase
+                groups = started.kept
+                started.kept = {}
+            yield groups
+        while started.missing:
+            groups = self._receive(started, step)
+            if groups:
+                yield groups
+
+    def _receive(self, started: StartedRollout, step: StepContext) -> dict[int, Rollout]:
+        """Wait for progress of a generation, on all ranks; return the groups that have finished, if any."""
+        with step.timer("generation"):
+            gathered = self._wait(started, step)
+        if any(progress.needs_weights for progress in gathered):
+            self._resend(started, step)
+        finished = {
+            index: replace(completion, prompt=started.prompt_of(index))
+            for progress in gathered
+            for index, completion in progress.finished.items()
+        }
+        _check_versions(finished.values(), started.versions)
+        started.missing -= len(finished)
+        return finished
+
+    def _wait(self, started: StartedRollout, step: StepContext) -> list[Progress]:
+        engine = self._stages.generation
+        generation = started.generation
+        assert engine is not None and generation is not None
+
+        def wait() -> Progress:
+            progress = generation.next(step.version)
+            self.check_experts(progress.finished.values())
+            finished = {index: _without_row(completion) for index, completion in progress.finished.items()}
+            return replace(progress, finished=finished)
+
+        try:
+            return self._stages.coordinator.all_gather_or_raise(wait, "generating completions")
+        except SharedFailure:
+            engine.sleep()  # all ranks save a checkpoint next, which may need the memory
+            raise
+
+    def check_experts(self, rollouts: Iterable[Rollout]) -> None:
+        """Raise WrongExperts for experts that no router of this model can have chosen."""
+        if self._config.routing.requested(1):
+            layers = self._stages.training.passes.expert_layers
+            assert layers is not None  # settings/routing.py refuses other models
+            check_experts(rollouts, layers)
+
+    def _resend(self, started: StartedRollout, step: StepContext) -> None:
+        """Resend weights to a restarted server.
+
+        If no server still has the version that this rollout started with, the trainer's current weights generate the
+        rest of it.
+        """
+        assert self._stages.sync is not None
+        self._stages.sync.resend(step.version, step.timer)
+        self._engine_version = step.version
+        for rollout in (started, *self._started):
+            if rollout.missing:
+                rollout.versions.add(step.version)
+
+    def _release_engine(self, step: StepContext) -> None:
+        """Put an engine that shares GPUs to sleep, and start to reload the policy while rewards are computed."""
+        assert self._stages.generation is not None
+        with step.timer("phase_switch"):
+            self._stages.generation.sleep()
+            self._stages.residency.for_inference()
+
+
+def _without_row(rollout: Rollout) -> Rollout:
+    """Return a rollout without its prompt's row, which every rank has: its images may be many megabytes."""
+    return replace(rollout, prompt=Prompt(rollout.prompt.prompt_id, {}))
+
+
+def _check_versions(rollouts: Iterable[Rollout], allowed: set[int]) -> None:
+    unexpected = {rollout.weights_version for rollout in rollouts} - allowed
+    if unexpected:
+        raise RuntimeError(
+            f"completions of weights {sorted(unexpected)} were returned instead of "
+            f"{' or '.join(map(str, sorted(allowed)))}: the engine did not generate with the weights of the last sync"
+        )

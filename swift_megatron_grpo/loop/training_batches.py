@@ -1,0 +1,165 @@
+"""The rollout in training: its completions as samples, in one batch for each optimizer step that it feeds.
+
+A checkpoint between two of these steps keeps the rollout, and a resumed run continues it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+
+from swift_megatron_grpo.loop.samples import samples_of, without_routing
+from swift_megatron_grpo.loop.stages import Stages
+from swift_megatron_grpo.loop.step_context import StepContext
+from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, shared_settings
+from swift_megatron_grpo.settings.config import GRPOConfig
+from swift_megatron_grpo.settings.losses import Correction
+from swift_megatron_grpo.types import Graded, Rollout, Sample
+
+
+class TrainingBatches:
+    """The batches of one rollout after the other. Every rank calls every method."""
+
+    def __init__(self, config: GRPOConfig, stages: Stages, steps_done: int) -> None:
+        self._config = config
+        self._stages = stages
+        self.steps_per_rollout = config.batch.steps_per_generation * config.num_iterations
+        self.steps_to_skip = steps_done % self.steps_per_rollout  # of the first rollout, which a resumed run had done
+        self._left: deque[list[Sample]] = deque()  # one batch per optimizer step
+        self._batches: list[list[Sample]] = []  # of the whole rollout, each of them once
+        self._rollout: UnfinishedRollout | None = None  # in training
+        self._compared_with_engine = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._left
+
+    def next(self) -> list[Sample]:
+        return self._left.popleft()
+
+    def fill(self, number: int, graded: Sequence[Graded], step: StepContext) -> None:
+        """Queue the steps of a new rollout."""
+        rollouts = [completion.rollout for completion in graded]
+        batches = self._batches_of(graded)
+        self._compare_with_engine(batches[0], rollouts, step)
+        from_engine = old_logprobs_from_engine(rollouts, step.version, self._config.loss.correction)
+        self._add_old_policy(batches, from_engine, step)
+        self._queue(number, graded, batches, from_engine, step)
+
+    def resume(self, unfinished: UnfinishedRollout, step: StepContext) -> None:
+        """Queue the steps that are left of a rollout that a checkpoint has interrupted, with its old log-probs."""
+        batches = self._batches_of(unfinished.graded)
+        for sample, old_logprobs in zip(chain.from_iterable(batches), unfinished.old_logprobs, strict=True):
+            sample.old_logprobs = old_logprobs
+        self._queue(unfinished.number, unfinished.graded, batches, unfinished.from_engine, step)
+
+    def unfinished(self, weights_version: int) -> UnfinishedRollout | None:
+        """Return the rollout in training for a checkpoint; None if it holds the weights between two rollouts.
+
+        None also with --router_replay_mode R2: each rank has the recorded experts of its own layers only.
+        """
+        between_rollouts = weights_version % self.steps_per_rollout == 0
+        if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
+            return None
+        samples = list(chain.from_iterable(self._batches))
+        old_logprobs = self._stages.gather_samples(
+            {index: sample.old_logprobs for index, sample in enumerate(samples) if sample.old_logprobs is not None}
+        )
+        return replace(self._rollout, old_logprobs=[old_logprobs.get(index) for index in range(len(samples))])
+
+    def _batches_of(self, graded: Sequence[Graded]) -> list[list[Sample]]:
+        grading = self._config.grading
+        size = self._config.batch.global_batch_size
+        samples = samples_of(
+            graded,
+            grading.num_generations,
+            grading.overlong_filter,
+            self._stages.image_reader,
+            replays_engine=self._config.routing.router_replay_mode == "R3",
+        )
+        return [samples[i : i + size] for i in range(0, len(samples), size)]
+
+    def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
+        """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
+        stages = self._stages
+        rounding = None if stages.sync is None else stages.sync.rounding
+        if rounding is not None and not self._compared_with_engine:
+            with step.timer("sync_check"):
+                stages.logprob_check.check(samples, rounding)
+        self._compared_with_engine = True
+        if stages.router_agreement is not None:
+            with step.timer("router_agreement"):
+                chosen = [rollout.routed_experts for rollout in rollouts[: len(samples)]]
+                share = stages.router_agreement.measure(samples, chosen)
+            if share is not None:
+                step.metrics["rollout/router_agreement"] = share
+
+    def _add_old_policy(self, batches: Sequence[list[Sample]], from_engine: bool, step: StepContext) -> None:
+        """Add the old log-probs, the denominator of the ratio, and with R2 the experts that later steps replay.
+
+        The first step needs neither: it trains the old policy itself. Every later step gets them from a pass before the
+        first update. `from_engine`: the engine's log-probs take the place of the pass, for the first step as well.
+        """
+        training = self._stages.training
+        records_experts = self._config.routing.router_replay_mode == "R2"
+        if records_experts or not from_engine:
+            for samples in batches if self._config.num_iterations > 1 else batches[1:]:
+                with step.timer("old_logprobs"):
+                    if records_experts:
+                        values, experts = training.infer_and_record(samples)
+                    else:
+                        values = training.infer(samples)
+                        experts = {}
+                for index, value in values.items():
+                    samples[index].old_logprobs = value.logprobs
+                for index, rows in experts.items():
+                    samples[index].routed_experts = rows
+        if from_engine:
+            for sample in chain.from_iterable(batches):
+                sample.old_logprobs = sample.rollout_logprobs
+
+    def _add_reference(self, batches: Sequence[list[Sample]], step: StepContext) -> None:
+        reference = self._stages.reference
+        if reference is None or self._config.kl.kl_in_reward:
+            return
+        with step.timer("ref_logprobs"):
+            self._stages.residency.for_reference()
+            for samples in batches:
+                for index, values in reference.infer(without_routing(samples)).items():
+                    samples[index].ref_logprobs = values.logprobs
+
+    def _queue(
+        self,
+        number: int,
+        graded: Sequence[Graded],
+        batches: list[list[Sample]],
+        from_engine: bool,
+        step: StepContext,
+    ) -> None:
+        """Queue one batch for each optimizer step that this rollout feeds: `num_iterations` times all of them."""
+        self._add_reference(batches, step)
+        first = batches[0] if from_engine else [replace(sample, old_logprobs=None) for sample in batches[0]]
+        steps = [first, *batches[1:], *batches * (self._config.num_iterations - 1)]
+        self._left.extend(steps[self.steps_to_skip :])
+        self.steps_to_skip = 0
+        self._batches = batches
+        self._rollout = UnfinishedRollout(number, shared_settings(self._config), graded, [], from_engine)
+
+
+def old_logprobs_from_engine(rollouts: Sequence[Rollout], version: int, correction: Correction) -> bool:
+    """Return True if the engine's log-probs are the old log-probs, instead of the trainer's own.
+
+    True for completions of older weights without a rollout correction: the ratio and its clipping then account for how
+    far the policy has moved since. A rollout correction would weight the completions by that.
+    """
+    if all(rollout.weights_version == version for rollout in rollouts):
+        return False
+    if any(rollout.logprobs is None for rollout in rollouts):
+        raise RuntimeError(
+            f"completions of other weights than the trainer's ({version}) came without the engine's log-probs, which "
+            "alone measure how far the policy has moved since; use --async_generate false or, with --rollout_replay, "
+            "a folder with logprobs"
+        )
+    return correction.rollout_importance_sampling_mode is None

@@ -1,0 +1,241 @@
+"""A training step: what follows what, whose log-probs are the old ones, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from swift_megatron_grpo.data.prompts import PromptSource
+from swift_megatron_grpo.loop.step import GRPOLoop
+from swift_megatron_grpo.output.recording.rows import no_images
+from swift_megatron_grpo.output.recording.unfinished import UnfinishedRollout, read_unfinished, shared_settings
+from swift_megatron_grpo.output.recording.values import Limits
+from swift_megatron_grpo.settings.config import LossConfig
+from swift_megatron_grpo.settings.losses import NO_CORRECTION
+from swift_megatron_grpo.types import Prompt, Sample
+from tests.fakes.generation import LOGPROB
+from tests.fakes.runs import PROMPTS, ROWS, STEP, FakeRun, fake_run, kl_of, routing_of
+
+BEFORE = -2.0  # log-prob of a token before the first update
+LOSS = LossConfig("grpo", 0.2, 0.2, beta=0.0)
+
+
+def loop_of(run: FakeRun, steps_done: int = 0, unfinished: UnfinishedRollout | None = None) -> GRPOLoop:
+    return GRPOLoop(run.config, run.stages, None, steps_done, total_steps=100, unfinished=unfinished)
+
+
+def train(run: FakeRun, steps: int) -> list[dict[str, float]]:
+    loop = loop_of(run)
+    return [loop.train_step() for _ in range(steps)]
+
+
+def old_logprobs(samples: list[Sample]) -> list[list[float] | None]:
+    return [sample.old_logprobs for sample in samples]
+
+
+def test_the_stages_of_a_step_follow_each_other() -> None:
+    run = fake_run()
+    [metrics] = train(run, 1)
+    arrive = ["grade", "grade", "engine sleeps", "policy reloads", "grade"]  # a group each; the last one frees the GPU
+    assert run.events == ["sync 0", "generate", *arrive, "train"]
+    phases = {"time/generation", "time/phase_switch", "time/grading", "time/train"}
+    assert phases <= set(metrics) and metrics["reward"] > 0 and metrics["speed/train_tflop"] == 2
+    assert [len(batch) for batch in run.policy.trained] == [6]
+
+
+def test_every_rollout_is_generated_by_the_weights_of_the_step_before() -> None:
+    run = fake_run(steps_per_generation=2)
+    train(run, 6)
+    assert run.engine.synced == [0, 2, 4]
+    assert [len(batch) for batch in run.policy.trained] == [3] * 6
+
+
+def test_the_only_step_of_a_rollout_needs_no_old_log_probs() -> None:
+    run = fake_run()
+    train(run, 2)
+    assert "infer" not in run.events
+    assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6] * 2
+
+
+def test_later_steps_have_the_log_probs_of_before_the_first_update() -> None:
+    run = fake_run(steps_per_generation=3)
+    train(run, 3)
+    assert run.events.count("infer") == 2 and run.events[-5:] == ["infer", "infer", "train", "train", "train"]
+    first, *later = [old_logprobs(batch) for batch in run.policy.trained]
+    assert first == [None] * 2 and later == [[[BEFORE]] * 2] * 2
+
+
+def test_a_rollout_that_is_trained_twice_is_generated_once() -> None:
+    run = fake_run(num_iterations=2)
+    train(run, 3)
+    assert run.engine.synced == [0, 2]
+    first, again, new = run.policy.trained
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in first]
+    assert (
+        old_logprobs(first) == [None] * 6 and old_logprobs(again) == [[BEFORE]] * 6 and old_logprobs(new) == [None] * 6
+    )
+
+
+def test_old_log_probs_of_completions_by_older_weights_are_the_engines() -> None:
+    run = fake_run(max_staleness=1)
+    metrics = train(run, 3)
+    assert [step["rollout/staleness"] for step in metrics] == [0, 1, 1]
+    assert "infer" not in run.events
+    assert [old_logprobs(batch) for batch in run.policy.trained] == [[None] * 6, [[LOGPROB]] * 6, [[LOGPROB]] * 6]
+
+
+def test_with_a_rollout_correction_old_log_probs_are_the_trainers() -> None:
+    corrected = replace(LOSS, correction=replace(NO_CORRECTION, rollout_importance_sampling_mode="token_truncate"))
+    run = fake_run(max_staleness=1, steps_per_generation=2, loss=corrected)
+    train(run, 4)
+    expected = [[None] * 3, [[BEFORE]] * 3, [None] * 3, [[BEFORE + 2 * STEP]] * 3]
+    assert [old_logprobs(batch) for batch in run.policy.trained] == expected
+
+
+def test_later_steps_replay_the_experts_of_the_pass_for_old_log_probs() -> None:
+    run = fake_run(steps_per_generation=2, routing=routing_of("R2"))
+    train(run, 2)
+    assert run.events.count("infer and record") == 1 and "infer" not in run.events
+    first, later = run.policy.trained
+    assert all(sample.routed_experts is None for sample in first)
+    assert all(np.array_equal(sample.routed_experts, np.ones((2, 1, 2))) for sample in later)  # type: ignore[arg-type]
+
+
+def test_every_step_has_reference_log_probs() -> None:
+    run = fake_run(steps_per_generation=2, loss=replace(LOSS, beta=0.1))
+    train(run, 2)
+    assert run.events.count("reference") == 2
+    assert [[sample.ref_logprobs for sample in batch] for batch in run.policy.trained] == [[[-3.0]] * 3] * 2
+
+
+def test_a_kl_in_the_reward_is_not_part_of_the_loss() -> None:
+    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(in_reward=True))
+    [metrics] = train(run, 1)
+    assert metrics["kl"] == metrics["kl_per_token"] == pytest.approx(BEFORE + 3.0)
+    assert [graded.reward for graded in run.logged] == pytest.approx(
+        [graded.rewards[0] - 0.1 * (BEFORE + 3.0) for graded in run.logged]  # type: ignore[operator]
+    )
+    assert all(sample.ref_logprobs is None for sample in run.policy.trained[0])
+
+
+def test_an_adaptive_beta_follows_the_kl_of_each_step() -> None:
+    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(target=0.05, horizon=60))
+    run.policy.kl = 0.1
+    metrics = train(run, 3)  # the KL of 0.1 is above the target: the error is clipped to 0.2, for 6 of 60 completions
+    assert [step["kl_beta"] for step in metrics] == pytest.approx([0.1, 0.1 * 1.02, 0.1 * 1.02**2])
+
+
+def test_only_tokens_of_high_entropy_are_selected() -> None:
+    run = fake_run(top_entropy_quantile=0.5)  # the entropy of a token is the number of its group: 0, 0, 1, 1, 2, 2
+    [metrics] = train(run, 1)
+    assert metrics["entropy/entropy_threshold"] == 1
+    assert [sample.selected for sample in run.policy.trained[0]] == [[False]] * 2 + [[True]] * 4
+
+
+def test_log_probs_are_compared_with_the_engines_once() -> None:
+    run = fake_run(rounding=0.001)
+    train(run, 3)
+    assert run.events.count("compare log-probs") == 1
+    unchecked = fake_run(rounding=None)  # --sync_check off
+    train(unchecked, 1)
+    assert "compare log-probs" not in unchecked.events
+
+
+def test_a_run_that_only_generates_trains_nothing() -> None:
+    run = fake_run()
+    loop = loop_of(run)
+    metrics = [loop.generate_only() for _ in range(2)]
+    assert "train" not in run.events and run.engine.synced[0] == 0 and len(run.logged) == 12
+    ids = [graded.rollout.prompt.prompt_id for graded in run.logged]
+    assert ids[:6] != ids[6:] and all(step["reward"] > 0 and "loss" not in step for step in metrics)
+
+
+def test_an_evaluation_trains_and_logs_nothing() -> None:
+    run = fake_run()
+    graded, metrics = loop_of(run).evaluate([Prompt("validation", ROWS[0])])
+    assert [completion.reward for completion in graded] == [10.0] * 4  # the length of the prompt's id
+    assert "train" not in run.events and not run.logged and set(metrics) >= {"time/generation", "time/grading"}
+
+
+# ---- checkpoints
+
+
+def saved(loop: GRPOLoop, run: FakeRun, folder: Path, rollouts_done: int = 0) -> UnfinishedRollout | None:
+    """Save as a checkpoint does, and read what a resumed run continues."""
+    loop.save(str(folder))
+    source = PromptSource(ROWS, seed=1, shuffle=True)
+    prompts = {prompt.prompt_id: prompt for prompt in source.take(8 * PROMPTS)}
+    settings = shared_settings(run.config)
+    return read_unfinished(folder, rollouts_done, settings, prompts.__getitem__, Limits(99, 1), no_images)
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_run_that_resumes_between_two_steps_of_a_rollout_trains_the_same(tmp_path: Path, iterations: int) -> None:
+    whole = fake_run(steps_per_generation=2, num_iterations=iterations)
+    loop = loop_of(whole)
+    loop.train_step()
+    unfinished = saved(loop, whole, tmp_path)
+    for _ in range(2 * iterations):
+        loop.train_step()
+
+    resumed = fake_run(steps_per_generation=2, num_iterations=iterations)
+    again = loop_of(resumed, steps_done=1, unfinished=unfinished)
+    resumed.policy.parameter += STEP
+    for _ in range(2 * iterations):
+        again.train_step()
+    assert resumed.policy.trained == whole.policy.trained[1:]
+    assert resumed.engine.synced == [2 * iterations]  # only the next rollout is generated
+
+
+def test_between_two_rollouts_a_checkpoint_keeps_none(tmp_path: Path) -> None:
+    run = fake_run(steps_per_generation=2)
+    loop = loop_of(run)
+    loop.train_step()
+    assert saved(loop, run, tmp_path) is not None
+    loop.train_step()
+    assert saved(loop, run, tmp_path, rollouts_done=1) is None
+
+
+def test_recorded_experts_are_not_saved_so_the_rollout_is_generated_again(tmp_path: Path) -> None:
+    run = fake_run(steps_per_generation=2, routing=routing_of("R2"))
+    loop = loop_of(run)
+    loop.train_step()
+    assert saved(loop, run, tmp_path) is None
+
+
+def test_a_step_that_fails_leaves_the_checkpoint_of_the_step_before(tmp_path: Path) -> None:
+    run = fake_run(steps_per_generation=2)
+    loop = loop_of(run)
+    loop.train_step()
+    run.policy.train_step = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        loop.train_step()
+    unfinished = saved(loop, run, tmp_path)
+    assert unfinished is not None and old_logprobs_by_half(unfinished) == ([None] * 3, [[BEFORE]] * 3)
+
+
+def old_logprobs_by_half(unfinished: UnfinishedRollout) -> tuple[list[object], list[object]]:
+    return list(unfinished.old_logprobs[:3]), list(unfinished.old_logprobs[3:])
+
+
+def test_an_adapted_beta_is_saved(tmp_path: Path) -> None:
+    run = fake_run(loss=replace(LOSS, beta=0.1), kl=kl_of(target=0.05, horizon=60))
+    run.policy.kl = 0.1
+    loop = loop_of(run)
+    loop.train_step()
+    loop.save(str(tmp_path))
+    again = loop_of(run)
+    again.kl_controller.restore([str(tmp_path)])
+    assert again.kl_controller.value == pytest.approx(0.1 * 1.02)
+
+
+def test_the_loop_ends_generation_before_the_watchdog() -> None:
+    run = fake_run()
+    loop = loop_of(run)
+    loop.reload_models()
+    loop.end_generation()
+    loop.close()
+    assert run.events == ["models reload", "engine ends", "watchdog ends"]
