@@ -7,46 +7,38 @@ callbacks belong to its parent class.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from swift.megatron.model import get_mcore_model
 from swift.megatron.trainers.base import BaseMegatronTrainer
-from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue, load_mcore_checkpoint
+from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
-from swift.utils import JsonlWriter, get_dist_setting, get_logger, is_last_rank, is_master, safe_snapshot_download
+from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
-from swift_megatron_grpo.arguments.resume import check_or_fall_back
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.frozen_reference import load_frozen_reference
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
-from swift_megatron_grpo.generation.protocol.model_identity import model_identity
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
 from swift_megatron_grpo.grading import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop.assemble import (
-    FrozenReference,
     LoadedModels,
     RunInputs,
     assemble_loop,
     evaluation,
-    reference_engine_settings,
     training_engine,
 )
 from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
-from swift_megatron_grpo.output.checkpoints.identity import dataset_identity, tokenizer_identity
-from swift_megatron_grpo.output.checkpoints.manifest import has_manifest
-from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, Identity
-from swift_megatron_grpo.output.checkpoints.verifying import check_order_of_experts, check_sources, compare_datasets
-from swift_megatron_grpo.output.disk.files import threads_of_a_rank
+from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, in_order_of_removal
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
+from swift_megatron_grpo.run_checkpoints import check_loaded, checkpoint_writer, next_save, resumed_from
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
@@ -57,10 +49,8 @@ from swift_megatron_grpo.settings.trained import Trained
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
-from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.preparation import prepare_frozen, prepare_trained
-from swift_megatron_grpo.training.reference import FrozenCopy, load_reference_adapter
-from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.training.preparation import prepare_trained
+from swift_megatron_grpo.training.reference import load_reference_adapter
 from swift_megatron_grpo.training.trained_weights import check_trained
 from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
 from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
@@ -83,33 +73,27 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     """Replaces ms-swift's trainer of the same name."""
 
     args: GRPOArguments
+    loop: GRPOLoop  # this and the next two from setup_training on
+    checkpoints: CheckpointWriter
+    evaluation: Evaluation  # with validation datasets only
 
     def __init__(self, args: GRPOArguments, template: Template, vllm_client: None = None) -> None:
         functions, names = resolve_reward_funcs(args.reward_funcs, args=args)  # may fail: before the model loads
         self.coordinator = Coordinator(timedelta(seconds=args.ddp_timeout))
         self._locked = LockedFolders(args.output_dir, args.of(Recording).dump, self.coordinator)
-        self._check_checkpoints(args, template)
+        check_loaded(args, template, self.coordinator)
         self.stop = StopRequest(self.coordinator, args.stop_grace)
         self.remote = self._connect_to_servers(args)
         if args.of(Rewards).by_environment:
-            functions, names = [*functions, gym_reward], [*names, gym_reward.__name__]
+            functions = [*functions, gym_reward]
+            names = [*names, gym_reward.__name__]
         self.settings = configure(args)
         if self.settings.server is None and self.settings.recording.replay is None:
             check_engine_settings(self.settings.vllm)
         self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
         self._merged = ExitStack()
-        self.loop: GRPOLoop | None = None
-        self.evaluation: Evaluation | None = None
+        self._is_set_up = False
         super().__init__(args, template)
-
-    def _check_checkpoints(self, args: GRPOArguments, template: Template) -> None:
-        """Refuse checkpoints that are damaged or do not fit the run, before the model loads."""
-        tokenizer = tokenizer_identity(template.tokenizer) if args.resumes else None
-        model, threads = model_identity(args.model_config), threads_of_a_rank(_ranks_of_this_machine())
-        identity, ranks = (model, tokenizer, args.verify_checkpoint), self.coordinator
-        for warning in check_or_fall_back(args, lambda used: check_sources(used, *identity, ranks, threads)):
-            logger.warning(warning)
-        check_order_of_experts(args.optimizer_source, args.experts_in_order)
 
     def _connect_to_servers(self, args: GRPOArguments) -> RemoteVllm | None:
         """Check the rollout servers before the model loads; None: vLLM runs in the training processes."""
@@ -127,11 +111,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def prepare_model(self) -> None:
         supply_context_parallelism()
         super().prepare_model()
-        mark_sharded_parameters(self.unwrapped_models)  # with those of the adapters
+        mark_sharded_parameters(self.unwrapped_models)  # also in adapters
         if self.args.check_attention:
             check = partial(check_attention, self.unwrapped_models, RankPosition.from_megatron())
             self.coordinator.all_gather_or_raise(check, "checking the attention kernels")
-        self.frozen_reference = self._load_reference()
+        self.frozen_reference = load_frozen_reference(self.args, self.settings, self.template)
 
     def _prepare_peft_model(self, models: list[torch.nn.Module]) -> list[Any]:
         args = self.args
@@ -142,8 +126,13 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             load_reference_adapter(self.bridge, models, self.settings.reference.adapter)
         check_trained(models, frozen_by=args.of(Trained).freezing)
         self._seeds_dropout = has_adapter_dropout(models)
-        kernels = (args.fast_kernels, args.recompute_elementwise, args.overlap_grad_reduce)
-        note = prepare_trained(models, *kernels, args.megatron_extra_kwargs)
+        note = prepare_trained(
+            models,
+            args.fast_kernels,
+            args.recompute_elementwise,
+            args.overlap_grad_reduce,
+            args.megatron_extra_kwargs,
+        )
         self._kept = keep_untrained_tensors(self.bridge, self.config, args.model_dir, args.save_missing_weights)
         for line in filter(None, (note, self._kept.note if args.saves_whole_model else None)):
             logger.info(line)
@@ -153,25 +142,6 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _load_checkpoint(self) -> None:
         with hybrid_optimizer.loading(self.optimizer, with_states=not (self.args.finetune or self.args.no_load_optim)):
             super()._load_checkpoint()
-
-    def _load_reference(self) -> FrozenReference | None:
-        """Load the frozen copy; None if the reference policy is not a copy."""
-        settings, args = self.settings.reference, self.args
-        if settings.beta == 0 or settings.model_dir is None:
-            return None
-        layout = None if settings.layout is None else ReferenceLayout(settings.layout, args.ddp_timeout // 60)
-        with nullcontext() if layout is None else layout.active():
-            models = get_mcore_model(args.with_reference_sizes(), self.template.config)
-            for model in models:
-                model.to(torch.cuda.current_device())
-            if settings.in_megatron_format:
-                load_mcore_checkpoint(args.for_reference_checkpoint(), models, load_arg="mcore_ref_model")
-            else:
-                folder = safe_snapshot_download(settings.model_dir, use_hf=args.use_hf, hub_token=args.hub_token)
-                with every_tensor_read(models[0].config, args.unread_tensors):
-                    models[0].config.bridge.load_weights(models, folder)
-            prepare_frozen(models, args.fast_kernels)
-            return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(self.settings))), layout, models)
 
     def merge_lora_adapters(self, adapter_name: str = "default") -> None:
         """Merge adapters while weights are exported (--merge_lora), instead of adding and subtracting them in place."""
@@ -185,7 +155,11 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def setup_training(self, train_dataset: Any, val_dataset: Any) -> tuple[None, None]:
         self.setup_model_training()
         self.loop = self._build_loop(train_dataset)
-        self.checkpoints = self._checkpoint_writer(train_dataset)
+        steps_done = self.state.iteration
+        self.checkpoints = checkpoint_writer(self.args, self.template, train_dataset, self.coordinator, steps_done)
+        if not self.settings.recording.only:
+            self.checkpoints.announce_size(next_save(self.args, steps_done), self._checkpoint_bytes())
+        self._is_set_up = True
         if val_dataset is not None:
             self.evaluation = evaluation(self.settings, self.template, val_dataset, self.loop)
             if self.settings.evaluation.before_training and self.state.iteration == 0:
@@ -193,7 +167,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         return None, None
 
     def _build_loop(self, train_rows: Any) -> GRPOLoop:
-        config, args, rollouts_done = self.settings, self.args, self._rollouts_done
+        args = self.args
+        rollouts_done = self._rollouts_done
         args.check_replay_reach(rollouts_done)
         loaded = (args.mcore_adapter, args.mcore_model, *args.adapters, args.model)
         writer = JsonlWriter(os.path.join(args.output_dir, "completions.jsonl"), write_on_rank="last")
@@ -213,29 +188,16 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             is_last_rank=is_last_rank(),
             logger=logger,
         )
-        return assemble_loop(config, self.loaded_models(), inputs, self.state, args.train_iters)
+        return assemble_loop(self.settings, self.loaded_models(), inputs, self.state, args.train_iters)
 
     @property
     def _rollouts_done(self) -> int:
         trained_per_rollout = self.settings.batch.generation_batch_size * self.settings.num_iterations
         return int(self.state.consumed_train_samples // trained_per_rollout)
 
-    def _checkpoint_writer(self, train_rows: Any) -> CheckpointWriter:
-        """Compare the data with that of the checkpoint, and check that another checkpoint fits on the disk."""
-        args, dataset = self.args, dataset_identity(train_rows)
-        if args.resumes and self.state.iteration > 0:
-            warning = compare_datasets(args.checkpoint_sources, dataset)
-            if warning is not None:
-                logger.warning(warning)
-        model, tokenizer = model_identity(args.model_config), tokenizer_identity(self.template.tokenizer)
-        identity, ranks = Identity(model, tokenizer, dataset, args.experts_in_order), _ranks_of_this_machine()
-        writer = CheckpointWriter(Path(args.output_dir), self.coordinator, ranks, identity, logger.info)
-        if not self.settings.recording.only:
-            period = args.save_steps or args.train_iters
-            next_save = (self.state.iteration // period + 1) * period
-            size = saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
-            writer.announce_size(min(next_save, args.train_iters), size)
-        return writer
+    def _checkpoint_bytes(self) -> float:
+        """Estimate the bytes of a checkpoint that this rank writes."""
+        return saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
 
     def loaded_models(self) -> LoadedModels:
         return LoadedModels(
@@ -254,10 +216,8 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def save_checkpoint(self) -> None:
         if not (self.args.no_save_optim and self.args.save_safetensors):  # Megatron writes nothing otherwise
             end_writers_with_rank()
-        assert self.loop is not None
         prompts = self._rollouts_done * self.settings.batch.rollout_prompts
-        size = saved_bytes(self.unwrapped_models, self.settings.saved, self._kept.bytes)
-        with self.checkpoints.writing(self.state.iteration, prompts, size):
+        with self.checkpoints.writing(self.state.iteration, prompts, self._checkpoint_bytes()):
             super().save_checkpoint()
             self.loop.save(self.state.last_model_checkpoint)
         self._finish_checkpoints()
@@ -272,21 +232,14 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         """Do nothing: the parent class calls this before the new checkpoint is complete."""
 
     def _sorted_checkpoints(self, output_dir: str) -> list[str]:
-        """List the checkpoints that --save_total_limit counts, in the order in which it removes them.
-
-        Incomplete ones come first. The one that this run resumed from is not listed, so it is kept.
-        """
-        args = self.args
-        sources = (args.mcore_model, args.mcore_adapter, *args.adapters) if args.resumes else ()
-        resumed_from = {os.path.realpath(path) for path in sources if path is not None}
-        checkpoints = super()._sorted_checkpoints(output_dir)
-        removable = [path for path in checkpoints if os.path.realpath(path) not in resumed_from]
-        return sorted(removable, key=lambda path: path == self.state.best_model_checkpoint or has_manifest(Path(path)))
+        """List the checkpoints that --save_total_limit counts, in the order in which it removes them."""
+        found = super()._sorted_checkpoints(output_dir)
+        return in_order_of_removal(found, resumed_from(self.args), self.state.best_model_checkpoint)
 
     def train(self, train_dataset: Any, val_dataset: Any) -> None:
         try:
             if self.settings.recording.only:
-                self._roll_out_only(train_dataset)
+                self._generate_only(train_dataset)
             else:
                 super().train(train_dataset, val_dataset)
         except SharedFailure:
@@ -297,13 +250,12 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             if self.remote is not None:
                 self.remote.shutdown()  # servers keep running, but cancel the requests of this run
 
-    def _roll_out_only(self, train_dataset: Any) -> None:
+    def _generate_only(self, train_dataset: Any) -> None:
         """Generate as many rollouts as training would use.
 
         Iterations are counted for callbacks; no checkpoint is saved because weights do not change.
         """
         self.setup_training(train_dataset, None)
-        assert self.loop is not None
         while self.state.iteration < self.args.train_iters:
             metrics = self.loop.generate_only()
             logged: dict[str, Any] = {}
@@ -318,11 +270,10 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def run_train_step(self, train_data_iterator: None, val_data_iterator: None) -> bool:
         with self.checkpoints.finishing_earlier_saves():
-            goes_on: bool = super().run_train_step(train_data_iterator, val_data_iterator)
-        return goes_on
+            continues: bool = super().run_train_step(train_data_iterator, val_data_iterator)
+        return continues
 
     def train_step(self, train_data_iterator: None) -> tuple[list[dict[str, torch.Tensor]], float, bool]:
-        assert self.loop is not None
         if self._seeds_dropout:
             seed_adapter_dropout(self.args.seed, self.state.iteration)
         self._finish_checkpoints()
@@ -333,37 +284,42 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def _end_early(self) -> None:
         """Save what was trained, after a failure that all ranks have in common. Raise StoppedBySignal after a signal.
 
-        All ranks are at the same place and can still communicate.
+        All ranks are at the same point and can still communicate.
         """
-        if self.loop is None:  # no step has begun
+        if not self._is_set_up:  # no step has begun
             return
         folder = self._save_last_step()
         number = self.stop.agreed()
         if number is None:
             return
         self._release()
-        args, step, auto = self.args, self.state.iteration, self.args.resume == "auto"
-        line = last_line(number, step, args.train_iters, folder, args.has_adapter, not args.no_save_optim, auto)
+        line = last_line(
+            number,
+            step=self.state.iteration,
+            steps=self.args.train_iters,
+            checkpoint=folder,
+            has_adapter=self.args.has_adapter,
+            has_optimizer=not self.args.no_save_optim,
+            finds_checkpoint=self.args.resume == "auto",
+        )
         raise StoppedBySignal(self.stop, number, line)
 
     def _save_last_step(self) -> str | None:
         """Save a checkpoint of the last complete step, unless there is one. Return its folder; None without a step."""
-        assert self.loop is not None
         step = self.state.iteration
         if self.settings.recording.only or step == self._start_iteration:
             return None
         folder = os.path.join(self.args.output_dir, f"checkpoint-{step}")
         if self.state.last_model_checkpoint != folder:
-            self.loop.stages.residency.restore()
+            self.loop.reload_models()
             self.save_checkpoint()
             logger.info(f"the run stops; the last complete step is saved in {folder}")
         return folder
 
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
-        assert self.loop is not None and self.evaluation is not None
         self.call_event("on_eval_begin")
         metrics = self.evaluation.run(lambda: self.call_event("on_eval_step"))
-        self.loop.stages.residency.restore()  # the next event may save a checkpoint
+        self.loop.reload_models()  # the next event may save a checkpoint
         logged: dict[str, Any] = {}
         self._aggregated_metrics([_tensors(metrics)], logged)
         self.on_log(logs=logged, prefix="eval_")
@@ -372,24 +328,17 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def finalize_training(self) -> None:
         self._release()
-        assert self.loop is not None
-        self.loop.stages.watchdog.close()
+        self.loop.close()
 
     def _release(self) -> None:
-        """Finish callbacks, checkpoints that are still being written, and the engine; the watchdog goes on."""
+        """Finish callbacks, checkpoints that are still being written, and generation; the watchdog continues."""
         with self.checkpoints.finishing_earlier_saves():
             super().finalize_training()
         self._finish_checkpoints()
-        assert self.loop is not None
-        if self.loop.stages.generation is not None:
-            self.loop.stages.generation.shutdown()
+        self.loop.end_generation()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")
-
-
-def _ranks_of_this_machine() -> int:
-    return max(int(get_dist_setting()[3]), 1)
 
 
 def _tensors(metrics: dict[str, float]) -> dict[str, torch.Tensor]:

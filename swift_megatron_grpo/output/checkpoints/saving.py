@@ -5,11 +5,12 @@ A save that a full disk ends is removed, so that no incomplete checkpoint stays,
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +211,16 @@ class CheckpointWriter:
 
     def _folder(self, step: int) -> Path:
         return self._output_dir / f"checkpoint-{step}"
+
+
+def in_order_of_removal(checkpoints: Sequence[str], resumed_from: Iterable[str], best: str | None) -> list[str]:
+    """Return the checkpoints that --save_total_limit may remove, incomplete ones first; the best one has no manifest.
+
+    `checkpoints`: from the oldest to the newest, with the best one last. Those that the run resumed from are kept.
+    """
+    kept = {os.path.realpath(path) for path in resumed_from}
+    removable = [path for path in checkpoints if os.path.realpath(path) not in kept]
+    return sorted(removable, key=lambda path: path == best or has_manifest(Path(path)))
 
 
 def owned_files(sizes: Mapping[str, int], ranks: int, ranks_of_rank_0: int) -> list[list[str]]:
