@@ -173,7 +173,13 @@ def test_a_sample_without_trained_tokens_changes_nothing(name: str) -> None:
     step = make_step([4, 3, 5, 2])
     empty = Sample([1, 1], [False, False], advantage=9.0, old_logprobs=[], ref_logprobs=[], rollout_logprobs=[])
     longer = Step([*step.samples, empty], [*step.logprobs, []], [*step.entropies, []])
-    config = replace(PLAIN, name=name, correction=replace(CORRECTION, mode="sequence_mask", mask_delta=0.1))
+    config = replace(
+        PLAIN,
+        name=name,
+        correction=replace(
+            CORRECTION, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.1
+        ),
+    )
     assert run(longer, config).loss == pytest.approx(run(step, config).loss, abs=1e-7)
     assert run(longer, config).metrics == pytest.approx(run(step, config).metrics, abs=1e-6)
 
@@ -206,7 +212,13 @@ def test_a_step_without_trained_tokens_has_loss_zero(name: str) -> None:
     step = make_step([0, 0, 0, 0])
     for sample in step.samples:
         sample.left_out = 3
-    config = replace(PLAIN, name=name, correction=replace(CORRECTION, mode="token_mask", mask_delta=0.1))
+    config = replace(
+        PLAIN,
+        name=name,
+        correction=replace(
+            CORRECTION, rollout_importance_sampling_mode="token_mask", off_policy_sequence_mask_delta=0.1
+        ),
+    )
     result = run(step, config)
     assert result.loss == 0.0
     ends = ("_max", "_min")
