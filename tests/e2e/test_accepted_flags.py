@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
+from tests.support.runs import CANNED, PROBE, REWARDS, Finished, hf_difference, megatron_rlhf, read_json_lines
 
 pytestmark = pytest.mark.e2e
 LOADING = "Loading: "  # progress bar of mcore-bridge, see test_adapter_settings.py
@@ -38,7 +38,7 @@ def same_steps(runs: Finished, other: Finished) -> bool:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path, dense: Path, dataset: Path) -> Finished:
-    return train(folder, dense, dataset, "plain")
+    return train(folder, dense, dataset, "plain", *CANNED)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def noted(folder: Path, dense: Path, dataset: Path) -> Finished:
     """A run with flags that change no number, which saves states of the optimizer after every step."""
     short = ["--vllm_max_model_len", "151"]  # 1 below --max_length and --max_completion_length
     unused = ["--padding_free", "false", "--offload_bridge", "true", "--expert_model_parallel_size", "1"]
-    return train(folder, dense, dataset, "noted", *unused, *short, *CPU_ADAM, *STATES)
+    return train(folder, dense, dataset, "noted", *unused, *short, *CPU_ADAM, *STATES, *CANNED)
 
 
 def test_flags_without_effect_are_noted_and_the_numbers_are_the_same(plain: Finished, noted: Finished) -> None:
@@ -63,7 +63,7 @@ def test_optimizer_states_on_cpu_start_from_a_megatron_checkpoint(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
     """Upstream copies the weights to the CPU before it loads them; see megatron_fixes/hybrid_optimizer.py."""
-    start = ["--mcore_model", str(noted.folder / "checkpoint-2")]
+    start = ["--mcore_model", str(noted.folder / "checkpoint-2"), *CANNED]
     on_cpu = train(folder, dense, dataset, "on-cpu", *start, *CPU_ADAM)
     assert same_steps(on_cpu, train(folder, dense, dataset, "on-gpu", *start, *ALL_WEIGHTS))
 
@@ -97,7 +97,7 @@ def test_a_run_with_optimizer_states_on_cpu_resumes_as_if_uninterrupted(
 def test_a_reference_in_megatrons_format_equals_that_in_safetensors(
     noted: Finished, folder: Path, dense: Path, dataset: Path
 ) -> None:
-    reference, beta = str(noted.folder / "checkpoint-2"), ["--beta", "0.5"]
+    reference, beta = str(noted.folder / "checkpoint-2"), ["--beta", "0.5", *CANNED]
     theirs = train(folder, dense, dataset, "hf-reference", "--ref_model", reference, *beta)
     ours = train(folder, dense, dataset, "megatron-reference", "--mcore_ref_model", reference, *beta)
     assert [line["kl"] for line in ours.log] == [line["kl"] for line in theirs.log] and ours.log[0]["kl"] > 0
@@ -145,13 +145,11 @@ def test_long_prompts_are_refused_before_a_model_loads(folder: Path, dense: Path
 # ---- positions
 
 
-def test_scaled_positions_are_those_of_vllm_and_of_transformers(
-    plain: Finished, folder: Path, dense: Path, dataset: Path
-) -> None:
+def test_scaled_positions_are_those_of_vllm_and_of_transformers(folder: Path, dense: Path, dataset: Path) -> None:
     scaling = ["--rope_scaling", "yarn", "--max_model_len", "8192", "--vllm_max_model_len", "4096",
                "--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]  # fmt: skip
     run = train(folder, dense, dataset, "yarn", *scaling)
-    assert run.log[0]["rollout/k3_kl"] < 1e-9 and run.log[0]["loss"] != plain.log[0]["loss"]
+    assert run.log[0]["rollout/k3_kl"] < 1e-9
     saved = json.loads((run.last_checkpoint / "config.json").read_text())
     assert saved["rope_parameters"]["rope_type"] == "yarn" and saved["max_position_embeddings"] == 8192
     assert hf_difference(run.last_checkpoint)["mean"] < 1e-5

@@ -14,13 +14,11 @@ import pytest
 
 from benchmarks.train_every_algorithm import ALGORITHMS
 from tests.paths import REPOSITORY
-from tests.support.runs import PLUGINS, Finished, megatron_rlhf
+from tests.support.runs import CANNED, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 BETA = 0.05
-FLAGS = ["--external_plugins", str(PLUGINS / "canned_completions.py"), str(PLUGINS / "uniform_groups.py"),
-         "--sync_check", "off",
-         "--reward_funcs", "every_second", "--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "4",
+FLAGS = [*CANNED, "--steps_per_generation", "2", "--train_iters", "4", "--save_steps", "4",
          "--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5",
          "--advantage_estimator", "rloo", "--beta", str(BETA), "--kl_target", "0.01", "--kl_horizon", "100",
          "--dynamic_sample", "true", "--max_resample_times", "2", "--overlong_filter", "true",

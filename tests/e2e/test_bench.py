@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking.client import run_script
+from tests.paths import REPOSITORY
+
 
 @pytest.mark.e2e
 @pytest.mark.slow
@@ -72,10 +75,8 @@ def test_a_server_generates_as_many_tokens_as_the_training_process(tmp_path: Pat
 @pytest.mark.e2e
 def test_both_ways_to_the_experts_of_other_ranks_compute_the_same(tmp_path: Path) -> None:
     results = tmp_path / "dispatch.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m",
-               "benchmarks.bench_dispatch", "--json", str(results), "--dry"]  # fmt: skip
-    done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-    assert done.returncode == 0, done.stdout  # it also compares outputs and gradients
+    script = REPOSITORY / "benchmarks" / "bench_dispatch.py"  # it also compares outputs and gradients
+    run_script(script, "--json", results, "--dry", ranks=2, kind="trainer")
     rows = json.loads(results.read_text())["rows"]
     assert [row["way"] for row in rows] == ["each", "once"] * 2
     for each, once in zip(rows[::2], rows[1::2], strict=True):

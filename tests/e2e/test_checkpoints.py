@@ -14,10 +14,10 @@ from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, list_f
 from swift_megatron_grpo.output.checkpoints.sources import BadCheckpoint, Source, check_quickly
 from swift_megatron_grpo.output.checkpoints.verifying import verify_files
 from tests.fakes.ranks import OneRank
-from tests.support.runs import PLUGINS, REWARDS, Finished, make_model, megatron_rlhf
+from tests.support.runs import CANNED, PLUGINS, Finished, make_model, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
-STATES = ["--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false"]
+STATES = ["--save_steps", "1", "--no_save_optim", "false", "--no_save_rng", "false", *CANNED]
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +140,7 @@ def test_another_model_or_tokenizer_is_refused(copy: Path, dense: Path, dataset:
 def test_a_disk_that_fills_up_is_named_and_the_earlier_checkpoint_stays(
     folder: Path, dense: Path, dataset: Path
 ) -> None:
-    plugin = ["--external_plugins", str(REWARDS), str(PLUGINS / "small_files.py")]
-    flags = [*STATES, *plugin, "--callbacks", "small_files"]
+    flags = [*STATES, str(PLUGINS / "small_files.py"), "--callbacks", "small_files"]
     run = megatron_rlhf(dense, dataset, folder / "full", 2, flags)
     assert run.code != 0
     assert f"no space: {run.folder}/checkpoint-2 could not be written: a file may not be larger" in run.output

@@ -9,18 +9,10 @@ from typing import Any
 import pandas
 import pytest
 
-from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_rlhf
+from tests.support.runs import CANNED, Finished, megatron_rlhf
 
 pytestmark = pytest.mark.e2e
 FP32 = ["--torch_dtype", "float32", "--fp16", "false", "--adam_eps", "1e-5", "--save_steps", "100"]
-CANNED = [
-    "--sync_check",
-    "off",
-    "--external_plugins",
-    str(REWARDS),
-    str(PLUGINS / "canned_completions.py"),
-    str(PLUGINS / "uniform_groups.py"),
-]
 
 
 def numbers(run: Finished) -> list[dict[str, Any]]:
@@ -57,7 +49,7 @@ def test_a_replay_reproduces_the_numbers_of_the_run(folder: Path, dense: Path, d
 def test_a_resumed_run_continues_the_dump(folder: Path, dense: Path, dataset: Path) -> None:
     """Dynamic sampling gives a rollout several draws; a replay of both halves has exactly their numbers."""
     rollouts, crashed = folder / "canned", folder / "crashed"
-    flags = [*FP32, *CANNED, "--save_steps", "100", "--reward_funcs", "every_second", "--dynamic_sample", "true",
+    flags = [*FP32, *CANNED, "--save_steps", "100", "--dynamic_sample", "true",
              "--max_resample_times", "2",
              "--no_save_optim", "false", "--no_save_rng", "false", "--lr_decay_style", "constant"]  # fmt: skip
     dump = ["--rollout_dump", str(rollouts)]

@@ -13,11 +13,10 @@ import pytest
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE
 from swift_megatron_grpo.generation.protocol.messages import Routes
 from tests.support.ends import alive_after, check_server_ends
-from tests.support.runs import PLUGINS, REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
+from tests.support.runs import CANNED, PLUGINS, REWARDS, Finished, megatron_command, megatron_rlhf, read_json_lines
 from tests.support.servers import KEY, RolloutServer
 
 pytestmark = pytest.mark.e2e
-CANNED = ["--sync_check", "off", "--external_plugins", str(REWARDS), str(PLUGINS / "canned_completions.py")]
 SAVED = ["--no_save_optim", "false", "--no_save_rng", "false", "--save_steps", "100"]
 CAUSE = "received SIGTERM: the run stops after the current step and saves a checkpoint, within"
 

@@ -25,6 +25,10 @@ from tests.paths import PROGRAMS, REPOSITORY
 REWARDS = REPOSITORY / "templates" / "plugins" / "letters.py"
 PLUGINS = PROGRAMS / "e2e"
 PROBE = PLUGINS / "probe.py"
+# Completions of seeded random numbers, for tests of what is not generation: vLLM's start takes most of a short run.
+# Further plugins may follow.
+CANNED = ["--sync_check", "off", "--reward_funcs", "every_second", "--external_plugins", str(REWARDS),
+          str(PLUGINS / "canned_completions.py"), str(PLUGINS / "uniform_groups.py")]  # fmt: skip
 # Fused attention on a GPU needs heads of 64 or 128.
 SIZE_FOR_GPUS = ["--layers", "4", "--hidden", "256", "--heads", "4", "--kv-heads", "2", "--head-dim", "64"]
 
