@@ -7,6 +7,7 @@ e2e        the command line as a user runs it
 gpu        on request, with GPUs
 stress     long runs with faults, started by hand
 programs   what other processes run for these tests, in a folder for each: tasks of ranks, external plugins, scripts
+fakes      stages and ranks without processes, for unit tests of what calls them
 support    what tests import to start such processes and to read their results
 forking    preloaded processes that ranks, servers and pytest's workers are forked from
 golden     recorded steps
