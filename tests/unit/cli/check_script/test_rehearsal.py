@@ -14,7 +14,7 @@ megatron rlhf --rlhf_type grpo --model Qwen/Qwen3-4B --dataset org/rows --reward
 SERVER = "swift rollout --model Qwen/Qwen3-4B --max_turns 2 &\n"
 
 
-def test_a_server_that_another_script_starts_gets_the_trainers_conversations(tmp_path: Path) -> None:
+def test_a_server_of_another_script_gets_the_trainers_conversations(tmp_path: Path) -> None:
     rehearsal = make_rehearsal(TRAINER, tmp_path, ranks=2, steps=1, environment={})
     assert rehearsal.world_size == 4 and rehearsal.server is not None
     assert rehearsal.server["multi_turn_scheduler"] == ["gym_scheduler"] and rehearsal.server["max_turns"] == ["5"]
