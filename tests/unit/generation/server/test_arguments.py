@@ -24,6 +24,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def server(model: Path, **flags: Any) -> GRPORolloutArguments:
+    return GRPORolloutArguments(model=str(model), model_type="qwen3", template="qwen3", **flags)
+
+
 def refusal(**flags: Any) -> str:
     """Return the error of flags that are checked before the model's files are read."""
     with pytest.raises(ValueError) as refused:
@@ -33,7 +37,7 @@ def refusal(**flags: Any) -> str:
 
 def test_a_server_keeps_its_port_listens_on_loopback_and_hides_its_key(model: Path) -> None:
     port = free_port()
-    arguments = GRPORolloutArguments(model=str(model), port=port, api_key=KEY, max_requests=7)
+    arguments = server(model, port=port, api_key=KEY, max_requests=7)
     assert (arguments.host, arguments.port, arguments.vllm_use_async_engine) == (LOOPBACK, port, True)
     assert KEY not in repr(arguments) and not arguments.returns_experts
     assert arguments.traffic == TrafficLimits(
@@ -48,7 +52,7 @@ def test_a_port_that_another_process_listens_on_is_refused(model: Path) -> None:
     with socket.create_server((LOOPBACK, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {port}: another process listens on it; use another port"):
-            GRPORolloutArguments(model=str(model), port=port)
+            server(model, port=port)
 
 
 @pytest.mark.parametrize("flag", _POSITIVE)

@@ -47,7 +47,7 @@ def test_a_failure_is_logged_once_and_does_not_end_the_run(tmp_path: Path) -> No
     live = LiveReport(tmp_path, warnings.append)
     live.update(now=True)
     live.update(now=True)
-    assert len(warnings) == 1 and "report.html cannot be written, and the run goes on without it" in warnings[0]
+    assert len(warnings) == 1 and "report.html cannot be written, and the run continues without it" in warnings[0]
     assert {path.name for path in tmp_path.iterdir()} == {
         "args.json",
         "completions.jsonl",
