@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 from swift_megatron_grpo.arguments.derived import DerivedArguments
 from swift_megatron_grpo.arguments.problems import check_all
 from swift_megatron_grpo.arguments.refused import STOCK_TRAINER
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, position_identity
-from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
+from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule, has_flash_attention
 from swift_megatron_grpo.settings.flag import as_typed
 from swift_megatron_grpo.settings.positions import Positions
 from swift_megatron_grpo.settings.trained import check_target_modules
@@ -153,16 +152,6 @@ def check_flash_attention(backend: str, cp_size: int, has_flash_attention: bool)
             f"--context_parallel_size {cp_size} with --attention_backend flash needs flash-attn, which is not "
             "installed: torch's own kernel has no ring attention; install flash-attn, or use --attention_backend fused"
         )
-
-
-def fault_of_delta_rule(triton: str, has_tilelang: bool) -> str | None:
-    """Return why flash-linear-attention 0.6 would raise in the first backward pass on Hopper; None: it would not."""
-    if has_tilelang or not Version("3.4") <= Version(triton) < Version("3.7.1"):
-        return None
-    return (
-        f"Triton {triton} computes wrong gradients of gated delta nets on Hopper GPUs, so flash-linear-attention "
-        "refuses to use it; install tilelang, whose kernel takes its place: pip install tilelang"
-    )
 
 
 def check_attention_layers(model: str, config: Mapping[str, Any]) -> None:

@@ -9,8 +9,8 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from swift_megatron_grpo.arguments.models import fault_of_delta_rule
 from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
+from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule
 
 DISTRIBUTION = "swift-megatron-grpo"
 # A run works without these; the text says what they are for.

@@ -17,9 +17,9 @@ from swift_megatron_grpo.arguments.models import (
     check_flash_attention,
     check_kernels,
     check_language_model,
-    fault_of_delta_rule,
     text_only_limits,
 )
+from swift_megatron_grpo.platforms.attention_packages import fault_of_delta_rule
 
 FROZEN = {"freeze_llm": False, "freeze_vit": True, "freeze_aligner": True, "stock_trainer": "ms-swift's own trainer"}
 LINEAR, FULL = "linear_attention", "full_attention"
