@@ -36,7 +36,7 @@ def _replace_trainer(trainers: ModuleType) -> None:
     class Trainers(type(trainers)):  # type: ignore[misc]  # ms-swift's lazy module
         def __getattr__(self, name: str) -> Any:
             if name == TRAINER:
-                from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+                from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
 
                 return MegatronGRPOTrainer
             return super().__getattr__(name)

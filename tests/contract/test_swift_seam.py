@@ -205,7 +205,7 @@ def test_every_rank_raises_if_one_cannot_write_its_part_of_a_checkpoint() -> Non
 
 
 def test_megatron_still_loads_one_optimizer_format_with_gradients_enabled() -> None:
-    """trainer.py works around this. If the test fails, the workaround can be removed."""
+    """grpo_trainer.py works around this. If the test fails, the workaround can be removed."""
     assert "@torch.no_grad()" in upstream()["load_state_resharded"]
     assert "@torch.no_grad()" not in upstream()["load_state_as_saved"]
 
@@ -266,12 +266,12 @@ def registered() -> dict[str, Any]:
         import swift.pipelines.base as base
         from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
-        sys.modules["swift_megatron_grpo.trainer"] = types.ModuleType("without the class")
+        sys.modules["swift_megatron_grpo.trainer.grpo_trainer"] = types.ModuleType("without the class")
         try:
             broken = trainers.MegatronGRPOTrainer.__module__
         except ImportError:
             broken = "ImportError"
-        del sys.modules["swift_megatron_grpo.trainer"]
+        del sys.modules["swift_megatron_grpo.trainer.grpo_trainer"]
 
         class Parsed(Exception):
             pass
@@ -312,13 +312,13 @@ def registered() -> dict[str, Any]:
 
 def test_register_replaces_only_the_grpo_trainer() -> None:
     assert registered()["trainers"] == {
-        "GRPO": "swift_megatron_grpo.trainer",
+        "GRPO": "swift_megatron_grpo.trainer.grpo_trainer",
         "DPO": "swift.megatron.trainers.dpo_trainer",
         "KTO": "swift.megatron.trainers.kto_trainer",
         "GKD": "swift.megatron.trainers.gkd_trainer",
         "Reward": "swift.megatron.trainers.reward_trainer",
     }
-    assert registered()["from import"] == "swift_megatron_grpo.trainer"
+    assert registered()["from import"] == "swift_megatron_grpo.trainer.grpo_trainer"
 
 
 def test_a_trainer_that_cannot_be_imported_raises() -> None:

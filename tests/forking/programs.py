@@ -45,7 +45,7 @@ def preload_trainer() -> None:
     register()
     import_all(
         "swift.megatron.pipelines.train.rlhf",
-        "swift_megatron_grpo.trainer",
+        "swift_megatron_grpo.trainer.grpo_trainer",
         "swift_megatron_grpo.arguments.grpo_arguments",
         "swift_megatron_grpo.cli.check_layouts.ranks",
         "swift.infer_engine",

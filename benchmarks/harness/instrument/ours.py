@@ -30,7 +30,7 @@ from swift_megatron_grpo.loop import step as loop
 from swift_megatron_grpo.loop.step_context import PhaseTimer
 from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.config import SamplingConfig, VllmConfig
-from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.types import Prompt, Rollout, Sample, ScoredText
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights

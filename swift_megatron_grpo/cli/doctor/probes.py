@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
     activate()
 from swift_megatron_grpo.plugin.register import register
 register()
-import swift_megatron_grpo.trainer
+import swift_megatron_grpo.trainer.grpo_trainer
 import vllm
 import megatron.core
 print("IMPORTED " + megatron.core.__version__)
@@ -65,7 +65,8 @@ def check_imports() -> Finding:
     """Import everything that a rank imports, in another process; this takes 20 to 60 s."""
     printed, error = _run(_TRAINER, "IMPORTED ", timeout=600)
     if error:
-        advice = "install what the line names; a traceback: python -c 'import swift_megatron_grpo.trainer, vllm'"
+        command = "python -c 'import swift_megatron_grpo.trainer.grpo_trainer, vllm'"
+        advice = f"install what the line names; a traceback: {command}"
         return problem("imports of a rank", error, advice)
     return ok("imports of a rank", f"succeed, megatron.core {printed}")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from swift.megatron.trainers.base import BaseMegatronTrainer
 
-from swift_megatron_grpo import trainer as module
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.checkpoints.manifest import has_manifest, read_manifest
-from swift_megatron_grpo.run_checkpoints import next_save
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal
-from swift_megatron_grpo.trainer import MegatronGRPOTrainer
+from swift_megatron_grpo.trainer import grpo_trainer as module
+from swift_megatron_grpo.trainer.grpo_trainer import MegatronGRPOTrainer
+from swift_megatron_grpo.trainer.run_checkpoints import next_save
 from tests.fakes.runs import FakeRun, fake_run
 from tests.unit.output.checkpoints.saved import writer
 

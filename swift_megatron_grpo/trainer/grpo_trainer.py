@@ -22,7 +22,6 @@ from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
 from swift_megatron_grpo.data.image_reader import ImageReader
-from swift_megatron_grpo.frozen_reference import load_frozen_reference
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
@@ -38,7 +37,6 @@ from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.output.checkpoints.saving import CheckpointWriter, in_order_of_removal
 from swift_megatron_grpo.output.disk.folder_lock import LockedFolders
-from swift_megatron_grpo.run_checkpoints import check_loaded, checkpoint_writer, next_save, resumed_from
 from swift_megatron_grpo.runtime.failures import SharedFailure
 from swift_megatron_grpo.runtime.parallel import Coordinator, RankPosition
 from swift_megatron_grpo.runtime.stopping.report import StoppedBySignal, last_line
@@ -46,6 +44,13 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.trained import Trained
+from swift_megatron_grpo.trainer.grpo_trainer.frozen_reference import load_frozen_reference
+from swift_megatron_grpo.trainer.grpo_trainer.run_checkpoints import (
+    check_loaded,
+    checkpoint_writer,
+    next_save,
+    resumed_from,
+)
 from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
