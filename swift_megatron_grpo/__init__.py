@@ -1,9 +1,7 @@
 """A GRPO trainer for ms-swift's Megatron command line. Imports nothing: torch loads this package early.
 
-trainer/             the trainer class that ms-swift builds
-run_checkpoints.py   checks the checkpoints that a run loads, and makes the writer of new ones
-frozen_reference.py  loads the frozen copy that is the reference policy of a run with full tuning
-types.py             values that stages pass to each other
+trainer/  the trainer class that ms-swift builds
+types.py  values that stages pass to each other
 
 Each folder lists its files in its docstring. Tested by tests/.
 """
