@@ -44,8 +44,8 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.settings.recording import Recording
 from swift_megatron_grpo.settings.rewards import Rewards
 from swift_megatron_grpo.settings.trained import Trained
-from swift_megatron_grpo.trainer.grpo_trainer.frozen_reference import load_frozen_reference
-from swift_megatron_grpo.trainer.grpo_trainer.run_checkpoints import (
+from swift_megatron_grpo.trainer.frozen_reference import load_frozen_reference
+from swift_megatron_grpo.trainer.run_checkpoints import (
     check_loaded,
     checkpoint_writer,
     next_save,
