@@ -87,3 +87,18 @@ def test_a_file_joins_the_list_of_its_folder() -> None:
     added = with_files(text, {"a.py": "First.", "longer.py": "Second."})
     assert added == text.replace("old one\n", "old one\na.py     First.\nlonger.py Second.\n")
     assert with_files('"""The folder."""\n', {"a.py": "First."}) == '"""The folder.\n\na.py First.\n"""\n'
+
+
+def test_every_import_of_the_package_names_a_module_that_exists() -> None:
+    """Mypy does not: it ignores missing imports, because most of upstream is untyped."""
+    missing = [
+        f"{name_of(path)}: {module}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        for module in ([node.module or ""] if isinstance(node, ast.ImportFrom) else
+                       [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
+        if module.split(".")[0] == PACKAGE.name
+        and not (REPOSITORY / module.replace(".", "/")).with_suffix(".py").is_file()
+        and not (REPOSITORY / module.replace(".", "/") / "__init__.py").is_file()
+    ]  # fmt: skip
+    assert not missing, "\n".join(missing)
