@@ -69,7 +69,7 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
     reduced = reduce(published, ranks, steps) | {"model": [str(tiny)]} | _on_cpu(published)
     server = None
     if flags.get("vllm_mode") == ["server"]:
-        server = _server(rollouts[0] if rollouts else flags, reduced)  # another script may start the server
+        server = _server(rollouts[0] if rollouts else published, reduced)  # another script may start the server
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
     return Rehearsal(_world_size(runs[0]), published, ranks, reduced, server, replaced)
