@@ -31,10 +31,8 @@ SMALL_GPU = ["--offload_model", "true", "--offload_optimizer", "true", "--offloa
 PROBED = ["--external_plugins", str(REWARDS), str(PROBE), "--callbacks", "probe"]
 
 
-def check_run(
-    run: Finished, steps: int, layout: str, k3_bound: float, max_diff: float = 0.02, k3_steps: int | None = None
-) -> None:
-    """Check what every run logs. `k3_steps`: with log-probs of the engine; None: all."""
+def check_run(run: Finished, steps: int, layout: str, k3_bound: float, max_diff: float = 0.02) -> None:
+    """Check what every run logs."""
     assert run.code == 0, run.output[-4000:]
     assert "trains this run" in run.output and layout in run.output
     assert len(run.log) == steps
@@ -42,9 +40,7 @@ def check_run(
         assert step["grad_norm"] > 0
         if "time/generation" in step:
             assert 0 <= step["sync_check/mean_diff"] <= step["sync_check/max_diff"] < max_diff
-    gaps = [step["rollout/k3_kl"] for step in run.log if "rollout/k3_kl" in step]
-    assert len(gaps) == (steps if k3_steps is None else k3_steps)
-    assert max(gaps) < k3_bound  # the engine generates with the trainer's weights
+    assert max(step["rollout/k3_kl"] for step in run.log) < k3_bound  # the engine generates with the trainer's weights
     assert "bit for bit as they were sent" in run.output
     assert run.log[0]["actor/approxkl"] == 0 and run.log[0]["actor/clipfrac"] == 0  # the first step is on-policy
 
@@ -107,6 +103,6 @@ def test_experts_train_in_parallel(folder: Path, dataset: Path) -> None:
              "1", "--callbacks", "probe", "--external_plugins", str(REWARDS), str(PROBE),
              "--moe_aux_loss_coeff", "0.001"]  # fmt: skip
     run = megatron_rlhf(model, dataset, folder / "experts", 2, flags)
-    check_run(run, steps=2, layout="EP 2", k3_bound=1e-7, max_diff=1e-5, k3_steps=1)
+    check_run(run, steps=2, layout="EP 2", k3_bound=1e-7, max_diff=1e-5)
     assert all(0.9 < step["load_balancing_loss"] < 4 for step in run.log)  # 1: all experts get as many tokens
     assert hf_difference(run.last_checkpoint)["max"] < 1e-4
