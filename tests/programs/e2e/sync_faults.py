@@ -180,14 +180,14 @@ def experts_not_reported(loop: GRPOLoop) -> AbstractContextManager[None]:
 
 
 def logprobs_shifted(loop: GRPOLoop) -> AbstractContextManager[None]:
-    loop._compared_with_engine = False
+    loop._batches._compared_with_engine = False
     return changed_rollouts(loop, _shift_logprobs)
 
 
 def temperature_not_applied(loop: GRPOLoop) -> AbstractContextManager[None]:
     engine: Any = loop.stages.generation
     generate = engine.generate
-    loop._compared_with_engine = False
+    loop._batches._compared_with_engine = False
 
     def generate_at_temperature_1(requests: Sequence[Request], group_size: int, sampling: SamplingConfig) -> Generation:
         generation: Generation = generate(requests, group_size, replace(sampling, temperature=1.0))
