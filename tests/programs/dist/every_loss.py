@@ -48,7 +48,8 @@ def make_losses() -> dict[str, Any]:
     configs = {name: replace(plain, name=name) for name in LOSSES}
     configs["real"] = replace(configs["real"], correction=replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.01))
     configs["gspo"] = replace(plain, level="sequence", entropy_coef=0.01)
-    configs["sequence_mask"] = replace(plain, correction=replace(correction, mode="sequence_mask", mask_delta=0.05))
+    masked = replace(correction, rollout_importance_sampling_mode="sequence_mask", off_policy_sequence_mask_delta=0.05)
+    configs["sequence_mask"] = replace(plain, correction=masked)
     return {name: (make_loss(config), ("logprob", "entropy")) for name, config in configs.items()}
 
 
