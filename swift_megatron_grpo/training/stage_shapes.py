@@ -87,7 +87,7 @@ class StageShapes:
         self._agreed[train] = first is None
         if first == self._group.rank():  # one rank of each pipeline, since those of other pipelines may agree
             logger.warning(
-                f"the pipeline of rank {torch.distributed.get_rank()} goes on to exchange the shape of every tensor "
+                f"the pipeline of rank {torch.distributed.get_rank()} continues to exchange the shape of every tensor "
                 f"in {'training passes' if train else 'log-prob passes'}, which costs time: this rank had "
                 f"{differences[0]}"
             )

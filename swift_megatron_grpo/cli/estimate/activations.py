@@ -84,7 +84,7 @@ class _Kept:
     attention: int
     angles: int  # cosines and sines, which every tensor-parallel rank has
     gathered: int  # per gathered key, in place of the packed ones
-    expert_inputs: float  # rows of experts, of which every expert-tensor-parallel rank has all
+    expert_inputs: float  # rows of experts; every expert-tensor-parallel rank has all of them
     feed_forward: float
     activation: float  # the output of the feed-forward's activation function
 

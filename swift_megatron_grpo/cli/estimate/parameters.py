@@ -16,7 +16,7 @@ _VISION_TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_proj
 _ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
 _EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\.")
 _HEAD = re.compile(r"(?:^|\.)(lm_head|output)\.weight$")
-# Matrices of which every tensor-parallel rank has a copy: routers, and the projections to a latent space.
+# Matrices that every tensor-parallel rank has a copy of: routers, and the projections to a latent space.
 _COPIED = re.compile(r"\.(gate|shared_expert_gate|router|q_a_proj|kv_a_proj_with_mqa)\.weight$")
 
 

@@ -1,4 +1,4 @@
-"""The report of a run that goes on: not too often, and without an effect on the run if it fails."""
+"""The report while a run trains: not too often, and without an effect on the run if it fails."""
 
 from __future__ import annotations
 
