@@ -69,8 +69,12 @@ def _work(run: Run) -> str:
 
 
 def _devices(measured: Measured) -> str:
-    served = " and a server" if "server" in measured.run.processes[0].flags else ""
+    served = " and a server" if uses_server(measured.run) else ""
     return gpus(measured) + (" H100" if "H100" in measured.run.device else "") + served
+
+
+def uses_server(run: Run) -> bool:
+    return "server" in run.processes[0].flags
 
 
 def beside_peers(runs: Sequence[Run]) -> str:
@@ -111,7 +115,7 @@ def _work_beside(pair: Comparison) -> tuple[str, str]:
     return json.dumps(pair.ours.run.workload, sort_keys=True), pair.other.arm
 
 
-def shared_prompts(runs: Sequence[Run], names: Sequence[str] | None = None) -> str:
+def shared_prompts(runs: Sequence[Run], names: Sequence[str] | None = None, without: Sequence[str] = ()) -> str:
     """Return the table of shared and repeated prompts and of ms-swift's best setting, for all runs or those named."""
     return table(
         {
@@ -133,6 +137,7 @@ def shared_prompts(runs: Sequence[Run], names: Sequence[str] | None = None) -> s
             for pair in run.shared_and_repeated()
             if (best := run.best("stock"))
         ],
+        without,
     )
 
 
@@ -166,4 +171,4 @@ def _whole(row: Comparison) -> bool:
 def _engine(run: Run) -> str:
     if run.kind == "train":
         return "does not run"
-    return "on another GPU" if "server" in run.processes[0].flags else "in the trainer"
+    return "on another GPU" if uses_server(run) else "in the trainer"

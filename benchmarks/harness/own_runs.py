@@ -72,7 +72,7 @@ def sections_of_own_runs(runs: Sequence[Run]) -> list[str]:
     return [text for section in tables.items() for text in section]
 
 
-def ahead(runs: Sequence[Run]) -> str:
+def ahead(runs: Sequence[Run], without: Sequence[str] = ()) -> str:
     """Return the table of servers that generate ahead of training, against colocated ranks."""
     by_name = {run.name: run for run in runs}
     pairs = [
@@ -80,7 +80,7 @@ def ahead(runs: Sequence[Run]) -> str:
         for name, run in by_name.items()
         if re.match("(two|four)-server-", name) and (colocated := name.replace("-server-", "-colocated-")) in by_name
     ]
-    return _ahead(pairs)
+    return _ahead(pairs, without)
 
 
 def costs_of_ranks(runs: Sequence[Run]) -> str:
@@ -104,7 +104,7 @@ def _ours(run: Run) -> Measured:
     return best
 
 
-def _ahead(pairs: Sequence[tuple[Measured, Measured]]) -> str:
+def _ahead(pairs: Sequence[tuple[Measured, Measured]], without: Sequence[str]) -> str:
     columns: dict[str, Callable[[tuple[Measured, Measured]], str]] = {
         "run": lambda pair: pair[1].run.name,
         "completions": lambda pair: str(pair[1].run.workload["completions"]),
@@ -115,7 +115,7 @@ def _ahead(pairs: Sequence[tuple[Measured, Measured]]) -> str:
         "waiting / train phase": lambda pair: f"{pair[1].phase('generation'):.2f} / {pair[1].train_median:.2f} s",
         "ratio": lambda pair: f"**{pair[0].median / pair[1].median:.2f}**",
     }
-    return table(columns, pairs)
+    return table(columns, pairs, without)
 
 
 def _vllm_state(run: Run) -> str:

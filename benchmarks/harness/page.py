@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .chart import draw, draw_headlines
-from .other_pages import BEST, beside_peers, compared, shared_prompts, tables, with_table
+from .other_pages import BEST, beside_peers, compared, shared_prompts, tables, uses_server, with_table
 from .own_runs import ahead, costs_of_ranks
 from .results import Comparison, Run
 from .results_pages import CHART as PHASES_CHART
@@ -19,48 +19,46 @@ INTRODUCTION = f"""\
 {WRITTEN}
 
 How long a step takes in this package and in other trainers on the same machine, with random weights of real sizes.
-[benchmarks/README.md](../benchmarks/README.md) has the method, every setting that was tried, losses, gradient norms,
-MFU and versions. [performance-log.md](performance-log.md) lists what was changed, and what each change gave.
+[benchmarks/README.md](../benchmarks/README.md) has the method and all runs, with losses, gradient norms and MFU.
+[performance-log.md](performance-log.md) lists what each change gave.
 
 ![Seconds of a step by phase](performance.svg)
 
-* Both trainers generate completions of the same lengths, drawn from a seed, in groups of 8 or 16, without a KL term.
+* Both trainers generate completions of the same lengths, in groups of 8 or 16, without a KL term.
 * Processes alternate on one machine. Each number is the median of the measured steps.
 * Each trainer has its best setting, of those tried under the same memory cap.
-* *GPUs* are H200 unless H100 is named. *Peak* is what PyTorch allocated in the train phase, as ms-swift / this package.
+* GPUs are H200 unless H100 is named. *Peak GB*: allocated by PyTorch in the train phase, ms-swift / this package.
 """
 STEP = """\
 ## Whole step
 
-Generation, weight sync, rewards and training, with vLLM in the training processes or behind a server on another GPU.
-The step is 1.2 to 3.6 times as fast. It gains least where generation takes most of it: with 8B LoRA, and with Qwen3.5
-in a run without CUDA graphs (1.24).
+Generation, weight sync, rewards and training, with vLLM in the training processes. It gains least where generation
+takes most of it: with 8B LoRA, and with Qwen3.5 without CUDA graphs. [With a server](../benchmarks/results/step.md).
 """
 TRAIN = """\
 ## Train phase
 
-Log-prob passes, forward and backward, gradient reduction and the optimizer, without generation. Dense models train
-about twice as fast: no pass for old log-probs on policy, micro batches packed by tokens, and a head that never holds
-all logits. Mixtures of experts gain more, mostly because one kernel multiplies all experts of a layer.
+Log-prob passes, forward and backward, gradient reduction and the optimizer. Dense models train twice as fast: no pass
+for old log-probs on policy, micro batches packed by tokens, a head that never holds all logits. Mixtures of experts
+gain more, because one kernel multiplies all experts of a layer. [All runs](../benchmarks/results/train.md).
 """
 OTHERS = """\
 ## TRL and verl
 
-Whole steps next to TRL 0.29.1 and verl 0.9.1. The authors of this package ran both, at the best of one or two settings;
-their authors have not reviewed them. Losses, optimizer and LoRA are the same. With one long completion among 127 short
-ones, padding makes TRL 4.75 times as slow.
+Whole steps next to TRL 0.29.1 and verl 0.9.1, with the same loss, optimizer and LoRA. We ran both at the best of one
+or two settings; their authors have not reviewed them. Padding for one long completion makes TRL 4.75 times as slow.
 """
 SHARED = """\
 ## Shared prompts
 
 Completions of a group share one copy of their prompt in forward and backward. The longer the prompt, the more it saves:
-[shared_prompts.md](shared_prompts.md). Seconds of the train phase, and peak GB.
+[shared_prompts.md](shared_prompts.md). Seconds of the train phase.
 """
 AHEAD = """\
 ## Servers ahead of training
 
-Half of two or four GPUs train while servers on the others generate the next rollout, against colocated ranks on all of
-them. It pays at 8B, and not for 1.7B with a vLLM that stays awake: [async.md](async.md#generate-ahead-of-training).
+Half of two or four GPUs train while servers on the others generate the next rollout, against colocated ranks on all.
+It pays at 8B, and not for 1.7B with a vLLM that stays awake: [async.md](async.md#generate-ahead-of-training).
 """
 LAYOUTS = """\
 ## Layouts of one model
@@ -76,8 +74,8 @@ END = """\
 * How a step is divided, and what limits it now: [performance-log.md](performance-log.md#remaining-bottlenecks).
 * Measure on your machine: `python -m benchmarks.bench train --help`.
 """
-LEFT_OUT = ("train-tiny", "share-", "memory-", "held-out", "step-equal")  # beginnings of names: in the results only
-SHARING = [f"share-{model}-{prompt}-8" for model in ("1.7b", "8b-lora") for prompt in (512, 2048, 8192)]
+LEFT_OUT = ("train-tiny", "share-", "memory-", "held-out", "step-equal", "fixed-")  # beginnings of names of runs
+SHARING = [f"share-{model}-{prompt}-8" for model in ("1.7b", "8b-lora") for prompt in (512, 8192)]
 
 
 def write_page(repository: Path) -> None:
@@ -103,11 +101,11 @@ def page(runs: Sequence[Run]) -> str:
     return "\n".join(
         [
             INTRODUCTION,
-            *(STEP, compared(_at_best(runs, "step"))),
+            *(STEP, compared([pair for pair in _at_best(runs, "step") if not uses_server(pair.ours.run)])),
             *(TRAIN, compared(_at_best(runs, "train"))),
             *(OTHERS, beside_peers(runs)),
-            *(SHARED, shared_prompts(runs, SHARING)),
-            *(AHEAD, ahead(runs)),
+            *(SHARED, shared_prompts(runs, SHARING, without=("ms-swift", "peak GB: repeated / shared / ms-swift"))),
+            *(AHEAD, ahead(runs, without=("generation / train phase", "waiting / train phase"))),
             *(LAYOUTS, costs_of_ranks([run for run in runs if "H200" in run.device])),
             END,
         ]

@@ -22,7 +22,7 @@ Rewards = list[float | None]  # one per reward function
 _END = re.compile(rb', "crc32": "([0-9a-f]{8})"\}\n\Z')
 
 
-Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images, which are no part of a line
+Digests = Callable[[Prompt], Sequence[str]]  # of the prompt's images; a line holds no bytes of them
 
 
 def no_images(prompt: Prompt) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The core of vLLM's gated delta net: convolution, delta rule, and the states of requests that go on.
+"""The core of vLLM's gated delta net: convolution, delta rule, and the states of requests that continue.
 
 vLLM 0.32 computes it on a CPU in bf16 only, with kernels that need AVX-512 BF16. This runs in every type, in fp32
 inside, with the same caches, so that a training run in fp32 can be compared with its engine.
