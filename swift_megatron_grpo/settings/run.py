@@ -72,7 +72,7 @@ class Data(Flags):
     truncation_strategy: Literal["left", "delete", "raise", "right", "split"] | None = flag(
         None,
         "What to do with prompts longer than --max_length. left: cut their beginning. delete: leave them out of the "
-        "dataset before training. raise: refuse the dataset, with the rows. Default: left.",
+        "dataset before training. raise: refuse the dataset, with the rows. Default: none, the same as left.",
         example="delete",
     )
 
