@@ -74,7 +74,7 @@ END = """\
 * How a step is divided, and what limits it now: [performance-log.md](performance-log.md#remaining-bottlenecks).
 * Measure on your machine: `python -m benchmarks.bench train --help`.
 """
-LEFT_OUT = ("train-tiny", "share-", "memory-", "held-out", "step-equal", "fixed-")  # beginnings of names of runs
+LEFT_OUT = ("train-tiny", "share-", "memory-", "held-out", "step-equal", "fixed-", "moe-4.5b-even")  # beginnings
 SHARING = [f"share-{model}-{prompt}-8" for model in ("1.7b", "8b-lora") for prompt in (512, 8192)]
 
 
