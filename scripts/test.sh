@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Run everything that must hold before a change goes in, on two CPU cores and without an accelerator. Cheap stages come
 # first; the first stage that fails ends the run.
-#   scripts/test.sh                             all stages
-#   scripts/test.sh --quick                     checks, unit, contract, one layout, one training run
+#   scripts/test.sh                             the stages on the locked packages
+#   scripts/test.sh --all                       also those on other versions of megatron-core, as CI
+#   scripts/test.sh --quick                     checks, short unit and contract files, one layout, one training run
 #   scripts/test.sh STAGE... [pytest arguments] stages: checks docs unit contract dist e2e core-0.18.2 core-0.19.2
 #   scripts/test.sh -k packing                  pytest arguments go to every pytest stage
 # The stages core-VERSION run a choice of tests on another version of megatron-core.
@@ -11,15 +12,17 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all=(checks docs unit contract dist e2e core-0.18.2 core-0.19.2)
 stages=() quick=""
+quick_seconds=8 # of the files that --quick runs, in tests/durations.json
 while [ $# -gt 0 ]; do
     case $1 in
         --quick) quick=1 ;;
+        --all) stages=("${all[@]}") ;;
         checks | docs | unit | contract | dist | e2e | core-0.18.2 | core-0.19.2) stages+=("$1") ;;
         *) break ;;
     esac
     shift
 done
-[ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+[ ${#stages[@]} -gt 0 ] || stages=(checks docs unit contract dist e2e)
 code=(swift_megatron_grpo scripts benchmarks templates tests)
 
 scripts/setup_venv.sh --test
@@ -143,7 +146,8 @@ if [ -n "$quick" ]; then
     checks
     step "pytest" "${pytest[@]}" tests/unit tests/contract \
         "tests/dist/test_layouts.py::test_a_layout_matches_one_rank[dense-full-tp2+sp]" \
-        tests/e2e/test_cli.py::test_lora_trains_with_data_parallelism --alone no "${workers[@]}" "$@"
+        tests/e2e/test_cli.py::test_lora_trains_with_data_parallelism --longest-file $quick_seconds --alone no \
+        "${workers[@]}" "$@"
     exit
 fi
 if [ "${stages[0]}" = checks ] && [ ${#stages[@]} -gt 1 ]; then

@@ -28,7 +28,8 @@ def prepare_for_tests() -> None:
     import torch
     from hypothesis import settings
 
-    settings.register_profile("patient", deadline=None)  # a test may be slow because the machine is busy
+    # No deadline, because the machine may be busy. Most properties have parameters as well, which share the examples.
+    settings.register_profile("patient", deadline=None, max_examples=30)
     settings.load_profile("patient")
     if not torch.cuda.is_available():
         from swift_megatron_grpo.platforms.cpu import activate
@@ -40,11 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--alone", choices=("yes", "no"), help="run only tests that are marked `alone`, or only the others"
     )
+    parser.addoption(
+        "--longest-file", type=float, help="leave out unit and contract tests of files that took more seconds"
+    )
     parser.addoption("--store-durations", action="store_true", help="write durations.json after folders have passed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the files, and apply --alone."""
+    """Order the files, and apply --alone and --longest-file."""
     durations = {DURATIONS.parent / name: seconds for name, seconds in json.loads(DURATIONS.read_text()).items()}
     items.sort(key=lambda item: -durations.get(item.path, 0.0))
     if choice := config.getoption("--alone"):
@@ -54,6 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = groups.pop(choice)
         [others] = groups.values()
         config.hook.pytest_deselected(items=others)
+    if longest := config.getoption("--longest-file"):
+        slow = {path for path, seconds in durations.items() if seconds > longest and _is_quick_stage(path)}
+        config.hook.pytest_deselected(items=[item for item in items if item.path in slow])
+        items[:] = [item for item in items if item.path not in slow]
+
+
+def _is_quick_stage(path: Path) -> bool:
+    return path.relative_to(DURATIONS.parent).parts[0] in ("unit", "contract")
 
 
 class DurationRecorder:

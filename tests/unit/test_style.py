@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from scripts.write_file_lists import missing, with_files
@@ -24,8 +25,13 @@ MODULES_AT_THE_ROOT = 8
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def definitions(path: Path) -> Iterator[ast.Module | Definition]:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     yield tree
     yield from (node for node in ast.walk(tree) if isinstance(node, Definition))
 
@@ -94,7 +100,7 @@ def test_every_import_of_the_package_names_a_module_that_exists() -> None:
     missing = [
         f"{name_of(path)}: {module}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         for module in ([node.module or ""] if isinstance(node, ast.ImportFrom) else
                        [alias.name for alias in node.names] if isinstance(node, ast.Import) else [])
         if module.split(".")[0] == PACKAGE.name
