@@ -6,15 +6,11 @@ to ranks. MegatronEngine reduces metrics whose name ends in _max or _min by that
 sync and no collective. m: trained tokens of the micro batch, s: its sequences.
 
     total.py       policy loss + beta * KL - entropy_coef * entropy; LOSSES by --loss_type
-    terms.py       inputs of every loss: log-probs, ratios, advantages
-    policies.py    policy losses per token: clipped, CISPO, SAPO, FIPO
-    real.py        REAL, a loss per group of completions
+    terms.py       inputs of every loss: log-probs, ratios, advantages, packed tokens as rows of sequences
+    policies.py    policy losses: clipped, CISPO, SAPO, FIPO, REAL
     kl.py          KL estimators
     correction.py  rollout correction: importance weights, masks, metrics
     averages.py    token values to the micro batch's share of the step
-    rows.py        packed tokens to rows of sequences and back
-
-Tests: tests/unit/training/loss.
 """
 
 from swift_megatron_grpo.training.loss.correction import effective_sample_size

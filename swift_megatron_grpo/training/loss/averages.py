@@ -11,7 +11,7 @@ import torch
 
 from swift_megatron_grpo.packing.collate import MicroBatch
 from swift_megatron_grpo.settings.config import LossConfig
-from swift_megatron_grpo.training.loss.rows import Rows
+from swift_megatron_grpo.training.loss.terms import Rows
 
 Average = Callable[[torch.Tensor, Rows, MicroBatch, LossConfig], torch.Tensor]
 

@@ -10,8 +10,7 @@ import torch
 from swift_megatron_grpo.settings.losses import Correction
 from swift_megatron_grpo.training.loss.averages import sequence_max, sequence_mean, sequence_min, token_mean
 from swift_megatron_grpo.training.loss.kl import k3
-from swift_megatron_grpo.training.loss.rows import Rows
-from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Terms
+from swift_megatron_grpo.training.loss.terms import SAFE, Metrics, Rows, Terms
 
 
 def importance_weights(log_rho: torch.Tensor, rows: Rows, config: Correction) -> torch.Tensor:
@@ -113,10 +112,7 @@ def weight_metrics(log_rho: torch.Tensor, weights: torch.Tensor, terms: Terms, c
 
 
 def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
-    """Replace the two sums by the effective sample size, a fraction of the tokens: 1 if all weights are equal.
-
-    It is (mean w)^2 / mean w^2 of the bounded weights.
-    """
+    """Replace the two sums by (mean w)^2 / mean w^2, a fraction of the tokens: 1 if all bounded weights are equal."""
     if _MEAN not in metrics:
         return metrics
     rest = {name: value for name, value in metrics.items() if name not in (_MEAN, _SQUARE)}

@@ -14,11 +14,6 @@ def k1(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     return logprobs - base
 
 
-def k1_abs(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Compute |log(pi / ref)|."""
-    return (logprobs - base).abs()
-
-
 def k2(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """Compute 1/2 log(pi / ref)^2: biased, but its gradient is the gradient of the KL."""
     return 0.5 * (logprobs - base).square()
@@ -35,7 +30,7 @@ def k3(logprobs: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 
 ESTIMATORS: dict[KlEstimator, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "k1": k1,
-    "abs": k1_abs,
+    "abs": lambda logprobs, base: (logprobs - base).abs(),
     "k2": k2,
     "k3": k3,
 }

@@ -1,4 +1,4 @@
-"""The policy losses that have a value per token, [m]. Each returns it with its metrics.
+"""The policy losses. All but `real` have a value per token, [m], which they return with its metrics.
 
 r: importance ratio at --importance_sampling_level, A: advantage, both per token.
 """
@@ -118,10 +118,7 @@ def influence(terms: Terms, config: LossConfig) -> tuple[torch.Tensor, torch.Ten
 
 
 def discounted_future_sum(grid: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Compute y_t = sum_{k >= t} gamma^(k - t) x_k along the rows of [s, w].
-
-    It needs log2(w) steps; each doubles the reach of the sum.
-    """
+    """Compute y_t = sum_{k >= t} gamma^(k - t) x_k along the rows of [s, w], in log2(w) steps that double its reach."""
     reach = 1
     width = grid.shape[1]
     while reach < width:
@@ -129,3 +126,34 @@ def discounted_future_sum(grid: torch.Tensor, gamma: float) -> torch.Tensor:
         grid = grid + gamma**reach * later
         reach *= 2
     return grid
+
+
+def real(terms: Terms, kept: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """Compute REAL, https://arxiv.org/abs/2602.05630: a classification loss over a prompt's completions.
+
+    Rewards are its labels. Returns the micro batch's share of the mean over the step's groups. The value of a group is
+
+        log(1 + sum_{negative} exp(S / tau)) + log(1 + sum_{positive} exp(-S / tau))
+
+    with S the mean log-ratio of a completion; completions with A > 0 are positive. A group without both kinds
+    contributes 0. All completions of a group must be in one micro batch. `kept`: [s], True for completions to include;
+    ms-swift includes the others with S = 0.
+    """
+    batch = terms.batch
+    rows = terms.rows
+    scores = rows.mean(terms.log_ratio) / config.real_tau  # [s]
+    labels = rows.mean(terms.advantages)  # [s]
+    positive = kept & (labels > 0)
+    negative = kept & (labels <= 0)
+
+    member = batch.groups[None] == torch.arange(batch.num_groups, device=scores.device)[:, None]  # [groups, s]
+    loss = _log_one_plus(scores, member & negative) + _log_one_plus(-scores, member & positive)  # [groups]
+    both = (member & positive).any(1) & (member & negative).any(1)
+    return torch.where(both, loss, 0.0).sum() / max(batch.step.loss_groups, 1)
+
+
+def _log_one_plus(scores: torch.Tensor, member: torch.Tensor) -> torch.Tensor:
+    """Compute log(1 + sum of exp(score) over the members): [s], [groups, s] -> [groups]."""
+    chosen = scores[None].masked_fill(~member, -torch.inf)
+    one = scores.new_zeros(len(member), 1)
+    return torch.cat([chosen, one], 1).logsumexp(1)

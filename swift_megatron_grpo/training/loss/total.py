@@ -22,7 +22,6 @@ from swift_megatron_grpo.training.loss.averages import (
     token_mean,
 )
 from swift_megatron_grpo.training.loss.kl import ESTIMATORS, k3
-from swift_megatron_grpo.training.loss.real import real
 from swift_megatron_grpo.training.loss.terms import Metrics, Terms, TokenOutput
 
 LossFunction = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Metrics]]
@@ -33,7 +32,7 @@ PolicyLoss = Callable[[Terms, LossConfig], tuple[torch.Tensor, Metrics]]
 class Loss:
     """A policy loss and how its tokens are averaged."""
 
-    policy: PolicyLoss | None  # per token; None: the loss of whole groups in real.py
+    policy: PolicyLoss | None  # per token; None: REAL, the loss of whole groups
     average: Average
 
 
@@ -79,7 +78,7 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
 
     if recipe.policy is None:
         trained = batch.lengths > 0
-        policy_loss = real(terms, trained if kept is None else trained & kept, config)
+        policy_loss = policies.real(terms, trained if kept is None else trained & kept, config)
     else:
         per_token, policy_metrics = recipe.policy(terms, config)
         metrics |= policy_metrics
@@ -92,10 +91,13 @@ def loss(batch: MicroBatch, output: TokenOutput, config: LossConfig) -> tuple[to
         kl = ESTIMATORS[config.kl_estimator](terms.logprobs, batch.ref_logprobs)
         total = total + config.beta * share(kl)
         metrics["kl"] = token_mean(kl, batch)
-    if terms.entropy is not None and config.entropy_coef:
-        total = total - config.entropy_coef * share(terms.entropy)
     if terms.entropy is not None:
-        metrics |= _entropy_metrics(terms.rows.mean(terms.entropy.detach()), batch)
+        if config.entropy_coef:
+            total = total - config.entropy_coef * share(terms.entropy)
+        of_sequences = terms.rows.mean(terms.entropy.detach())
+        metrics["entropy/entropy_mean"] = sequence_mean(of_sequences, batch)
+        metrics["entropy/entropy_max"] = sequence_max(of_sequences, batch)
+        metrics["entropy/entropy_min"] = sequence_min(of_sequences, batch)
     return total, metrics
 
 
@@ -121,11 +123,3 @@ def _corrections(terms: Terms, config: LossConfig) -> tuple[torch.Tensor | None,
         kept = correction.near_policy(terms, delta)
         metrics["off_policy_sequence_mask/masked_frac"] = sequence_mean((~kept).float(), batch)
     return weights, kept, metrics
-
-
-def _entropy_metrics(of_sequences: torch.Tensor, batch: MicroBatch) -> Metrics:
-    return {
-        "entropy/entropy_mean": sequence_mean(of_sequences, batch),
-        "entropy/entropy_max": sequence_max(of_sequences, batch),
-        "entropy/entropy_min": sequence_min(of_sequences, batch),
-    }
