@@ -6,7 +6,8 @@
 The tests are those that show whether a set of versions trains: the marks of parameters, both tuners with vLLM in the
 same process, and with two GPUs the layouts. Tests that do not finish before the deadline are recorded as missing.
 Clipping is timed with Transformer Engine's kernels and with the loops that megatron-core 0.17 and newer use instead
-below Transformer Engine 2.14 (training/upstream_fixes/gradient_clipping.py). Without a GPU both run on the CPU, small.
+below Transformer Engine 2.14 (training/upstream_fixes/multi_tensor_kernels.py). Without a GPU both run on the CPU,
+small.
 """
 
 from __future__ import annotations

@@ -63,9 +63,9 @@ from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
     has_adapter_dropout,
     seed_adapter_dropout,
 )
-from swift_megatron_grpo.training.upstream_fixes.linear_attention_context import supply_context_parallelism
+from swift_megatron_grpo.training.upstream_fixes.linear_attention import supply_context_parallelism
+from swift_megatron_grpo.training.upstream_fixes.marks import mark_sharded_parameters
 from swift_megatron_grpo.training.upstream_fixes.result_queue import end_writers_with_rank
-from swift_megatron_grpo.training.upstream_fixes.tensor_parallel_marks import mark_sharded_parameters
 from swift_megatron_grpo.weights.export.export import AdaptedModules, merged_on_read
 from swift_megatron_grpo.weights.export.joined_projections import keep_joined
 from swift_megatron_grpo.weights.export.kept_tensors import keep_untrained_tensors

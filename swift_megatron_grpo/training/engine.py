@@ -38,7 +38,7 @@ from swift_megatron_grpo.training.passes import Output, Passes
 from swift_megatron_grpo.training.planner import EngineSettings
 from swift_megatron_grpo.training.trained_weights import TrainedWeights
 from swift_megatron_grpo.training.upstream_fixes.linear_attention import finalize_gradients
-from swift_megatron_grpo.training.upstream_fixes.moe_aux_losses import pop_moe_aux_losses
+from swift_megatron_grpo.training.upstream_fixes.routers import pop_moe_aux_losses
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 __all__ = ["EngineSettings", "MegatronEngine", "NonFiniteStep", "NonFiniteWeights", "OptimizerStepFailed"]

@@ -10,15 +10,19 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from swift_megatron_grpo.training.layers.adapter_layers import add_adapters_in_place
 from swift_megatron_grpo.training.layers.fast_kernels import use_fast_kernels
-from swift_megatron_grpo.training.layers.sequence_bounds import leave_bounds_unread
 from swift_megatron_grpo.training.layers.torch_attention import attend_with_torch
 from swift_megatron_grpo.training.moe.grouped_experts import group_products
 from swift_megatron_grpo.training.optimizer.adam_portions import step_adam_in_portions
-from swift_megatron_grpo.training.upstream_fixes.expert_marks import mark_experts
-from swift_megatron_grpo.training.upstream_fixes.gradient_clipping import clip_with_transformer_engine
-from swift_megatron_grpo.training.upstream_fixes.linear_attention import unmark_gathered_projections
-from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
-from swift_megatron_grpo.training.upstream_fixes.router_bias import freeze_router_bias
+from swift_megatron_grpo.training.upstream_fixes.linear_attention import (
+    leave_bounds_unread,
+    unmark_gathered_projections,
+)
+from swift_megatron_grpo.training.upstream_fixes.marks import mark_experts
+from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import (
+    bound_tensor_handles,
+    clip_with_transformer_engine,
+)
+from swift_megatron_grpo.training.upstream_fixes.routers import freeze_router_bias
 from swift_megatron_grpo.training.vision_tower import guard_vision_towers
 
 

@@ -32,8 +32,8 @@ from packaging.version import Version
 from swift_megatron_grpo.packing.collate import collate, count
 from swift_megatron_grpo.packing.plan import Alignment
 from swift_megatron_grpo.platforms.cpu.linear_attention import tree
-from swift_megatron_grpo.training.layers.sequence_bounds import bounds
 from swift_megatron_grpo.training.upstream_fixes import linear_attention as fixes
+from swift_megatron_grpo.training.upstream_fixes.linear_attention import bounds
 from swift_megatron_grpo.types import Sample
 
 FORWARD = inspect.getsource(GatedDeltaNet.forward)
@@ -103,7 +103,7 @@ def test_megatron_below_0_17_has_no_context_parallelism_for_delta_nets() -> None
 
 
 def test_a_delta_net_reads_sequence_bounds_on_the_host_and_passes_a_view() -> None:
-    """Once it does neither, delete sequence_bounds.py."""
+    """Once it does neither, delete `leave_bounds_unread`."""
     check = inspect.getsource(GatedDeltaNet._resolve_cu_seqlens)
     assert "cu_seqlens = cu_seqlens.reshape(-1)" in check and "cu_seqlens[0] != 0:" in check
     assert "self._resolve_cu_seqlens(" in FORWARD and isinstance(

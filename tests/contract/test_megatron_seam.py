@@ -106,7 +106,7 @@ def test_groups_are_private_variables_in_capitals(core: Version) -> None:
 
 
 def test_clipping_loops_from_0_17_on_without_multi_tensor_scale_tensor(core: Version) -> None:
-    """training/upstream_fixes/gradient_clipping.py; the stand-in lacks the function, as version 2.11 does."""
+    """training/upstream_fixes/multi_tensor_kernels.py; the stand-in lacks the function, as version 2.11 does."""
     names = {"multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"}
     assert names <= set(upstream()["clip_grads"])
     assert ("multi_tensor_scale_tensor_impl" in upstream()["clip_grads"]) is (core >= Version("0.17"))
@@ -129,14 +129,14 @@ def test_an_optimizer_step_reads_all_state_from_the_inner_optimizer(core: Versio
 
 
 def test_losses_of_moe_layers_are_reported_with_these_settings() -> None:
-    """training/upstream_fixes/moe_aux_losses.py calls the tracker if there is one, else track_moe_metrics."""
+    """training/upstream_fixes/routers.py calls the tracker if there is one, else track_moe_metrics."""
     used = {"loss_scale", "iteration", "total_loss_dict", "force_initialize", "track_names", "num_layers",
             "moe_layer_freq"}  # fmt: skip
     assert used <= set(upstream()["report"])
 
 
 def test_the_gradient_norm_counts_a_parameter_on_all_ranks_if_it_is_marked(core: Version) -> None:
-    """training/upstream_fixes/tensor_parallel_marks.py, and expert_marks.py: `allreduce`."""
+    """training/upstream_fixes/marks.py, and expert_marks.py: `allreduce`."""
     assert "tensor_model_parallel" in upstream()["duplicate"]
     sets_marks = "_set_expert_parameter_attributes" in upstream()["grouped"]
     assert sets_marks is (core >= Version("0.19"))

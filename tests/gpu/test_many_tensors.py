@@ -14,7 +14,7 @@ STEP = """
 import sys
 import torch
 from transformer_engine.pytorch.optimizers import FusedAdam, multi_tensor_applier, multi_tensor_l2norm
-from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
+from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import bound_tensor_handles
 
 if sys.argv[1] == "fixed":
     bound_tensor_handles()
@@ -43,4 +43,4 @@ def test_adam_and_the_norm_take_any_number_of_tensors() -> None:
 
 
 def test_upstream_has_too_few_handles() -> None:
-    assert "Cannot allocate a new NVTETensor" in step("plain").stderr, "upstream has changed: see many_tensors.py"
+    assert "Cannot allocate a new NVTETensor" in step("plain").stderr, "see multi_tensor_kernels.py"

@@ -18,7 +18,7 @@ from benchmarks.harness.workload import row_of
 from swift_megatron_grpo.generation.vllm.cuda_runtime import find_runtime_beside_tilelang
 from swift_megatron_grpo.platforms.attention_packages import has_flash_attention
 from swift_megatron_grpo.training.layers.torch_attention import replace_kernel, would_find_no_kernel
-from swift_megatron_grpo.training.upstream_fixes.many_tensors import bound_tensor_handles
+from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import bound_tensor_handles
 
 
 def install(clock: Clock, job: Job, tokens: list[tuple[int, int]], canned: Any) -> Any:

@@ -1,17 +1,13 @@
-"""Corrections of what megatron-core, mcore-bridge and Transformer Engine get wrong, one file each.
+"""Corrections of what megatron-core, mcore-bridge and Transformer Engine get wrong, by subject.
 
-    adapter_settings.py       --use_rslora and --lora_dropout
-    expert_marks.py           gradients of experts without expert parallelism
-    tensor_parallel_marks.py  the gradient norm with tensor parallelism
-    gradient_clipping.py      clipping with Transformer Engine's kernels
-    many_tensors.py           adapters of experts, which are more tensors than Transformer Engine takes in one call
-    linear_attention.py       two gradients of gated delta nets with tensor parallelism
-    linear_attention_context.py  context parallelism of gated delta nets
-    router_bias.py            the expert bias, which moves without a learning rate
-    hybrid_optimizer.py       weights that are loaded after --optimizer_cpu_offload has copied them
-    moe_aux_losses.py         values of the losses that MoE layers add
-    result_queue.py           a helper process of checkpoint writing that outlives its rank
+    adapter_settings.py      --use_rslora and --lora_dropout
+    marks.py                 gradients of experts without expert parallelism, the gradient norm with tensor parallelism
+    multi_tensor_kernels.py  Transformer Engine's kernels in an optimizer step, for any number of tensors
+    linear_attention.py      gated delta nets: gradients with tensor parallelism, context parallelism, waits for the GPU
+    routers.py               the expert bias, which moves without a learning rate; losses that MoE layers add
+    hybrid_optimizer.py      weights that are loaded after --optimizer_cpu_offload has copied them
+    result_queue.py          a helper process of checkpoint writing that outlives its rank
 
 Each file names the versions and the test that fails once upstream is fixed. A correction changes nothing where upstream
-is right already; docs/versions.md has the table. Tests: tests/unit/training/megatron_fixes.
+is right already; docs/versions.md has the table. Tests: tests/unit/training/upstream_fixes.
 """

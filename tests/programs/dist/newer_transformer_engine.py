@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
+import torch
 from megatron.core.optimizer import clip_grads
 
 from swift_megatron_grpo.cli.check_layouts import ranks
-from swift_megatron_grpo.training.upstream_fixes import tensor_parallel_marks
+from swift_megatron_grpo.trainer import grpo_trainer
+from swift_megatron_grpo.training.upstream_fixes import marks
 from tests.unit.training.upstream_fixes.newer_transformer_engine import experts_unmarked, found_by_megatron
 
 
@@ -16,10 +18,15 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str, fix
 
     Without `fixed`, this package leaves experts as they are too.
     """
-    no_experts = patch.object(tensor_parallel_marks, "TEGroupedLinear", ())
+    mark = marks.mark_sharded_parameters
+
+    def mark_others(models: list[torch.nn.Module]) -> None:
+        with patch.object(marks, "TEGroupedLinear", ()):
+            mark(models)
+
     with experts_unmarked(), patch.multiple(clip_grads, **found_by_megatron()):
         if fixed:
             ranks.run_layout(name, flags, batches, folder)
         else:
-            with no_experts:
+            with patch.object(grpo_trainer, "mark_sharded_parameters", mark_others):
                 ranks.run_layout(name, flags, batches, folder)

@@ -11,7 +11,7 @@ from megatron.core.optimizer import clip_grads
 from packaging.version import Version
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine import optimizers
-from swift_megatron_grpo.training.upstream_fixes.gradient_clipping import clip_with_transformer_engine
+from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import clip_with_transformer_engine
 from tests.forking.client import run_code
 from tests.unit.training.upstream_fixes.newer_transformer_engine import found_by_megatron
 
@@ -37,7 +37,7 @@ def test_megatron_from_0_17_on_misses_kernels_of_transformer_engine_2_11() -> No
         "print(clip_grads.multi_tensor_applier is utils.local_multi_tensor_applier)\n"
     )
     missed = run_code("plain", code).splitlines()[-1] == "True"
-    assert missed is (Version(__version__) >= Version("0.17")), "upstream has changed: see gradient_clipping.py"
+    assert missed is (Version(__version__) >= Version("0.17")), "upstream has changed: see multi_tensor_kernels.py"
 
 
 @pytest.mark.usefixtures("loops")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from swift_megatron_grpo.platforms.cpu.transformer_engine import optimizers
-from swift_megatron_grpo.training.upstream_fixes import many_tensors
-from swift_megatron_grpo.training.upstream_fixes.many_tensors import in_parts
+from swift_megatron_grpo.training.upstream_fixes import multi_tensor_kernels
+from swift_megatron_grpo.training.upstream_fixes.multi_tensor_kernels import in_parts
 
 COUNT = 11  # tensors, in parts of 4
 
@@ -17,7 +17,7 @@ COUNT = 11  # tensors, in parts of 4
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the lengths of the lists that reach a kernel."""
-    monkeypatch.setattr(many_tensors, "MOST_TENSORS", 4)
+    monkeypatch.setattr(multi_tensor_kernels, "MOST_TENSORS", 4)
     return []
 
 

@@ -20,8 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, VocabPara
 from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
 
-from swift_megatron_grpo.training.upstream_fixes.expert_marks import mark_experts
-from swift_megatron_grpo.training.upstream_fixes.tensor_parallel_marks import mark_sharded_parameters
+from swift_megatron_grpo.training.upstream_fixes.marks import mark_experts, mark_sharded_parameters
 from tests.unit.training.upstream_fixes.newer_transformer_engine import experts_unmarked
 
 installed = Version(__version__)
