@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,13 @@ from swift_megatron_grpo.settings.batches import SHARE_PROMPTS_FROM
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.training.engine import EngineSettings, MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
+from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.reference import (
-    BaseUnderAdapter,
-    FrozenCopy,
-    FrozenCopyInOwnLayout,
     Reference,
-    SecondAdapter,
+    ReferenceLayout,
+    adapter_disabled,
+    reference_adapter_active,
 )
-from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Prompt
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.export.tensor_names import vision_tower_prefixes
@@ -60,9 +60,8 @@ _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later e
 class FrozenReference:
     """The frozen copy of a run with full tuning, and its own parallel layout (None: the layout of training)."""
 
-    copy: FrozenCopy
+    passes: Passes
     layout: ReferenceLayout | None
-    models: list[Any]
 
 
 @dataclass(frozen=True)
@@ -162,7 +161,7 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
 
 def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, first_new_rollout: int) -> Stages:
     """Build the stages. `first_new_rollout`: the number of the first one that this run generates."""
-    frozen_models = [] if models.reference is None else models.reference.models
+    frozen_models = [] if models.reference is None else models.reference.passes.models
     residency = Residency(config.offloading, models.wrapped, frozen_models, models.optimizer, log=run.logger.info)
     recording = config.recording
     training = training_engine(config, models)  # refuses what the model cannot do, before vLLM starts for minutes
@@ -268,12 +267,11 @@ def reference_policy(
         return None
     frozen = models.reference
     if frozen is None:
-        if config.reference.adapter is not None:
-            return SecondAdapter(training.passes, models.peft)
-        return BaseUnderAdapter(training.passes, models.peft)
+        active = adapter_disabled if config.reference.adapter is None else reference_adapter_active
+        return Reference(training.passes, partial(active, models.peft))
     if frozen.layout is None:
-        return frozen.copy
-    return FrozenCopyInOwnLayout(frozen.copy, frozen.layout, coordinator)
+        return Reference(frozen.passes)
+    return Reference(frozen.passes, frozen.layout.active, coordinator)
 
 
 def prompt_source(

@@ -15,8 +15,7 @@ from swift_megatron_grpo.loop.assemble import FrozenReference, reference_engine_
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.training.passes import Passes
 from swift_megatron_grpo.training.preparation import prepare_frozen
-from swift_megatron_grpo.training.reference import FrozenCopy
-from swift_megatron_grpo.training.reference_layout import ReferenceLayout
+from swift_megatron_grpo.training.reference import ReferenceLayout
 from swift_megatron_grpo.weights.export.unread_tensors import every_tensor_read
 
 
@@ -37,4 +36,4 @@ def load_frozen_reference(args: GRPOArguments, config: GRPOConfig, template: Tem
             with every_tensor_read(models[0].config, args.unread_tensors):
                 models[0].config.bridge.load_weights(models, folder)
         prepare_frozen(models, args.fast_kernels)
-        return FrozenReference(FrozenCopy(Passes(models, reference_engine_settings(config))), layout, models)
+        return FrozenReference(Passes(models, reference_engine_settings(config)), layout)

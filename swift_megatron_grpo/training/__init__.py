@@ -7,10 +7,8 @@
     stage_shapes.py      what pipeline stages send each other, from the plan instead of a message before each tensor
     preparation.py       what is changed in models that are loaded
     vision_tower.py      the language model of a composite model, and a guard in front of its vision tower
-    reference.py         the reference policy: a frozen copy, or the base under a LoRA adapter
-    reference_layout.py  a second parallel layout of the same ranks, for the frozen copy
-    trained_weights.py   refuses a model of which nothing is trained, and finds weights that are not finite
-    checkpoint_size.py   estimate of the bytes of a checkpoint, before it is written
+    reference.py         the reference policy: a frozen copy, in its own layout if need be, or LoRA's base
+    trained_weights.py   refuses a model of which nothing is trained, gathers weights, finds those that are not finite
     head/                hidden states to log-probs and entropies
     loss/                the losses
     memory/              offloading, recomputation, advice for out-of-memory errors

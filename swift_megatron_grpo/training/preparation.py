@@ -37,7 +37,7 @@ def prepare_trained(
     prepare_optimizer()
     mark_experts(models)
     unmark_gathered_projections(models)
-    _prepare(models, frozen=False)
+    _prepare(models)
     if fast_kernels:
         add_adapters_in_place(models, gradients_have_hooks=overlap_grad_reduce)
         use_fast_kernels(models, trained=True, recompute_elementwise=recompute_elementwise)
@@ -46,8 +46,10 @@ def prepare_trained(
 
 
 def prepare_frozen(models: Sequence[torch.nn.Module], fast_kernels: bool) -> None:
-    """Install kernels in the frozen reference copy."""
-    _prepare(models, frozen=True)
+    """Freeze the reference copy, and install kernels in it."""
+    for model in models:
+        model.requires_grad_(False).eval()
+    _prepare(models)
     if fast_kernels:
         use_fast_kernels(models, trained=False, recompute_elementwise=False)
         group_products(models, gradients_have_hooks=False)
@@ -60,22 +62,14 @@ def prepare_optimizer() -> None:
     step_adam_in_portions()
 
 
-def _prepare(models: Sequence[Any], frozen: bool) -> None:
-    guard_vision_towers(models, frozen)
-    drop_stock_replay(models)
+def _prepare(models: Sequence[Any]) -> None:
+    guard_vision_towers(models)
     leave_bounds_unread(models)
     attend_with_torch(models)
     for model in models:
         model.config.batch_p2p_sync = False  # a wait for the GPU after each exchange of stages, for a race in PyTorch 1
-
-
-def drop_stock_replay(models: Sequence[Any]) -> None:
-    """Remove what ms-swift installs for --router_replay_mode; router_replay.py takes its place.
-
-    Its dispatcher counts the tokens of experts on the host, which waits for the GPU in every layer, because its routing
-    may name an expert twice.
-    """
-    for model in models:
+        # router_replay.py replaces what ms-swift installs for --router_replay_mode: its dispatcher counts the tokens of
+        # experts on the host, which waits for the GPU in every layer, because its routing may name an expert twice.
         model.config.moe_enable_routing_replay = False
         for module in model.modules():
             if isinstance(module, TopKRouter):

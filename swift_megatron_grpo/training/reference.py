@@ -2,84 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from mcore_bridge import GPTBridge
+from mcore_bridge.bridge import gpt_bridge
+from megatron.core import parallel_state
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from swift_megatron_grpo.runtime.parallel import Coordinator
+from swift_megatron_grpo.runtime.replaced import replaced
+from swift_megatron_grpo.settings.layout import Layout
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.training.reference_layout import ReferenceLayout
 from swift_megatron_grpo.types import Sample, TokenValues
 
 REFERENCE_ADAPTER = "ref_adapter"  # ms-swift's name for the adapter of --ref_adapters
+# Independent of the layout: scratch memory, and the list of all groups ever created. megatron-core 0.17 and newer have
+# no _GLOBAL_SYMMETRIC_MEMORY_BUFFER.
+_SHARED = {"_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER", "_global_process_group_list"}
 
 
-class Reference(Protocol):
-    """A frozen policy that computes log-probs."""
+class Reference:
+    """A frozen policy: a second model that is never trained, or the trained one with its adapter off or exchanged.
 
-    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        """Compute log-probs by sample index, at least for the samples that this rank trains on."""
-        ...
-
-
-class FrozenCopy:
-    """Reference for full tuning: a second model that is never trained."""
-
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
-        for model in passes.models:
-            model.requires_grad_(False).eval()
-
-    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        return self.passes.infer(samples)
-
-
-class FrozenCopyInOwnLayout:
-    """Frozen copy in its own parallel layout.
-
-    A rank holds other samples of the copy than it trains, so the results are gathered.
+    `active`: runs the passes' model as the reference. `coordinator`: given if a rank gets other samples of a copy in
+    its own layout than it trains, so that results are gathered.
     """
 
-    def __init__(self, copy: FrozenCopy, layout: ReferenceLayout, coordinator: Coordinator) -> None:
-        self._copy = copy
-        self._layout = layout
+    def __init__(
+        self,
+        passes: Passes,
+        active: Callable[[], AbstractContextManager[None]] = nullcontext,
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        self._passes = passes
+        self._active = active
         self._coordinator = coordinator
 
     def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        with self._layout.active():
-            values = self._copy.infer(samples)
-        return self._coordinator.gather_samples(values, self._copy.passes.parallel)
+        """Compute log-probs by sample index, at least for the samples that this rank trains on."""
+        with self._active():
+            values = self._passes.infer(samples)
+        return values if self._coordinator is None else self._coordinator.gather_samples(values, self._passes.parallel)
 
 
-class BaseUnderAdapter:
-    """Reference for LoRA: the trained model with its adapter disabled."""
-
-    def __init__(self, passes: Passes, peft_models: Sequence[PeftModel]) -> None:
-        self._passes = passes
-        self._peft_models = list(peft_models)
-
-    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        with ExitStack() as stack:
-            for model in self._peft_models:
-                stack.enter_context(model.disable_adapter())
-            return self._passes.infer(samples)
+@contextmanager
+def adapter_disabled(models: Sequence[PeftModel]) -> Iterator[None]:
+    """Run the base of these models: the reference of LoRA."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(model.disable_adapter())
+        yield
 
 
-class SecondAdapter:
-    """Reference for LoRA with --ref_adapters: the trained model with another, frozen adapter."""
-
-    def __init__(self, passes: Passes, peft_models: Sequence[PeftModel]) -> None:
-        self._passes = passes
-        self._peft_models = list(peft_models)
-
-    def infer(self, samples: Sequence[Sample]) -> dict[int, TokenValues]:
-        with _reference_adapter_active(self._peft_models):
-            return self._passes.infer(samples)
+@contextmanager
+def reference_adapter_active(models: Sequence[PeftModel]) -> Iterator[None]:
+    """Run these models with the adapter of --ref_adapters. Peft's set_adapter would also train that one."""
+    with ExitStack() as stack:
+        for layer in (part for model in models for part in model.modules() if isinstance(part, BaseTunerLayer)):
+            stack.enter_context(replaced(layer, "_active_adapter", [REFERENCE_ADAPTER]))
+        yield
 
 
 def load_reference_adapter(bridge: GPTBridge, models: Sequence[torch.nn.Module], folder: str | None) -> None:
@@ -88,15 +73,50 @@ def load_reference_adapter(bridge: GPTBridge, models: Sequence[torch.nn.Module],
         bridge.load_weights(list(models), folder, peft_format=True, adapter_name=REFERENCE_ADAPTER)
 
 
-@contextmanager
-def _reference_adapter_active(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Run these models with the reference adapter. Peft's set_adapter would also exchange which adapter is trained."""
-    layers = [part for model in models for part in model.modules() if isinstance(part, BaseTunerLayer)]
-    before = [layer._active_adapter for layer in layers]
-    for layer in layers:
-        layer._active_adapter = [REFERENCE_ADAPTER]
-    try:
-        yield
-    finally:
-        for layer, active in zip(layers, before, strict=True):
-            layer._active_adapter = active
+class ReferenceLayout:
+    """A second parallel layout of the same ranks, for a copy that needs less parallelism than the trained model.
+
+    Megatron keeps its process groups in global variables of one module; layers read them when they are built or when
+    they run. All ranks create a second set of groups once, and `active` swaps it in while the copy is built or runs.
+    """
+
+    def __init__(self, layout: Layout, timeout_minutes: int) -> None:
+        first = _current_groups()
+        shared = {name: value for name, value in vars(parallel_state).items() if name in _SHARED}
+        # destroy_model_parallel would also destroy some of the groups
+        vars(parallel_state).update(dict.fromkeys([*first, *shared]))
+        parallel_state._HYBRID_DP_CP_GROUPS = {}
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tensor_model_parallel_size,
+                pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+                context_parallel_size=layout.context_parallel_size,
+                expert_model_parallel_size=layout.expert_model_parallel_size,
+                expert_tensor_parallel_size=layout.expert_tensor_parallel_size,
+                distributed_timeout_minutes=timeout_minutes,
+            )
+            self._groups = _current_groups()
+            self._group_of_bridge: Any = None
+        finally:
+            vars(parallel_state).update(first | shared)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Make this layout the current one inside the context."""
+        first = _current_groups()
+        vars(parallel_state).update(self._groups)
+        with replaced(gpt_bridge, "EP_PP_GROUP", self._group_of_bridge):
+            try:
+                yield
+            finally:
+                self._group_of_bridge = gpt_bridge.EP_PP_GROUP  # mcore-bridge creates it on first use
+                vars(parallel_state).update(first)
+
+
+def _current_groups() -> dict[str, Any]:
+    """Return Megatron's groups, ranks and sizes: the private variables of parallel_state."""
+    return {
+        name: value
+        for name, value in vars(parallel_state).items()
+        if name.startswith("_") and name.isupper() and name not in _SHARED
+    }

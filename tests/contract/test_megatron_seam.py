@@ -95,7 +95,7 @@ def test_the_imported_megatron_is_installed_and_in_the_supported_range(core: Ver
 
 
 def test_groups_are_private_variables_in_capitals(core: Version) -> None:
-    """training/reference_layout.py exchanges them, but for those that belong to no layout."""
+    """training/reference.py exchanges them, but for those that belong to no layout."""
     names = upstream()["parallel_state"]
     assert {"_GLOBAL_MEMORY_BUFFER", "_global_process_group_list"} <= set(names)
     assert ("_GLOBAL_SYMMETRIC_MEMORY_BUFFER" in names) is (core < Version("0.17"))

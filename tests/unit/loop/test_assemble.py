@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +32,6 @@ from swift_megatron_grpo.settings.config import (
     CANARY_TOKENS,
     ReferenceConfig,
 )
-from swift_megatron_grpo.training.reference import BaseUnderAdapter, FrozenCopyInOwnLayout, SecondAdapter
 from swift_megatron_grpo.types import Graded, Rollout
 from tests.fakes.ranks import OneRank
 from tests.fakes.runs import ROWS, SAMPLING, fake_run
@@ -94,23 +96,37 @@ def test_a_reference_in_the_layout_of_training_has_its_settings() -> None:
 # ---- the reference policy
 
 
-def models(reference: FrozenReference | None = None) -> LoadedModels:
-    return LoadedModels([], [], [], None, None, None, reference)
-
-
-def reference_of(settings: ReferenceConfig, loaded: LoadedModels) -> Any:
-    training: Any = SimpleNamespace(passes=None)
-    ranks: Any = OneRank()
-    return reference_policy(config_of(reference=settings), loaded, training, ranks)
+def models(reference: FrozenReference | None = None, peft: Sequence[Any] = ()) -> LoadedModels:
+    return LoadedModels([], [], list(peft), None, None, None, reference)
 
 
 def test_the_reference_is_the_copy_or_the_model_with_another_adapter() -> None:
-    copy: Any = object()
-    assert reference_of(NO_REFERENCE, models(FrozenReference(copy, None, []))) is None
-    assert reference_of(REFERENCE, models(FrozenReference(copy, None, []))) is copy
-    assert isinstance(reference_of(REFERENCE, models(FrozenReference(copy, OWN_LAYOUT, []))), FrozenCopyInOwnLayout)
-    assert isinstance(reference_of(REFERENCE, models()), BaseUnderAdapter)
-    assert isinstance(reference_of(replace(REFERENCE, adapter="folder"), models()), SecondAdapter)
+    active: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        active.append(name)
+        yield
+        active.remove(name)
+
+    def passes(name: str) -> Any:
+        return SimpleNamespace(infer=lambda samples: {0: [name, *active]}, parallel=None)
+
+    def infer(settings: ReferenceConfig, loaded: LoadedModels) -> Any:
+        ranks: Any = OneRank()
+        training: Any = SimpleNamespace(passes=passes("trained"))
+        reference = reference_policy(config_of(reference=settings), loaded, training, ranks)
+        assert reference is not None
+        return reference.infer([])[0]
+
+    layout: Any = SimpleNamespace(active=partial(noted, "layout"))
+    adapter: Any = SimpleNamespace(disable_adapter=partial(noted, "disabled"), modules=list)
+    nothing: Any = None
+    assert reference_policy(config_of(), models(FrozenReference(passes("copy"), None)), nothing, nothing) is None
+    assert infer(REFERENCE, models(FrozenReference(passes("copy"), None))) == ["copy"]
+    assert infer(REFERENCE, models(FrozenReference(passes("copy"), layout))) == ["copy", "layout"]
+    assert infer(REFERENCE, models(peft=[adapter])) == ["trained", "disabled"]
+    assert infer(replace(REFERENCE, adapter="folder"), models(peft=[adapter])) == ["trained"]
 
 
 # ---- prompts
