@@ -2,8 +2,7 @@
 
     engine.py            MegatronEngine: train_step and infer over a list of samples
     planner.py           which rank runs which sample in which micro batch
-    passes.py            runs micro batches
-    schedule.py          Megatron's pipeline schedule over packed micro batches
+    passes.py            runs packed micro batches through Megatron's pipeline schedule
     stage_shapes.py      what pipeline stages send each other, from the plan instead of a message before each tensor
     preparation.py       what is changed in models that are loaded
     vision_tower.py      the language model of a composite model, and a guard in front of its vision tower

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -86,7 +86,7 @@ class MegatronEngine:
                 "calculate_per_token_loss must be false: losses are normalised over the whole step already"
             )
         self._memory_agreement = agreement_of(self.passes.models, config, self.parallel, settings.max_tokens)
-        config.finalize_model_grads_func = _finalize_after(self._memory_agreement)
+        config.finalize_model_grads_func = partial(_finalize, self._memory_agreement)
         config.grad_scale_func = optimizer.scale_loss
         flatten(optimizer)
         # Megatron's rank order puts the last pipeline stage on the last rank.
@@ -127,30 +127,29 @@ class MegatronEngine:
             for model in self.passes.models:
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            if self._memory_agreement is not None:
-                self._memory_agreement.start_step()
-
-            reduce = partial(_scaled_loss, loss_func, self._undo_megatron_mean(plan))
+            self._memory_agreement.start_step()
+            # Losses here are shares of the step that must be summed. Megatron's schedule multiplies by CP and divides
+            # by the number of micro batches; its gradient reduction divides by DP * CP. Context-parallel ranks compute
+            # the same loss, and each propagates the gradient of its own tokens.
+            undo_megatron_mean = float(plan.num_micro_batches * self.parallel.dp_size)
+            reduce = partial(_scaled_loss, loss_func, undo_megatron_mean)
             try:
                 with self._step_in_errors():
                     shares, _ = self.passes.run(samples, plan, outputs, reduce, train=True)
                 return plan, shares
             except PeerOutOfMemory:
-                if not self.passes.lower_budget(samples):
+                if not self.passes.lower_budget(samples, train=True):
                     raise
             except torch.OutOfMemoryError:
-                agreed = self._memory_agreement is not None and self._memory_agreement.report_failure()
-                if not agreed or not self.passes.lower_budget(samples):
+                if not self._memory_agreement.report_failure() or not self.passes.lower_budget(samples, train=True):
                     raise
             free_memory()
             pop_moe_aux_losses(self.passes.config, plan.num_micro_batches)
 
     def _finish_update(self, grad_norm: float) -> float:
-        """Return the largest gradient norm of all ranks; raise on all of them if any weight is not finite.
-
-        Both values share one reduction, the only one after the update and the only time that the host waits for it.
-        """
-        values = torch.stack([_on_device(grad_norm), self._trained.broken(_device())])
+        """Return the largest gradient norm; raise on all ranks if a weight is not finite. One reduction, one wait."""
+        norm = torch.tensor(grad_norm, dtype=torch.float64, device=_device())
+        values = torch.stack([norm, self._trained.broken(_device())])
         largest, broken = max_over_ranks(values).tolist()
         if broken:
             names: list[list[str]] = [[]] * self.parallel.world_size
@@ -181,15 +180,6 @@ class MegatronEngine:
                 "with its prompt"
             )
 
-    def _undo_megatron_mean(self, plan: StepPlan) -> float:
-        """Return the factor that turns Megatron's mean over micro batches and data-parallel ranks into a sum.
-
-        Losses here are shares of the step that must be summed. Megatron's schedule multiplies by CP and divides by the
-        number of micro batches; its gradient reduction divides by DP * CP. Context-parallel ranks compute the same
-        loss, and each propagates the gradient of its own tokens.
-        """
-        return float(plan.num_micro_batches * self.parallel.dp_size)
-
     def _sum_metrics(self, shares: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Sum the shares of micro batches and data-parallel ranks, in one reduction; TP and CP ranks hold copies.
 
@@ -217,11 +207,9 @@ class MegatronEngine:
         return {name: sign * value for name, sign, value in reduced if value != -math.inf}
 
     def _metric_names(self, local: list[str] | None) -> list[str]:
-        if self._names_group is None:
-            assert local is not None
-            return local
         box = [local]
-        torch.distributed.broadcast_object_list(box, src=self.parallel.world_size - 1, group=self._names_group)
+        if self._names_group is not None:
+            torch.distributed.broadcast_object_list(box, src=self.parallel.world_size - 1, group=self._names_group)
         assert box[0] is not None
         return box[0]
 
@@ -243,21 +231,13 @@ class MegatronEngine:
             ) from error
 
 
-def _finalize_after(agreement: MemoryAgreement | None) -> Callable[..., None]:
-    def finalize(models: Sequence[torch.nn.Module], *arguments: Any, **options: Any) -> None:
-        if agreement is not None:
-            agreement.before_reduction()
-        finalize_gradients(models, *arguments, **options)
-
-    return finalize
+def _finalize(agreement: MemoryAgreement, models: Sequence[torch.nn.Module], *args: Any, **options: Any) -> None:
+    agreement.before_reduction()
+    finalize_gradients(models, *args, **options)
 
 
 def _device() -> torch.device:
     return torch.device(torch.cuda.current_device())
-
-
-def _on_device(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=_device())
 
 
 def _scaled_loss(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 import torch
 from mcore_bridge import ModelConfig, unwrap_model
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
-from swift_megatron_grpo.packing.collate import MicroBatch, collate, count
+from swift_megatron_grpo.packing.collate import MicroBatch, ModelInputs, collate, count
 from swift_megatron_grpo.packing.plan import Alignment, StepPlan
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts, routing_shape
 from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.runtime.parallel import RankPosition
-from swift_megatron_grpo.training import schedule
-from swift_megatron_grpo.training.head.logprob import HeadSettings
-from swift_megatron_grpo.training.layers.shared_prompts import share_prompts
+from swift_megatron_grpo.training.head.logprob import gather_completion, log_prob_head
+from swift_megatron_grpo.training.layers.shared_prompts import packed_params, share_prompts
 from swift_megatron_grpo.training.loss import TokenOutput
 from swift_megatron_grpo.training.memory.out_of_memory import (
     free_memory,
@@ -29,14 +29,17 @@ from swift_megatron_grpo.training.memory.out_of_memory import (
     passes_are_independent,
     smaller_micro_batches,
 )
-from swift_megatron_grpo.training.moe.recorded_routing import rows_by_sample
 from swift_megatron_grpo.training.moe.router_replay import PassRouters
 from swift_megatron_grpo.training.planner import EngineSettings, Planner
 from swift_megatron_grpo.training.stage_shapes import StageShapes
+from swift_megatron_grpo.training.vision_tower import is_composite, language_model
 from swift_megatron_grpo.types import ExpertRows, Sample, TokenValues
 
 Output = Literal["logprob", "entropy"]
+# Reduces the output of a micro batch to (the scalar that backward starts from, the value that the caller keeps).
+Reduce = Callable[[MicroBatch, TokenOutput], tuple[torch.Tensor, Any]]
 logger = logging.getLogger(__name__)
+_PHASES = {True: "the train phase", False: "a log-prob pass"}
 _LOWERED = "%s ran out of GPU memory with %s %d; it is run again with %d, which is kept and gives the same numbers"
 
 
@@ -76,7 +79,7 @@ class Passes:
         samples: Sequence[Sample],
         plan: StepPlan,
         outputs: Sequence[Output],
-        reduce: schedule.Reduce,
+        reduce: Reduce,
         train: bool,
         records: bool = False,
     ) -> tuple[list[Any], PassRouters | None]:
@@ -87,52 +90,73 @@ class Passes:
         """
         if "logprob" not in outputs or not set(outputs) <= {"logprob", "entropy"}:
             raise ValueError(f"outputs must be ('logprob',) or ('logprob', 'entropy'), got {tuple(outputs)}")
-        head = HeadSettings(temperature=self.settings.temperature, entropy="entropy" in outputs)
         position = self.parallel
-        assigned = plan.of_rank(position.dp_rank)
-        step = count(samples)
-        device = torch.device(torch.cuda.current_device())
+        assigned = plan.assignment[position.dp_rank]
         routing = routing_shape(samples)
         routers = PassRouters(unwrap_model(self.models), position, train, records) if routing or records else None
 
-        def micro_batches() -> Iterator[MicroBatch]:
-            for indices in assigned:
-                yield collate(
-                    samples,
-                    indices,
-                    step,
-                    align=self._align,
-                    cp_rank=position.cp_rank,
-                    cp_size=position.cp_size,
-                    device=device,
-                    routing=routing,
-                    share_prompts=plan.share_prompts,
-                )
+        pack = partial(
+            collate,
+            samples,
+            step=count(samples),
+            align=self._align,
+            cp_rank=position.cp_rank,
+            cp_size=position.cp_size,
+            device=torch.device(torch.cuda.current_device()),
+            routing=routing,
+            share_prompts=plan.share_prompts,
+        )
 
-        phase = "the train phase" if train else "a log-prob pass"
+        def forward_step(iterator: Iterator[MicroBatch], model: MegatronModule) -> tuple[torch.Tensor, Any]:
+            batch = next(iterator)
+            output = self._forward(model, batch.inputs, "entropy" in outputs, routers)
+            return output, partial(self._on_completion, reduce, batch)
+
+        interleaved = len(self.models) > 1
         with (
-            out_of_memory_advice(phase, position.rank, partial(self._memory_advice, samples, train)),
+            out_of_memory_advice(_PHASES[train], position.rank, partial(self._memory_advice, samples, train)),
             nullcontext() if routers is None else routers.installed(),
             self._stage_shapes.of_pass(partial(self._rows, samples, plan), train),
         ):
-            results = schedule.run(
-                self.models,
-                micro_batches,
-                plan.num_micro_batches,
-                head=head,
-                reduce=reduce,
-                parallel=position,
-                train=train,
-                routers=routers,
+            results: list[Any] = get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[map(pack, assigned) for _ in self.models] if interleaved else map(pack, assigned),
+                model=self.models if interleaved else self.models[0],
+                num_microbatches=plan.num_micro_batches,
+                seq_length=1,  # placeholder: stage_shapes.py has the shapes of all micro batches (variable_seq_lengths)
+                micro_batch_size=1,
+                forward_only=not train,
             )
         return results, routers
+
+    def _forward(
+        self, model: MegatronModule, inputs: ModelInputs, entropy: bool, routers: PassRouters | None
+    ) -> torch.Tensor:
+        """Return the hidden states for the next stage; on the last one [1, k, 1 or 2] log-probs and entropies."""
+        unwrapped = unwrap_model([model])[0]
+        routing = nullcontext() if routers is None else routers.forward(unwrapped, inputs.routing)
+        temperature = self.settings.temperature
+        with log_prob_head(language_model(unwrapped), inputs, temperature, entropy, self.parallel), routing:
+            output: torch.Tensor = model(
+                input_ids=inputs.packed_ids if is_composite(unwrapped) else inputs.input_ids,
+                position_ids=inputs.position_ids,
+                attention_mask=None,
+                packed_seq_params=packed_params(inputs),
+                **({} if inputs.images is None else {"packed_images": inputs.images}),
+            )
+        return output
+
+    def _on_completion(self, reduce: Reduce, batch: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        values = gather_completion(output[0], batch.inputs, self.parallel)  # [m, 1 or 2]
+        entropy = values[:, 1] if values.shape[1] == 2 else None
+        return reduce(batch, TokenOutput(logprobs=values[:, 0], entropy=entropy))
 
     def _rows(self, samples: Sequence[Sample], plan: StepPlan) -> list[int]:
         """Return the rows of this rank's hidden states in each of its micro batches."""
         ranks = self.parallel.cp_size * (self.parallel.tp_size if self.config.sequence_parallel else 1)
         return [
             lay_out([samples[i] for i in indices], self._align, plan.share_prompts).total // ranks
-            for indices in plan.of_rank(self.parallel.dp_rank)
+            for indices in plan.assignment[self.parallel.dp_rank]
         ]
 
     def _memory_advice(self, samples: Sequence[Sample], train: bool) -> str:
@@ -153,80 +177,50 @@ class Passes:
 
         Returns them by sample index on the last pipeline stage, where losses are computed; {} on the other stages.
         """
-        values, _, _ = self._infer(samples, outputs, records=False)
-        return values
+        return self._infer(samples, outputs, records=False)[0]
 
     @torch.no_grad()
     def infer_and_record(self, samples: Sequence[Sample]) -> tuple[dict[int, TokenValues], dict[int, ExpertRows]]:
-        """Compute log-probs as `infer` does, and record the experts of all tokens by sample index.
-
-        The rows [t, layers, k] of this data-parallel rank's samples are on every rank, with -1 in the layers of other
-        pipeline stages. {} on a stage without experts.
-        """
+        """Compute log-probs as `infer` does, and record all experts by sample: see PassRouters.rows_by_sample."""
         values, plan, routers = self._infer(samples, ("logprob",), records=True)
         assert routers is not None
-        rows = rows_by_sample(
-            routers.choices,
-            plan.of_rank(self.parallel.dp_rank),
-            samples,
-            align=self._align,
-            share_prompts=plan.share_prompts,
-            sequence_parallel=self.config.sequence_parallel,
-            num_layers=self.config.num_layers,
-            position=self.parallel,
-        )
-        return values, rows
+        assigned = plan.assignment[self.parallel.dp_rank]
+        return values, routers.rows_by_sample(assigned, samples, self._align, plan.share_prompts)
 
     def _infer(
         self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
     ) -> tuple[dict[int, TokenValues], StepPlan, PassRouters | None]:
+        """Run forward; while memory runs out, retry with half the token budget on this rank alone."""
         modes = [model.training for model in self.models]
         for model in self.models:
             model.eval()
-        results, plan, routers = self._infer_within_memory(samples, outputs, records)
+        while True:
+            plan = self._planner.plan_inference(samples, self.settings)
+            try:
+                results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
+                break
+            except torch.OutOfMemoryError:
+                if not self.lower_budget(samples, train=False):
+                    raise
+            free_memory()
         for model, training in zip(self.models, modes, strict=True):
             model.train(training)
         values = {index: _token_values(values) for result in results for index, values in result.items()}
         return values, plan, routers
 
-    def _infer_within_memory(
-        self, samples: Sequence[Sample], outputs: Sequence[Output], records: bool
-    ) -> tuple[list[Any], StepPlan, PassRouters | None]:
-        """Run forward; while memory runs out, retry with half the token budget on this rank alone."""
-        while True:
-            plan = self._planner.plan_inference(samples, self.settings)
-            try:
-                results, routers = self.run(samples, plan, outputs, _split_by_sample, train=False, records=records)
-                return results, plan, routers
-            except torch.OutOfMemoryError:
-                if not self._lower_budget_of_inference(samples):
-                    raise
-            free_memory()
-
-    def lower_budget(self, samples: Sequence[Sample]) -> bool:
-        """Halve the token budget of training passes; return False if it cannot be lower."""
-        smaller = _halved(self.settings.max_tokens, samples)
-        if smaller is None:
-            return False
-        if self.parallel.rank == 0:
-            logger.warning(
-                _LOWERED, "the train phase", "--max_tokens_per_micro_batch", self.settings.max_tokens, smaller
-            )
-        self.settings = replace(self.settings, max_tokens=smaller)
-        return True
-
-    def _lower_budget_of_inference(self, samples: Sequence[Sample]) -> bool:
-        budget = self.settings.infer_max_tokens or self.settings.max_tokens
-        smaller = _halved(budget, samples)
+    def lower_budget(self, samples: Sequence[Sample], train: bool) -> bool:
+        """Halve the token budget; return False if it cannot be lower. In training, all ranks do."""
+        settings = self.settings
+        budget = settings.max_tokens if train else settings.infer_max_tokens or settings.max_tokens
+        smaller = None if budget is None else halved(budget, max(len(sample.tokens) for sample in samples))
         if smaller is None or not passes_are_independent(self.config, self.parallel):
             return False
-        logger.warning(_LOWERED, "a log-prob pass", "--infer_max_tokens_per_micro_batch", budget, smaller)
-        self.settings = replace(self.settings, infer_max_tokens=smaller)
+        flag = "--max_tokens_per_micro_batch" if train else "--infer_max_tokens_per_micro_batch"
+        if self.parallel.rank == 0 or not train:
+            logger.warning(_LOWERED, _PHASES[train], flag, budget, smaller)
+        changed = {"max_tokens" if train else "infer_max_tokens": smaller}
+        self.settings = replace(settings, **changed)
         return True
-
-
-def _halved(budget: int | None, samples: Sequence[Sample]) -> int | None:
-    return None if budget is None else halved(budget, max(len(sample.tokens) for sample in samples))
 
 
 def _expert_layers(config: ModelConfig) -> ExpertLayers | None:

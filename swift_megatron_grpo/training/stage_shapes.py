@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import megatron.core
 import torch
@@ -61,21 +62,15 @@ class StageShapes:
 
     @contextmanager
     def of_pass(self, rows: Callable[[], Sequence[int]], train: bool) -> Iterator[None]:
-        """Take the shapes of a pass, with `train` also backward, from the plan.
-
-        `rows`: of this rank's hidden states [rows, 1, hidden size], by micro batch. Their gradients have the same.
-        """
+        """Take the shapes of a pass from the plan. `rows`: of hidden states and their gradients, by micro batch."""
         agreed = self._agreed[train]
         if self._group.size() == 1 or agreed is False:
             yield
             return
-        planned = PlannedExchanges(
-            [[count, 1, self._hidden_size] for count in rows()],
-            self._group.rank(),
-            self._group.size(),
-            self._chunks,
-            self._group_size,
-        )
+        shapes = [[count, 1, self._hidden_size] for count in rows()]
+        stage = self._group.rank()
+        stages = self._group.size()
+        planned = PlannedExchanges(shapes, stage, stages, self._chunks, self._group_size)
         if agreed:
             with replaced(P2PCommunicator, _EXCHANGE, planned.shapes):
                 yield
@@ -83,23 +78,15 @@ class StageShapes:
         differences: list[str] = []
         with replaced(P2PCommunicator, _EXCHANGE, _exchanged_and_compared(planned, differences)):
             yield
-        first = self._first_stage_where(bool(differences))
-        self._agreed[train] = first is None
-        if first == self._group.rank():  # one rank of each pipeline, since those of other pipelines may agree
+        first = torch.tensor(stage if differences else stages, device=torch.device(torch.cuda.current_device()))
+        torch.distributed.all_reduce(first, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        self._agreed[train] = int(first) == stages
+        if int(first) == stage:  # one rank of each pipeline, since those of other pipelines may agree
             logger.warning(
                 f"the pipeline of rank {torch.distributed.get_rank()} continues to exchange the shape of every tensor "
                 f"in {'training passes' if train else 'log-prob passes'}, which costs time: this rank had "
                 f"{differences[0]}"
             )
-
-    def _first_stage_where(self, condition: bool) -> int | None:
-        """Return the first stage of this pipeline on which the condition holds; None: it holds on none."""
-        stage = self._group.rank()
-        stages = self._group.size()
-        lowest = torch.tensor(stage if condition else stages, device=torch.device(torch.cuda.current_device()))
-        torch.distributed.all_reduce(lowest, op=torch.distributed.ReduceOp.MIN, group=self._group)
-        first = int(lowest.item())
-        return None if first == stages else first
 
 
 class PlannedExchanges:
@@ -134,20 +121,13 @@ def _exchanged_and_compared(planned: PlannedExchanges, differences: list[str]) -
     """Let Megatron exchange the shapes, and note where the plan has others."""
     exchange = P2PCommunicator._communicate_shapes
 
-    def shapes(
-        communicator: P2PCommunicator,
-        to_next: torch.Tensor | None,
-        to_previous: torch.Tensor | None,
-        from_previous: bool,
-        from_next: bool,
-    ) -> tuple[Shape, Shape]:
-        received: tuple[Shape, Shape] = exchange(communicator, to_next, to_previous, from_previous, from_next)
+    def shapes(communicator: P2PCommunicator, *exchanged: Any) -> tuple[Shape, Shape]:
+        received: tuple[Shape, Shape] = exchange(communicator, *exchanged)
         try:
-            expected = planned.shapes(to_next, to_previous, from_previous, from_next)
+            if (expected := planned.shapes(*exchanged)) != received:
+                differences.append(f"{received} where the plan has {expected}")
         except UnplannedShape as error:
             differences.append(error.difference)
-        else:
-            differences.extend([f"{received} where the plan has {expected}"] if expected != received else [])
         return received
 
     return shapes

@@ -73,24 +73,32 @@ class _Recomputing(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        rows, targets, *saved = ctx.saved_tensors
+        rows = ctx.saved_tensors[0]
         d_rows = torch.empty_like(rows) if ctx.needs_input_grad[0] else None
         d_weight = WeightGradient(ctx.weight) if ctx.needs_input_grad[1] else None
-        buffer = ctx.buffer
-        ctx.buffer = None  # None in a second backward through a retained graph
-        _gradients(
-            rows,
-            ctx.weight,
-            targets,
-            ctx.head,
-            stats=RowStats(*saved),
-            upstream=grad,
-            forward_buffer=buffer,
-            d_rows=d_rows,
-            d_weight=d_weight,
-        )
-        del buffer  # before the next line allocates one more tensor of the weight's size
+        _add_gradients(ctx, grad, d_rows, d_weight)  # frees its buffer before one more tensor of the weight's size
         return d_rows, None if d_weight is None else d_weight.for_autograd(), None, None
+
+
+def _add_gradients(ctx: Any, grad: torch.Tensor, d_rows: torch.Tensor | None, d_weight: WeightGradient | None) -> None:
+    """Compute the gradients of rows and weight from `grad`, [k, 1 or 2], chunk by chunk."""
+    rows, targets, *saved = ctx.saved_tensors
+    stats = RowStats(*saved)
+    weight = ctx.weight
+    head: Head = ctx.head
+    computed = ctx.buffer is not None  # False in a second backward through a retained graph
+    buffer = ctx.buffer if computed else _buffer(rows, weight, head)
+    ctx.buffer = None
+    for chunk in reversed(_chunks(rows, head)):
+        logits = buffer[: chunk.stop - chunk.start]
+        if not computed:
+            logits_into(logits, rows[chunk], weight)
+        computed = False  # the buffer held the last chunk's only
+        d_logits = to_gradient_(logits, targets[chunk], stats.of(chunk), grad[chunk], head.vocabulary)
+        if d_rows is not None:
+            d_rows[chunk] = d_rows_of(d_logits, weight)
+        if d_weight is not None:
+            d_weight.add(d_logits, rows[chunk])
 
 
 class _KnownInForward(torch.autograd.Function):
@@ -128,37 +136,9 @@ def _buffer(rows: torch.Tensor, weight: torch.Tensor, head: Head) -> torch.Tenso
 def _stats(
     rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, head: Head, buffer: torch.Tensor
 ) -> RowStats:
-    """Compute the statistics of all rows, with one exchange between tensor-parallel ranks.
-
-    Leaves the logits of the last chunk in the buffer.
-    """
+    """Compute the statistics of all rows, with one exchange; the logits of the last chunk stay in the buffer."""
     sums = torch.empty(4 if head.entropy else 3, len(rows), dtype=torch.float32, device=rows.device)
     for chunk in _chunks(rows, head):
         logits = logits_into(buffer[: chunk.stop - chunk.start], rows[chunk], weight)
         sums[:, chunk] = sums_of_rows(logits, targets[chunk], head.vocabulary, head.entropy)
     return combine(over_ranks(sums, head.vocabulary.group), head.vocabulary.temperature)
-
-
-def _gradients(
-    rows: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    head: Head,
-    stats: RowStats,
-    upstream: torch.Tensor,  # [k, 1 or 2]
-    forward_buffer: torch.Tensor | None,  # holds the logits of the last chunk
-    d_rows: torch.Tensor | None,  # out
-    d_weight: WeightGradient | None,  # out
-) -> None:
-    buffer = _buffer(rows, weight, head) if forward_buffer is None else forward_buffer
-    computed = forward_buffer is not None
-    for chunk in reversed(_chunks(rows, head)):
-        logits = buffer[: chunk.stop - chunk.start]
-        if not computed:
-            logits_into(logits, rows[chunk], weight)
-        computed = False
-        d_logits = to_gradient_(logits, targets[chunk], stats.of(chunk), upstream[chunk], head.vocabulary)
-        if d_rows is not None:
-            d_rows[chunk] = d_rows_of(d_logits, weight)
-        if d_weight is not None:
-            d_weight.add(d_logits, rows[chunk])

@@ -14,8 +14,7 @@ v: vocabulary of this tensor-parallel rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -37,40 +36,28 @@ from swift_megatron_grpo.training.head.row_statistics import RowStats, Vocabular
 from swift_megatron_grpo.training.head.softmax import stats_of_rows, to_gradient_
 
 
-@dataclass(frozen=True, slots=True)
-class HeadSettings:
-    """Settings of the log-prob head."""
-
-    temperature: float
-    entropy: bool  # compute entropies as well
-    chunk: int | None = None  # rows whose logits exist at one time; None: see rows_per_chunk
-
-
 @contextmanager
 def log_prob_head(
-    model: GPTModel, inputs: ModelInputs, settings: HeadSettings, parallel: RankPosition
+    model: GPTModel, inputs: ModelInputs, temperature: float, entropy: bool, parallel: RankPosition
 ) -> Iterator[None]:
     """Inside the context the model's forward returns [1, k, 1 or 2] fp32: log-probs and, on request, entropies."""
     project = model._forward_output_layer  # the method of the model's class, with soft caps and the like
+    targets = inputs.head_targets
 
-    def head(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def compute(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         rows = _rows(hidden, inputs.head_positions, model, parallel)  # [k, h]
+        head = _head(rows, model, temperature, entropy, parallel)
         if logits_are_a_plain_product(model, project):
-            values = _fused(
-                model, rows, inputs.head_targets, tied=kwargs["weight"], settings=settings, parallel=parallel
-            )
+            layer = model.output_layer
+            weight = layer.weight if kwargs["weight"] is None else kwargs["weight"]  # the embedding's, if it is shared
+            # Called as a module, because DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
+            with replaced(layer, "forward", lambda rows: fused_log_probs(rows, weight, targets, head)):
+                values: torch.Tensor = layer(rows)
         else:
-            values = _through_the_model(
-                model,
-                lambda chunk: project(chunk, *args, **kwargs),
-                rows,
-                inputs.head_targets,
-                settings=settings,
-                parallel=parallel,
-            )
+            values = _through_the_model(model, lambda chunk: project(chunk, *args, **kwargs), rows, targets, head)
         return values[:, None]  # _postprocess turns [k, 1, x] into [1, k, x]
 
-    with replaced(model, "_forward_output_layer", head):
+    with replaced(model, "_forward_output_layer", compute):
         yield
 
 
@@ -92,10 +79,7 @@ def logits_are_a_plain_product(model: GPTModel, project: Callable[..., torch.Ten
 
 
 def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parallel: RankPosition) -> torch.Tensor:
-    """Select the rows that predict a trained token: [l or l / TP, 1, h] -> [k, h].
-
-    Backward adds up the gradients of tensor-parallel ranks here, once.
-    """
+    """Select the rows that predict a trained token, [l or l / TP, 1, h] -> [k, h]; backward sums over TP ranks."""
     if parallel.tp_size > 1:
         if model.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -104,23 +88,13 @@ def _rows(hidden: torch.Tensor, positions: torch.Tensor, model: GPTModel, parall
     return hidden[:, 0].index_select(0, positions)
 
 
-def _fused(
-    model: GPTModel,
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    tied: torch.Tensor | None,  # the embedding's weight, if the output layer shares it
-    settings: HeadSettings,
-    parallel: RankPosition,
-) -> torch.Tensor:
-    layer = model.output_layer
-    weight = layer.weight if tied is None else tied
-    vocabulary = _vocabulary(len(weight), model.config.padded_vocab_size, settings, parallel)
-    head = Head(vocabulary, settings.entropy, _chunk(rows, len(weight), settings))
-
-    # Called as a module, because DDP waits for gathered weights in a hook of the layer (overlap_param_gather).
-    with replaced(layer, "forward", lambda rows: fused_log_probs(rows, weight, targets, head)):
-        values: torch.Tensor = layer(rows)
-    return values
+def _head(rows: torch.Tensor, model: GPTModel, temperature: float, entropy: bool, parallel: RankPosition) -> Head:
+    columns = model.output_layer.output_size_per_partition
+    first = parallel.tp_rank * columns
+    real = min(columns, max(0, model.config.padded_vocab_size - first))  # the rest pads it for TP and is ignored
+    group = parallel.tp_group if parallel.tp_size > 1 else None
+    chunk = rows_per_chunk(len(rows), columns, rows.dtype, rows.is_cuda)
+    return Head(Vocabulary(first, real, temperature, group), entropy, chunk)
 
 
 def _through_the_model(
@@ -128,59 +102,34 @@ def _through_the_model(
     project: Callable[[torch.Tensor], torch.Tensor],  # [c, 1, h] -> [c, 1, v]
     rows: torch.Tensor,
     targets: torch.Tensor,
-    settings: HeadSettings,
-    parallel: RankPosition,
+    head: Head,
 ) -> torch.Tensor:
     """Compute [k, h] -> [k, 1 or 2] with the model's own output layer; only the results of a chunk are kept."""
 
     def chunk_values(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with _local_output_layer(model):
             logits = project(rows[:, None])[:, 0]  # [c, v]
-        return vocab_parallel_log_probs(logits, targets, settings, model.config.padded_vocab_size, parallel)
+        return log_probs_of(logits, targets, head.vocabulary, head.entropy)
 
-    size = _chunk(rows, model.output_layer.output_size_per_partition, settings)
-    chunks = [
-        checkpoint(chunk_values, r, t, use_reentrant=False, preserve_rng_state=False)
-        if torch.is_grad_enabled()
-        else chunk_values(r, t)
-        for r, t in zip(rows.split(size), targets.split(size), strict=True)
-    ]
-    return torch.cat(chunks)
+    chunks = zip(rows.split(head.chunk), targets.split(head.chunk), strict=True)
+    return torch.cat([checkpoint(chunk_values, *of, use_reentrant=False, preserve_rng_state=False) for of in chunks])
 
 
 @contextmanager
 def _local_output_layer(model: GPTModel) -> Iterator[None]:
     """Turn off the output layer's communication, which `_rows` has done for all chunks at once."""
-    layers = [module for module in model.output_layer.modules() if isinstance(module, ColumnParallelLinear)]
-    saved = [(layer.sequence_parallel, layer.explicit_expert_comm) for layer in layers]
-    for layer in layers:
-        layer.sequence_parallel = False
-        layer.explicit_expert_comm = True
-    try:
+    with ExitStack() as stack:
+        for layer in model.output_layer.modules():
+            if isinstance(layer, ColumnParallelLinear):
+                stack.enter_context(replaced(layer, "sequence_parallel", False))
+                stack.enter_context(replaced(layer, "explicit_expert_comm", True))
         yield
-    finally:
-        for layer, (sequence_parallel, explicit_expert_comm) in zip(layers, saved, strict=True):
-            layer.sequence_parallel = sequence_parallel
-            layer.explicit_expert_comm = explicit_expert_comm
 
 
-def vocab_parallel_log_probs(
-    logits: torch.Tensor, targets: torch.Tensor, settings: HeadSettings, vocab_size: int, parallel: RankPosition
-) -> torch.Tensor:
+def log_probs_of(logits: torch.Tensor, targets: torch.Tensor, vocabulary: Vocabulary, entropy: bool) -> torch.Tensor:
     """Compute [k, 1 or 2] fp32 from the logits of this rank's part of the vocabulary, [k, v], and targets, [k]."""
-    vocabulary = _vocabulary(logits.shape[1], vocab_size, settings, parallel)
-    result: torch.Tensor = _LogProbs.apply(logits.contiguous(), targets, vocabulary, settings.entropy)
+    result: torch.Tensor = _LogProbs.apply(logits.contiguous(), targets, vocabulary, entropy)
     return result
-
-
-def _vocabulary(columns: int, vocab_size: int, settings: HeadSettings, parallel: RankPosition) -> Vocabulary:
-    first = parallel.tp_rank * columns
-    real = min(columns, max(0, vocab_size - first))  # the rest pads the vocabulary for TP and is ignored
-    return Vocabulary(first, real, settings.temperature, parallel.tp_group if parallel.tp_size > 1 else None)
-
-
-def _chunk(rows: torch.Tensor, columns: int, settings: HeadSettings) -> int:
-    return settings.chunk or rows_per_chunk(len(rows), columns, rows.dtype, rows.is_cuda)
 
 
 class _LogProbs(torch.autograd.Function):

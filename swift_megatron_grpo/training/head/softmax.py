@@ -92,10 +92,7 @@ def combine(sums: Sequence[torch.Tensor], temperature: float) -> RowStats:
 def to_gradient_(
     logits: torch.Tensor, targets: torch.Tensor, stats: RowStats, upstream: torch.Tensor, vocabulary: Vocabulary
 ) -> torch.Tensor:
-    """Overwrite logits [c, v] with the gradient of sum(upstream * columns) with respect to them.
-
-    `upstream`: [c, 1 or 2], the gradient of RowStats.columns().
-    """
+    """Overwrite logits [c, v] with the gradient of sum(upstream * RowStats.columns()); upstream is [c, 1 or 2]."""
     if logits.is_cuda:
         from swift_megatron_grpo.training.head import softmax_triton
 

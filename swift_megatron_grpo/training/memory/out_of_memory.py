@@ -34,11 +34,14 @@ class PeerOutOfMemory(Exception):
 
 
 class MemoryAgreement:
-    """Exchanges between the data-parallel ranks of a step whether one of them ran out of memory."""
+    """Exchanges between the data-parallel ranks of a step whether one of them ran out of memory.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `group`: None if a step cannot be run again with a smaller budget. Then nothing is exchanged.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
-        self._answer = torch.zeros(1, device=torch.cuda.current_device())  # there may be no memory for it later
+        self._failed = torch.zeros(1, device=torch.cuda.current_device())  # there may be no memory for it later
         self._reached = self._any_failed(False)  # the first exchange allocates buffers
 
     def start_step(self) -> None:
@@ -51,28 +54,32 @@ class MemoryAgreement:
         self._reached = True
 
     def report_failure(self) -> bool:
-        """Call on a rank that ran out of memory; return False if that was while gradients were reduced, too late."""
-        if self._reached:
+        """Call on a rank that ran out of memory; return False if it is too late, or the step cannot be run again."""
+        if self._group is None or self._reached:
             return False
         self._any_failed(True)
         return True
 
     def _any_failed(self, failed: bool) -> bool:
-        self._answer.fill_(failed)
-        dist.all_reduce(self._answer, op=dist.ReduceOp.MAX, group=self._group)
-        return bool(self._answer.item())
+        if self._group is None:
+            return False
+        self._failed.fill_(failed)
+        dist.all_reduce(self._failed, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(self._failed.item())
 
 
 def agreement_of(
     models: list[MegatronModule], config: ModelConfig, parallel: RankPosition, max_tokens: int | None
-) -> MemoryAgreement | None:
-    """Return how the ranks of this layout agree; None: a step cannot be run again with a smaller budget."""
-    if max_tokens is None or not passes_are_independent(config, parallel):
-        return None
+) -> MemoryAgreement:
+    """Return how the ranks of this layout agree."""
     wrapped = models[0]
-    if not isinstance(wrapped, DistributedDataParallel) or wrapped.ddp_config.overlap_grad_reduce:
-        return None  # gradients are reduced during backward
-    return MemoryAgreement(parallel.dp_cp_group)
+    runs_again = (
+        max_tokens is not None
+        and passes_are_independent(config, parallel)
+        and isinstance(wrapped, DistributedDataParallel)
+        and not wrapped.ddp_config.overlap_grad_reduce  # else gradients are reduced during backward
+    )
+    return MemoryAgreement(parallel.dp_cp_group if runs_again else None)
 
 
 def passes_are_independent(config: ModelConfig, parallel: RankPosition) -> bool:
@@ -114,20 +121,14 @@ def out_of_memory_advice(phase: str, rank: int, advice: Callable[[], str]) -> It
 def smaller_micro_batches(flag: str, tokens: int | None, completions: int, longest: int, train: bool) -> str:
     """Return advice to lower `flag`, the budget of a micro batch in tokens or, if `tokens` is None, in completions."""
     remedy = f", or {RECOMPUTE}" if train else ""
+    layout = "more of --tensor_model_parallel_size, --context_parallel_size or --pipeline_model_parallel_size"
+    use = f"use {RECOMPUTE}, or {layout}" if train else f"use {layout}"
+    no_smaller = f"the longest completion has {longest} tokens with its prompt; {use}"
     if tokens is not None:
         smaller = halved(tokens, longest)
         if smaller is not None:
             return f"lower {flag} from {tokens} to {smaller}{remedy}"
-        return f"{flag} {tokens} cannot be lower: {_longest(longest, train)}"
+        return f"{flag} {tokens} cannot be lower: {no_smaller}"
     if completions > 1:
         return f"lower {flag} from {completions} to {completions // 2}{remedy}"
-    return f"{flag} is already 1, and {_longest(longest, train)}"
-
-
-def _longest(tokens: int, train: bool) -> str:
-    return f"the longest completion has {tokens} tokens with its prompt; {_more_parallelism(train)}"
-
-
-def _more_parallelism(train: bool) -> str:
-    layout = "more of --tensor_model_parallel_size, --context_parallel_size or --pipeline_model_parallel_size"
-    return f"use {RECOMPUTE}, or {layout}" if train else f"use {layout}"
+    return f"{flag} is already 1, and {no_smaller}"

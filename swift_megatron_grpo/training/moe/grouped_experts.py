@@ -38,23 +38,17 @@ def group_products(models: Iterable[torch.nn.Module], gradients_have_hooks: bool
     """
     for model in models:
         for module in model.modules():
-            if isinstance(module, TEGroupedLinear):
-                weights = [getattr(module, f"weight{expert}") for expert in range(module.num_gemms)]
-                if _is_plain(module) and len({weight.requires_grad for weight in weights}) == 1:
-                    module.forward = GroupedLinear(module.forward, weights, gradients_have_hooks)
-                    move_together(weights)  # the distributed optimizer moves trained ones again, into its buffer
-                _register_in_reverse(module)
-
-
-def _is_plain(module: Any) -> bool:
-    config = module.config
-    return not (module.use_bias or config.fp8 or config.fp4 or config.delay_wgrad_compute)
-
-
-def _register_in_reverse(module: torch.nn.Module) -> None:
-    parameters = module._parameters
-    for name in reversed(list(parameters)):
-        parameters[name] = parameters.pop(name)
+            if not isinstance(module, TEGroupedLinear):
+                continue
+            weights = [getattr(module, f"weight{expert}") for expert in range(module.num_gemms)]
+            config = module.config
+            special = module.use_bias or config.fp8 or config.fp4 or config.delay_wgrad_compute
+            if not special and len({weight.requires_grad for weight in weights}) == 1:
+                module.forward = GroupedLinear(module.forward, weights, gradients_have_hooks)
+                move_together(weights)  # the distributed optimizer moves trained ones again, into its buffer
+            parameters = module._parameters
+            for name in reversed(list(parameters)):
+                parameters[name] = parameters.pop(name)
 
 
 def move_together(weights: Sequence[torch.nn.Parameter]) -> None:

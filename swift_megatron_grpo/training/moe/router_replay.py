@@ -9,31 +9,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import nn
 
+from swift_megatron_grpo.packing.plan import Alignment, zigzag_positions
+from swift_megatron_grpo.packing.routing import unpack_routing
+from swift_megatron_grpo.packing.segments import lay_out
 from swift_megatron_grpo.runtime.parallel import RankPosition
+from swift_megatron_grpo.runtime.replaced import replaced
+from swift_megatron_grpo.types import ExpertRows, Sample
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class RoutingUnsupported(RuntimeError):
     """A router chooses experts without asking for them."""
-
-
-def chosen_experts(
-    scores: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor], given: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and indices [rows, k] of the given experts; in rows of -1, of the experts that the router chose.
-
-    `scores`: [rows, experts]. `own`: scores and indices of the router's own choice. `given`: [rows, k].
-    """
-    indices = torch.where(given[:, :1] < 0, own[1], given)
-    return scores.gather(1, indices), indices
 
 
 class ExpertChoice:
@@ -48,19 +43,17 @@ class ExpertChoice:
         self._given: torch.Tensor | None = None  # [rows, k] of the micro batch in forward
         self._recomputed: deque[torch.Tensor | None] = deque()  # of micro batches that backward recomputes, in order
 
-    def begin(self, given: torch.Tensor | None) -> None:
-        """Begin the forward pass of a micro batch. `given`: [rows, k]; None: the router chooses."""
+    @contextmanager
+    def forward(self, given: torch.Tensor | None) -> Iterator[None]:
+        """Run the forward pass of a micro batch, in which the router must ask. `given`: [rows, k]; None: it chooses."""
         self._given = given
         self._is_open = True
         self._was_asked = False
-
-    def end(self) -> None:
-        """End the forward pass of a micro batch."""
-        self._given = None
-        self._is_open = False
-
-    def check_asked(self) -> None:
-        """Raise RoutingUnsupported if the router has not asked for experts since `begin`."""
+        try:
+            yield
+        finally:
+            self._given = None
+            self._is_open = False
         if not self._was_asked:
             raise RoutingUnsupported(
                 f"the router of layer {self.layer} chooses experts in a way that cannot be replayed or recorded "
@@ -87,7 +80,8 @@ class ExpertChoice:
                     f"layer {self.layer}: a routing of shape {list(given.shape)} was given, and its router chooses "
                     f"{list(indices.shape)}"
                 )
-            values, indices = chosen_experts(scores, (values, indices), given.long())
+            indices = torch.where(given[:, :1] < 0, indices, given.long())  # rows of -1: the router's own
+            values = scores.gather(1, indices)
         if self._records:
             self.chosen.append(indices.to(torch.int32))  # NCCL does not send int16
         return values, indices
@@ -111,54 +105,75 @@ class PassRouters:
     """The routers of this rank in one pass."""
 
     def __init__(self, models: Sequence[nn.Module], position: RankPosition, trains: bool, records: bool) -> None:
-        self._routers = {model: routers_of(model) for model in models}  # one model per virtual pipeline stage
-        self._choices = {
-            model: [ExpertChoice(router.layer_number - 1, trains, records) for router in routers]
-            for model, routers in self._routers.items()
+        # Pairs of a router, with an adapter on it the one below, and its choice, by virtual pipeline stage.
+        self._pairs = {
+            model: [
+                (module, ExpertChoice(module.layer_number - 1, trains, records))
+                for module in model.modules()
+                if isinstance(module, TopKRouter)
+            ]
+            for model in models
         }
         self._position = position
-
-    @property
-    def choices(self) -> list[ExpertChoice]:
-        """Choices of all virtual pipeline stages."""
-        return [choice for choices in self._choices.values() for choice in choices]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Make the routers ask for their experts."""
-        pairs = [
-            pair for model, routers in self._routers.items() for pair in zip(routers, self._choices[model], strict=True)
-        ]
-        before: list[Any] = [router.router_replay for router, _ in pairs]
-        for router, choice in pairs:
-            router.router_replay = choice
-        try:
+        with ExitStack() as stack:
+            for router, choice in chain(*self._pairs.values()):
+                stack.enter_context(replaced(router, "router_replay", choice))
             yield
-        finally:
-            for (router, _), original in zip(pairs, before, strict=True):
-                router.router_replay = original
 
     @contextmanager
     def forward(self, model: nn.Module, routing: torch.Tensor | None) -> Iterator[None]:
-        """Run the forward pass of one micro batch on one stage.
-
-        `routing`: [l, layers, k] of the tokens of this context-parallel rank.
-        """
-        routers = self._routers[model]
-        choices = self._choices[model]
-        if routing is not None and routers and routers[0].config.sequence_parallel:
+        """Run a micro batch on one stage. `routing`: [l, layers, k] of the tokens of this context-parallel rank."""
+        pairs = self._pairs[model]
+        if routing is not None and pairs and pairs[0][0].config.sequence_parallel:
             routing = routing.chunk(self._position.tp_size)[self._position.tp_rank]
-        for choice in choices:
-            choice.begin(None if routing is None else routing[:, choice.layer])
-        try:
+        with ExitStack() as stack:
+            for _, choice in pairs:
+                stack.enter_context(choice.forward(None if routing is None else routing[:, choice.layer]))
             yield
-            for choice in choices:
-                choice.check_asked()
-        finally:
-            for choice in choices:
-                choice.end()
+
+    def rows_by_sample(
+        self, assigned: Sequence[Sequence[int]], samples: Sequence[Sample], align: Alignment, share_prompts: bool
+    ) -> dict[int, ExpertRows]:
+        """Return the recorded rows of this data-parallel rank's samples: [t, layers, k], -1 in layers of other stages.
+
+        `assigned`: the indices in `samples` of each micro batch. {} on a stage without experts. A collective among the
+        ranks that hold parts of a sequence.
+        """
+        position = self._position
+        pairs = list(chain(*self._pairs.values()))
+        if not pairs:
+            return {}
+        config = pairs[0][0].config
+        layers = [choice.layer for _, choice in pairs]
+        rows: dict[int, ExpertRows] = {}
+        for number, indices in enumerate(assigned):
+            chosen = [samples[index] for index in indices]
+            layout = lay_out(chosen, align, share_prompts)
+            local = torch.stack([choice.chosen[number] for _, choice in pairs], dim=1)  # [l, layers of the stage, k]
+            if config.sequence_parallel:
+                local = torch.cat(_gathered(local, position.tp_group, position.tp_size))
+            packed = _whole_sequences(local, layout.lengths, position).cpu()
+            rows |= dict(zip(indices, unpack_routing(packed, layers, chosen, layout, config.num_layers), strict=True))
+        return rows
 
 
-def routers_of(model: nn.Module) -> list[TopKRouter]:
-    """Return the routers of one virtual pipeline stage; with an adapter on them, those below it."""
-    return [module for module in model.modules() if isinstance(module, TopKRouter)]
+def _whole_sequences(local: torch.Tensor, lengths: Sequence[int], position: RankPosition) -> torch.Tensor:
+    """Gather the tokens of all context-parallel ranks: [l, ...] to [n, ...]."""
+    if position.cp_size == 1:
+        return local
+    parts = _gathered(local, position.cp_group, position.cp_size)
+    whole = local.new_empty((sum(lengths), *local.shape[1:]))
+    for rank, part in enumerate(parts):
+        whole[torch.tensor(zigzag_positions(lengths, rank, position.cp_size), device=local.device)] = part
+    return whole
+
+
+def _gathered(local: torch.Tensor, group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
+    """Return the tensors of all ranks of a group, which have one shape."""
+    parts = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    return parts

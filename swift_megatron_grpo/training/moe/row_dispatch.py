@@ -17,9 +17,10 @@ Tests: tests/dist/test_row_dispatch.py, tests/unit/training/moe/test_expert_chun
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import all_to_all
@@ -30,25 +31,25 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 ABSENT = -1.0  # the score of an expert that a token does not go to; no router computes it
 
 
+def _layers_of(model: torch.nn.Module) -> Iterator[MoELayer]:
+    """Yield layers of experts that tensor parallelism does not divide, with tokens that are not padded."""
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            dispatcher = module.token_dispatcher
+            plain = type(dispatcher) is MoEAlltoAllTokenDispatcher and not dispatcher.drop_and_pad
+            if plain and dispatcher.tp_size == 1:
+                yield module
+
+
 def send_rows_once(model: torch.nn.Module) -> None:
     """Replace the dispatchers of layers whose experts are on several GPUs."""
-    for module in model.modules():
-        if isinstance(module, MoELayer) and _is_covered(module.token_dispatcher):
-            module.token_dispatcher = RowDispatcher(module.token_dispatcher)
-
-
-def _is_covered(dispatcher: Any) -> bool:
-    """Return False also for experts that tensor parallelism divides, or whose tokens are padded to fixed numbers."""
-    return (
-        type(dispatcher) is MoEAlltoAllTokenDispatcher
-        and dispatcher.ep_size > 1
-        and dispatcher.tp_size == 1
-        and dispatcher.shared_experts is None  # otherwise they are computed while tokens are sent
-        and not dispatcher.drop_and_pad
-        and not dispatcher.config.fp8
-        and not dispatcher.config.fp4
-        and dispatcher.config.cuda_graph_impl == "none"
-    )
+    for layer in _layers_of(model):
+        dispatcher = layer.token_dispatcher
+        config = dispatcher.config
+        # Shared experts are computed while tokens are sent.
+        special = dispatcher.shared_experts is not None or config.fp8 or config.fp4 or config.cuda_graph_impl != "none"
+        if dispatcher.ep_size > 1 and not special:
+            layer.token_dispatcher = RowDispatcher(dispatcher)
 
 
 def skip_sorting(model: torch.nn.Module) -> None:
@@ -62,40 +63,19 @@ def skip_sorting(model: torch.nn.Module) -> None:
     The dispatcher sorts only if its `num_local_experts` is above 1. Without a second rank it reads the number nowhere
     else, but for experts that are padded to a capacity. tests/contract/test_megatron_seam.py lists all places.
     """
-    for module in model.modules():
-        if isinstance(module, MoELayer) and _arrive_sorted(module.token_dispatcher):
-            module.token_dispatcher.num_local_experts = 1
-
-
-def _arrive_sorted(dispatcher: Any) -> bool:
-    """Return True if this rank alone sends to its experts, and they are not padded to a capacity."""
-    return (
-        type(dispatcher) is MoEAlltoAllTokenDispatcher
-        and dispatcher.ep_size == 1
-        and dispatcher.tp_size == 1
-        and not dispatcher.drop_and_pad
-    )
+    for layer in _layers_of(model):
+        if layer.token_dispatcher.ep_size == 1:
+            layer.token_dispatcher.num_local_experts = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Routing:
     """The rows of one layer that ranks exchange."""
 
-    shape: torch.Size  # of the layer's input
     to_ranks: torch.Tensor  # [n, g] bool
     sent: list[int]  # [g] rows
     received: list[int]  # [g] rows
     tokens_per_expert: list[int]  # [e] of this rank
-
-
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """The copies of received rows for the experts of this rank."""
-
-    shape: torch.Size  # of the received rows
-    to_experts: torch.Tensor  # [r, e] bool
-    places: torch.Tensor  # of the copies; its form depends on the kernel
-    fused: bool
 
 
 class RowDispatcher(MoETokenDispatcher):
@@ -105,18 +85,21 @@ class RowDispatcher(MoETokenDispatcher):
         groups = SimpleNamespace(ep=upstream.ep_group, expt_tp=upstream.tp_group, tp_ep=upstream.tp_ep_group)
         super().__init__(upstream.config, groups)
         self._fused = upstream.config.moe_permute_fusion
+        self._shape: torch.Size  # of the layer's input
         self._routing: _Routing
-        self._sent_places: torch.Tensor
-        self._copies: _Copies
+        self._add_ranks: Callable[[torch.Tensor], torch.Tensor]  # [s, h] -> [n, h]
+        self._add_experts: Callable[[torch.Tensor], torch.Tensor]  # [p, h] -> [r, h]
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows to send, [s, h], sorted by rank, and the scores of that rank's experts, [s, e]."""
-        routing = self._routing = self._exchange_counts(hidden_states.shape, routing_map)
+        self._shape = hidden_states.shape
+        routing = self._routing = self._exchange_counts(routing_map)
         rows = hidden_states.view(-1, hidden_states.shape[-1])
-        sent, _, self._sent_places, *_ = permute(
-            rows, routing.to_ranks, num_out_tokens=sum(routing.sent), fused=self._fused
+        sent, _, places, *_ = permute(rows, routing.to_ranks, num_out_tokens=sum(routing.sent), fused=self._fused)
+        self._add_ranks = partial(
+            unpermute, sorted_indices=places, restore_shape=rows.shape, routing_map=routing.to_ranks, fused=self._fused
         )
         return sent, _scores_by_rank(probs, routing_map, routing)
 
@@ -132,7 +115,7 @@ class RowDispatcher(MoETokenDispatcher):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the copies of rows, [p, h], sorted by expert, their number for each expert, [e], and their scores."""
         tokens_per_expert = self._routing.tokens_per_expert
-        to_experts = probs.detach() != ABSENT
+        to_experts = probs.detach() != ABSENT  # [r, e]
         fused = self._fused and len(hidden_states) > 0  # Transformer Engine's gradients of nothing are wrong
         copies, scores, places, *_ = permute(
             hidden_states,
@@ -141,20 +124,14 @@ class RowDispatcher(MoETokenDispatcher):
             num_out_tokens=sum(tokens_per_expert),
             fused=fused,
         )
-        self._copies = _Copies(hidden_states.shape, to_experts, places, fused)
+        self._add_experts = partial(
+            unpermute, sorted_indices=places, restore_shape=hidden_states.shape, routing_map=to_experts, fused=fused
+        )
         return copies, torch.tensor(tokens_per_expert), scores
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Add the outputs of this rank's experts, [p, h], for each received row: [r, h]."""
-        copies = self._copies
-        sums: torch.Tensor = unpermute(
-            hidden_states,
-            copies.places,
-            restore_shape=copies.shape,
-            routing_map=copies.to_experts,
-            fused=copies.fused,
-        )
-        return sums
+        return self._add_experts(hidden_states)
 
     def token_combine(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Send the sums back: [s, h]."""
@@ -163,18 +140,11 @@ class RowDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Add the sums of all ranks, in the shape of the layer's input."""
-        routing = self._routing
-        output: torch.Tensor = unpermute(
-            hidden_states,
-            self._sent_places,
-            restore_shape=torch.Size([routing.shape[:-1].numel(), routing.shape[-1]]),
-            routing_map=routing.to_ranks,
-            fused=self._fused,
-        )
-        del self._routing, self._sent_places, self._copies  # autograd has what backward needs
-        return output.view(routing.shape)
+        output = self._add_ranks(hidden_states).view(self._shape)
+        del self._shape, self._routing, self._add_ranks, self._add_experts  # autograd has what backward needs
+        return output
 
-    def _exchange_counts(self, shape: torch.Size, routing_map: torch.Tensor) -> _Routing:
+    def _exchange_counts(self, routing_map: torch.Tensor) -> _Routing:
         """Exchange how many rows each rank will receive, and how many of them each of its experts has."""
         by_rank = routing_map.reshape(len(routing_map), self.ep_size, -1)  # [n, g, e]
         to_ranks = by_rank.any(-1)
@@ -184,7 +154,7 @@ class RowDispatcher(MoETokenDispatcher):
         numbers = torch.cat([mine[:, 0], theirs[:, 0], theirs[:, 1:].sum(0)]).tolist()  # the only wait for the GPU
         sent = numbers[: self.ep_size]
         received = numbers[self.ep_size : 2 * self.ep_size]
-        return _Routing(shape, to_ranks, sent, received, numbers[2 * self.ep_size :])
+        return _Routing(to_ranks, sent, received, numbers[2 * self.ep_size :])
 
 
 def _scores_by_rank(probs: torch.Tensor, routing_map: torch.Tensor, routing: _Routing) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from swift.megatron.callbacks import megatron_callbacks_map
 from swift.megatron.callbacks.base import MegatronCallback
 
-from swift_megatron_grpo.training import schedule
+from swift_megatron_grpo.training import passes
 
 
 class FaultCallback(MegatronCallback):
@@ -26,14 +26,13 @@ class FaultCallback(MegatronCallback):
         if os.environ["FAULT"] == "wake":  # as if another process had allocated nearly all free memory
             self.allocated = torch.empty(int(torch.cuda.mem_get_info()[0] * 0.98), dtype=torch.uint8, device="cuda")
             return
-        run, numbers = schedule.run, itertools.count(1)
+        schedule, numbers = passes.get_forward_backward_func, itertools.count(1)
 
-        def run_with_fault(*args: Any) -> Any:
-            *_, train, _ = args
-            with fault_of_train_phase(next(numbers)) if train else nullcontext():
-                return run(*args)
+        def run_with_fault(**options: Any) -> Any:
+            with nullcontext() if options["forward_only"] else fault_of_train_phase(next(numbers)):
+                return schedule()(**options)
 
-        schedule.run = run_with_fault  # type: ignore[assignment]
+        passes.get_forward_backward_func = lambda: run_with_fault
 
 
 def fault_of_train_phase(number: int) -> AbstractContextManager[None]:

@@ -147,10 +147,10 @@ def test_a_pass_without_memory_names_the_flag_and_a_value(
 def test_the_budget_of_training_is_halved_down_to_the_longest_sample(policy: TinyPolicy) -> None:
     ours = passes(policy, max_tokens=40)
     budgets = []
-    while ours.lower_budget(samples()):
+    while ours.lower_budget(samples(), train=True):
         budgets.append(ours.settings.max_tokens)
     assert budgets == [20, LONGEST]
-    assert not passes(policy, micro_batch_size=4).lower_budget(samples())
+    assert not passes(policy, micro_batch_size=4).lower_budget(samples(), train=True)
 
 
 def test_gradients_do_not_depend_on_micro_batches(policy: TinyPolicy) -> None:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from swift_megatron_grpo.training.head.fused import Head, fused_log_probs
-from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
+from swift_megatron_grpo.training.head.logprob import log_probs_of
 from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 from swift_megatron_grpo.training.head.softmax import combine, sums_of_rows, to_gradient_
-from tests.unit.training.head.test_logprob import ONE_RANK, reference
+from tests.unit.training.head.test_logprob import reference
 
 K, H, V = 70, 24, 301
 
@@ -205,7 +205,7 @@ def test_the_generic_path_computes_the_same_values_and_gradients(entropy: bool) 
     rows.grad = weight.grad = None
 
     def generic(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel_log_probs(rows @ weight.T, targets, HeadSettings(0.9, entropy), V, ONE_RANK)
+        return log_probs_of(rows @ weight.T, targets, Vocabulary(0, V, 0.9, None), entropy)
 
     chunks = [
         checkpoint(generic, r, t, use_reentrant=False) for r, t in zip(rows.split(16), targets.split(16), strict=True)

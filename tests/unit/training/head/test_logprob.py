@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swift_megatron_grpo.runtime.parallel import RankPosition
-from swift_megatron_grpo.training.head.logprob import HeadSettings, vocab_parallel_log_probs
-
-ONE_RANK = RankPosition(rank=0, world_size=1, tp_size=1, tp_rank=0, tp_group=None, pp_size=1, pp_rank=0, cp_size=1,
-                        cp_rank=0, cp_group=None, dp_size=1, dp_rank=0, dp_cp_group=None)  # type: ignore[arg-type]  # fmt: skip
+from swift_megatron_grpo.training.head.logprob import log_probs_of
+from swift_megatron_grpo.training.head.row_statistics import Vocabulary
 
 
 def reference(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -27,7 +24,7 @@ def test_values_and_gradients_match_fp64(temperature: float, entropy: bool) -> N
     upstream = torch.randn(33, 2)[:, : 1 + entropy]
     leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
 
-    values = vocab_parallel_log_probs(leaf, targets, HeadSettings(temperature, entropy), 50, ONE_RANK)
+    values = log_probs_of(leaf, targets, Vocabulary(0, 50, temperature, None), entropy)
     (values * upstream).sum().backward()
     expected = reference(exact, targets, temperature)[:, : 1 + entropy]
     (expected * upstream.double()).sum().backward()
@@ -42,7 +39,7 @@ def test_bf16_logits_are_computed_in_fp32() -> None:
     logits = (torch.randn(20, 1000) * 3).bfloat16()
     targets = torch.randint(0, 1000, (20,))
     leaf = logits.clone().requires_grad_()
-    values = vocab_parallel_log_probs(leaf, targets, HeadSettings(0.9, True), 1000, ONE_RANK)
+    values = log_probs_of(leaf, targets, Vocabulary(0, 1000, 0.9, None), True)
     torch.testing.assert_close(values.double(), reference(logits, targets, 0.9), rtol=1e-5, atol=1e-5)
     values.sum().backward()
     assert leaf.grad.dtype == torch.bfloat16
@@ -53,7 +50,7 @@ def test_columns_that_pad_the_vocabulary_have_no_probability() -> None:
     logits[:, 10:] = 100.0
     targets = torch.randint(0, 10, (5,))
     padded = logits.clone().requires_grad_()
-    values = vocab_parallel_log_probs(padded, targets, HeadSettings(1.0, True), 10, ONE_RANK)
+    values = log_probs_of(padded, targets, Vocabulary(0, 10, 1.0, None), True)
     values.sum().backward()
     torch.testing.assert_close(values.double(), reference(logits[:, :10], targets, 1.0), rtol=1e-6, atol=1e-6)
     assert padded.grad[:, 10:].abs().max() == 0
@@ -61,7 +58,7 @@ def test_columns_that_pad_the_vocabulary_have_no_probability() -> None:
 
 def test_extreme_logits_stay_finite() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [0.0, 0.0, 0.0]], requires_grad=True)
-    values = vocab_parallel_log_probs(logits, torch.tensor([1, 2]), HeadSettings(1.0, True), 3, ONE_RANK)
+    values = log_probs_of(logits, torch.tensor([1, 2]), Vocabulary(0, 3, 1.0, None), True)
     values.sum().backward()
     assert torch.isfinite(values).all() and torch.isfinite(logits.grad).all()
     assert values[0, 0].item() == pytest.approx(-2e4) and values[0, 1].item() == pytest.approx(0)
@@ -70,5 +67,5 @@ def test_extreme_logits_stay_finite() -> None:
 def test_the_given_logits_are_not_changed() -> None:
     logits = torch.randn(4, 6)
     before = logits.clone()
-    vocab_parallel_log_probs(logits, torch.tensor([0, 1, 2, 3]), HeadSettings(1.0, False), 5, ONE_RANK)
+    log_probs_of(logits, torch.tensor([0, 1, 2, 3]), Vocabulary(0, 5, 1.0, None), False)
     assert torch.equal(logits, before)

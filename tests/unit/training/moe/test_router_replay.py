@@ -9,14 +9,16 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from torch.utils.checkpoint import checkpoint
 
-from swift_megatron_grpo.training.moe.router_replay import ExpertChoice, RoutingUnsupported, chosen_experts
+from swift_megatron_grpo.training.moe.router_replay import ExpertChoice, RoutingUnsupported
 
 SCORES = torch.tensor([[1.0, 4.0, 3.0, 2.0], [4.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0]])
 
 
 def test_rows_of_minus_one_are_the_routers_own() -> None:
     given = torch.tensor([[3, 0], [-1, -1], [0, 3]])
-    values, indices = chosen_experts(SCORES, tuple(SCORES.topk(2)), given)  # type: ignore[arg-type]
+    choice = ExpertChoice(0, trains=False, records=False)
+    with choice.forward(given):
+        values, indices = choice.get_replay_topk(SCORES, 2, default_compute_topk=lambda x, k, **_: tuple(x.topk(k)))
     assert indices.tolist() == [[3, 0], [0, 3], [0, 3]]
     assert values.tolist() == [[2.0, 1.0], [4.0, 3.0], [0.0, 3.0]]
 
@@ -38,16 +40,16 @@ def route(logits: torch.Tensor, choice: ExpertChoice | None, **settings: Any) ->
 )
 def test_megatron_weighs_the_given_experts_and_lets_gradients_through(settings: dict[str, Any]) -> None:
     recorder = ExpertChoice(0, trains=False, records=True)
-    recorder.begin(None)
-    own_probs, own_map = route(SCORES, recorder, **settings)
+    with recorder.forward(None):
+        own_probs, own_map = route(SCORES, recorder, **settings)
     [recorded] = recorder.chosen
     logits = SCORES.clone().requires_grad_()
     choice = ExpertChoice(0, trains=True, records=False)
-    choice.begin(recorded)
-    probs, routing_map = route(logits, choice, **settings)
+    with choice.forward(recorded):
+        probs, routing_map = route(logits, choice, **settings)
     assert torch.equal(probs, own_probs) and torch.equal(routing_map, own_map)
-    choice.begin(torch.tensor([[0, 3], [1, 2], [0, 1]]))
-    probs, routing_map = route(logits, choice, **settings)
+    with choice.forward(torch.tensor([[0, 3], [1, 2], [0, 1]])):
+        probs, routing_map = route(logits, choice, **settings)
     assert routing_map.int().tolist() == [[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 0]]
     probs.square().sum().backward()
     assert logits.grad is not None and (logits.grad.abs().sum(-1) > 0).all()
@@ -58,10 +60,9 @@ def test_a_checkpointed_layer_gets_the_same_experts_in_backward() -> None:
     choice, given = ExpertChoice(0, trains=True, records=True), [torch.tensor([[0, 1]] * 3), torch.tensor([[3, 2]] * 3)]
     outputs = []
     for rows in given:
-        choice.begin(rows)
         logits = SCORES.clone().requires_grad_()
-        outputs.append(checkpoint(lambda x: route(x, choice)[0].square().sum(), logits, use_reentrant=True))
-        choice.end()
+        with choice.forward(rows):
+            outputs.append(checkpoint(lambda x: route(x, choice)[0].square().sum(), logits, use_reentrant=True))
     for output in outputs:
         output.backward()
     assert [chosen.tolist() for chosen in choice.chosen] == [rows.tolist() for rows in (*given, *given)]
@@ -69,22 +70,20 @@ def test_a_checkpointed_layer_gets_the_same_experts_in_backward() -> None:
 
 def test_a_router_that_runs_again_without_a_checkpoint_stops_the_run() -> None:
     choice = ExpertChoice(4, trains=True, records=False)
-    choice.begin(None)
-    route(SCORES, choice)
-    choice.end()
+    with choice.forward(None):
+        route(SCORES, choice)
     with pytest.raises(RoutingUnsupported, match="layer 4 ran again"):
         route(SCORES, choice)
 
 
 def test_a_router_that_does_not_ask_stops_the_run_by_name() -> None:
     choice = ExpertChoice(4, trains=False, records=False)
-    choice.begin(None)
-    with pytest.raises(RoutingUnsupported, match=r"layer 4 .* --moe_router_fusion false"):
-        choice.check_asked()
+    with pytest.raises(RoutingUnsupported, match=r"layer 4 .* --moe_router_fusion false"), choice.forward(None):
+        pass
 
 
 def test_a_routing_of_another_shape_is_refused() -> None:
     choice = ExpertChoice(1, trains=False, records=False)
-    choice.begin(torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match=r"layer 1: a routing of shape \[1, 2\] .* chooses \[3, 2\]"):
+    shapes = r"layer 1: a routing of shape \[1, 2\] .* chooses \[3, 2\]"
+    with pytest.raises(ValueError, match=shapes), choice.forward(torch.tensor([[0, 1]])):
         route(SCORES, choice)
