@@ -1,7 +1,6 @@
 """Assigns samples to ranks and micro batches, and packs a micro batch into tensors. No padding between sequences.
 
     plan.py      which rank trains which sample in which micro batch (pure Python)
-    bin_packing.py  items into bins of equal work (pure Python)
     bundles.py   the same for prompts that are shared within groups (pure Python)
     flops.py     the cost of a sequence, for equal work on all ranks (pure Python)
     segments.py  the order of tokens in a micro batch: sequences, or prompts and their completions

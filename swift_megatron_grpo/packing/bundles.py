@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from swift_megatron_grpo.packing.flops import FlopsModel
-from swift_megatron_grpo.packing.plan import StepPlan, plan_items
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, check_samples, plan_by_tokens, plan_items, room_of
 
 BALANCED = 1.02  # work of the slowest rank over the mean, at which no other plan is tried
 
@@ -57,6 +57,41 @@ class Shared:
     def gain(self) -> float:
         """Return the share of the work that sharing saves."""
         return 0.0 if self.plan is None else 1 - self.shared / self.repeated
+
+
+def plan_within(
+    budget: int,
+    work: SampleWork,
+    groups: Sequence[Group],
+    ranks: int,
+    align: Alignment,
+    micro_batch_multiple: int,
+    share_from: float | None,
+) -> StepPlan:
+    """Plan micro batches of at most `budget` tokens.
+
+    The samples of `groups` share their prompt if that saves `share_from` of the work; None: prompts are repeated.
+    """
+    if share_from is not None and groups:
+        check_samples(work.lengths, ranks, micro_batch_multiple)
+        shared = plan_with_shared_prompts(work, groups, ranks, room_of(budget, align), micro_batch_multiple)
+        if shared.plan is not None and 0 < shared.gain >= share_from:
+            return shared.plan
+    return plan_by_tokens(
+        work.lengths,
+        ranks,
+        budget,
+        cost=work.cost,
+        align=align,
+        micro_batch_multiple=micro_batch_multiple,
+        completion_lengths=work.completions,
+        image_work=work.images,
+    )
+
+
+def shared_if_worth_it(plan: StepPlan, work: SampleWork, groups: Sequence[Group], share_from: float) -> StepPlan:
+    """Let the neighbours of a plan share their prompt under the same condition."""
+    return replace(plan, share_prompts=0 < gain_of(plan, work, groups).gain >= share_from)
 
 
 def plan_with_shared_prompts(
@@ -103,10 +138,7 @@ def _neighbours(batch: Sequence[int], group_of: dict[int, Group]) -> list[range]
 
 
 def _parts(group: Group, size: int, work: SampleWork, room: int) -> list[range]:
-    """Cut a group into the fewest equal parts of at most `size` samples that fit into a micro batch.
-
-    A sample that does not fit alone is a part.
-    """
+    """Cut a group into the fewest equal parts of at most `size` samples that fit; a sample that does not fit is one."""
     count = len(group.samples)
     for number in range(-(-count // size), count + 1):
         edges = [group.samples.start + count * part // number for part in range(number + 1)]

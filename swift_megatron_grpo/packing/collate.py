@@ -7,9 +7,8 @@ prompts and their completions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -26,7 +25,6 @@ class Normalisers:
 
     sequences: int  # with at least one trained token; divisor of metrics
     tokens: int  # trained tokens; divisor of metrics
-    completions: int  # all samples of the step
     loss_sequences: int  # including those that --overlong_filter removes; divisor of losses
     loss_tokens: int  # trained tokens of loss_sequences
     loss_groups: int  # groups of loss_sequences
@@ -39,7 +37,6 @@ def count(samples: Sequence[Sample]) -> Normalisers:
     return Normalisers(
         sequences=sum(t > 0 for t in trained),
         tokens=sum(trained),
-        completions=len(samples),
         loss_sequences=sum(t > 0 for t in in_loss),
         loss_tokens=sum(in_loss),
         loss_groups=len({sample.group for t, sample in zip(in_loss, samples, strict=True) if t > 0}),
@@ -60,9 +57,7 @@ class ModelInputs:
     """Inputs of the model."""
 
     input_ids: torch.Tensor  # [1, l]
-    packed_ids: (
-        torch.Tensor
-    )  # [1, n] of all context-parallel ranks: a composite model embeds them before it takes its own
+    packed_ids: torch.Tensor  # [1, n] of all context-parallel ranks, which a composite model embeds
     position_ids: torch.Tensor  # [1, l]; in a micro batch with images that have axes [3, 1, l]
     cu_seqlens: torch.Tensor  # [g + 1] int32, of the n packed tokens
     max_seqlen: int
@@ -129,7 +124,20 @@ def collate(
 
     counts = tuple(sum(sample.completion_mask) for sample in chosen)
     number = {group: place for place, group in enumerate(dict.fromkeys(sample.group for sample in chosen))}
-    per_token = partial(_per_token, counts=counts, to_device=to_device)
+    keys = [segment.keys for segment in layout.segments]
+
+    def per_token(values: Sequence[Sequence[float] | None], name: str) -> torch.Tensor | None:
+        if all(v is None for v in values):
+            return None
+        flat: list[float] = []
+        for value, length in zip(values, counts, strict=True):
+            if value is None or len(value) != length:
+                given = "none" if value is None else str(len(value))
+                raise ValueError(f"{name} log-probs: {given} given for a completion of {length} trained tokens")
+            flat += value
+        return to_device(torch.tensor(flat, dtype=torch.float32))
+
+    advantages = torch.tensor([s.advantage for s in chosen], dtype=torch.float32)
     return MicroBatch(
         indices=tuple(indices),
         inputs=ModelInputs(
@@ -143,16 +151,18 @@ def collate(
             cp_counts=tuple(numbers.shape[0] for numbers, _ in computed),
             cp_order=to_device(order),
             images=PackedImages(shown, to_device(of_images[None])) if shown else None,
-            shared=_shared_keys(layout, to_device) if layout.shares else None,
+            shared=SharedKeys(to_device(layout.key_places()), to_device(_starts(keys)), max(keys))
+            if layout.shares
+            else None,
             routing=None if routing is None else to_device(pack_routing(chosen, layout, routing)[local]),
         ),
         counts=counts,
         lengths=to_device(torch.tensor(counts)),
-        advantages=to_device(_floats([s.advantage for s in chosen]).repeat_interleave(torch.tensor(counts))),
-        old_logprobs=per_token([s.old_logprobs for s in chosen], name="old"),
-        ref_logprobs=per_token([s.ref_logprobs for s in chosen], name="reference"),
-        rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], name="rollout"),
-        selected=per_token([s.selected for s in chosen], name="selected"),
+        advantages=to_device(advantages.repeat_interleave(torch.tensor(counts))),
+        old_logprobs=per_token([s.old_logprobs for s in chosen], "old"),
+        ref_logprobs=per_token([s.ref_logprobs for s in chosen], "reference"),
+        rollout_logprobs=per_token([s.rollout_logprobs for s in chosen], "rollout"),
+        selected=per_token([s.selected for s in chosen], "selected"),
         groups=to_device(torch.tensor([number[sample.group] for sample in chosen])),
         num_groups=len(number),
         step=step,
@@ -195,35 +205,9 @@ def _starts(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def _shared_keys(layout: PackedLayout, to_device: Callable[[torch.Tensor], torch.Tensor]) -> SharedKeys:
-    lengths = [segment.keys for segment in layout.segments]
-    return SharedKeys(to_device(layout.key_places()), to_device(_starts(lengths)), max(lengths))
-
-
 def _rows_held(rows: torch.Tensor, held: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows [m] that a rank holds, as indices into `rows` and as positions on the rank."""
     place = torch.full((total,), -1)
     place[held] = torch.arange(held.shape[0])
     numbers = (place[rows] >= 0).nonzero()[:, 0]
     return numbers, place[rows[numbers]]
-
-
-def _per_token(
-    values: Sequence[Sequence[float] | None],
-    counts: Sequence[int],
-    to_device: Callable[[torch.Tensor], torch.Tensor],
-    name: str,
-) -> torch.Tensor | None:
-    if all(v is None for v in values):
-        return None
-    flat: list[float] = []
-    for value, length in zip(values, counts, strict=True):
-        if value is None or len(value) != length:
-            given = "none" if value is None else str(len(value))
-            raise ValueError(f"{name} log-probs: {given} given for a completion of {length} trained tokens")
-        flat += value
-    return to_device(_floats(flat))
-
-
-def _floats(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32)

@@ -29,17 +29,13 @@ def encode_rows(rows: ExpertRows | None) -> dict[str, Any] | None:
 
 
 def decode_rows(message: object) -> ExpertRows | None:
-    """Return the rows that `encode_rows` has encoded. Raises ValueError for anything else.
-
-    Never more bytes are decompressed than the shape announces, and at most MAX_BYTES.
-    """
+    """Return the rows that `encode_rows` has encoded, decompressing no more than they announce; raise ValueError."""
     if message is None:
         return None
     if not isinstance(message, dict) or set(message) != {"shape", "type", "zlib"}:
         raise ValueError("they are no object with shape, type and zlib")
     shape = message["shape"]
     kind = message["type"]
-    text = message["zlib"]
     if not isinstance(shape, list) or len(shape) != 3 or not all(type(n) is int and 0 < n < 2**31 for n in shape):
         raise ValueError("their shape is no list of three positive numbers")
     if kind not in _TYPES:
@@ -48,18 +44,11 @@ def decode_rows(message: object) -> ExpertRows | None:
     size = prod(shape) * dtype.itemsize
     if size > MAX_BYTES:
         raise ValueError(f"their shape announces more than {MAX_BYTES} bytes")
-    content = _decompress(text, size)
+    try:  # at most one byte more than announced
+        content = zlib.decompressobj().decompress(base64.b64decode(message["zlib"], validate=True), size + 1)
+    except (TypeError, ValueError, zlib.error):
+        raise ValueError("they are no base64 of zlib") from None
     if len(content) != size:
         raise ValueError(f"they have other than the {size} bytes that their shape announces")
     rows: ExpertRows = np.frombuffer(content, dtype).reshape(shape)
     return rows
-
-
-def _decompress(text: object, size: int) -> bytes:
-    """Return the decompressed content, at most one byte more than `size`."""
-    try:
-        if not isinstance(text, str):
-            raise TypeError
-        return zlib.decompressobj().decompress(base64.b64decode(text, validate=True), size + 1)
-    except (TypeError, ValueError, zlib.error):
-        raise ValueError("they are no base64 of zlib") from None

@@ -6,12 +6,15 @@ Pure Python and deterministic: every rank computes the same plan, without commun
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
-from swift_megatron_grpo.packing.bin_packing import assign, fewest_bins
 from swift_megatron_grpo.packing.flops import FlopsModel
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +29,6 @@ class StepPlan:
     def num_micro_batches(self) -> int:
         return len(self.assignment[0])
 
-    def of_rank(self, dp_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the micro batches of one rank."""
-        return self.assignment[dp_rank]
-
     def samples_of_ranks(self) -> list[tuple[int, ...]]:
         """Return the samples of every rank, in the order of its micro batches."""
         return [tuple(i for batch in rank for i in batch) for rank in self.assignment]
@@ -43,16 +42,9 @@ def plan_by_count(num_samples: int, dp_size: int, micro_batch_size: int) -> Step
             f"{num_samples} completions cannot be split over {dp_size} data-parallel ranks in micro batches of "
             f"{micro_batch_size}: their number must be a positive multiple of {per_rank}"
         )
-    share = num_samples // dp_size
-    return StepPlan(
-        tuple(
-            tuple(
-                tuple(range(start, start + micro_batch_size))
-                for start in range(rank * share, (rank + 1) * share, micro_batch_size)
-            )
-            for rank in range(dp_size)
-        )
-    )
+    starts = range(0, num_samples, micro_batch_size)
+    batches = tuple(tuple(range(start, start + micro_batch_size)) for start in starts)
+    return StepPlan(tuple(_split_evenly(batches, dp_size)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +154,28 @@ def refill(plan: StepPlan, fill: Callable[[Sequence[int], int], StepPlan], micro
     """
     by_rank = _by_rank(plan)
     needed = max(fill(samples, micro_batch_multiple).num_micro_batches for samples in by_rank)
-    possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
-    if needed > possible:  # a rank has too few samples for as many micro batches as the fullest rank needs
-        evenly = tuple(tuple(_split_evenly(samples, possible)) for samples in by_rank)
-        return StepPlan(evenly, share_prompts=plan.share_prompts)
-    plans = [fill(samples, needed) for samples in by_rank]
-    return StepPlan(
-        assignment=tuple(
-            tuple(tuple(samples[i] for i in batch) for batch in rank_plan.assignment[0])
-            for samples, rank_plan in zip(by_rank, plans, strict=True)
-        ),
-        over_budget=tuple(
-            sorted(samples[i] for samples, rank_plan in zip(by_rank, plans, strict=True) for i in rank_plan.over_budget)
-        ),
-        share_prompts=plan.share_prompts,
+    if needed > min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple:
+        # A rank has too few samples for as many micro batches as the fullest rank needs.
+        return _with_micro_batches(plan, needed, micro_batch_multiple)
+    filled = [(samples, fill(samples, needed)) for samples in by_rank]
+    assignment = tuple(
+        tuple(tuple(samples[i] for i in batch) for batch in of_rank.assignment[0]) for samples, of_rank in filled
     )
+    over_budget = tuple(sorted(samples[i] for samples, of_rank in filled for i in of_rank.over_budget))
+    return StepPlan(assignment, over_budget, plan.share_prompts)
 
 
 def regroup(plan: StepPlan, micro_batch_size: int, micro_batch_multiple: int = 1) -> StepPlan:
     """Plan micro batches of at most `micro_batch_size` samples; samples stay on their ranks."""
+    needed = -(-max(map(len, _by_rank(plan))) // micro_batch_size)
+    return _with_micro_batches(plan, needed, micro_batch_multiple)
+
+
+def _with_micro_batches(plan: StepPlan, needed: int, multiple: int) -> StepPlan:
+    """Split the samples of each rank evenly: into a multiple that is at least `needed`, or as many as possible."""
     by_rank = _by_rank(plan)
-    needed = -(-max(map(len, by_rank)) // micro_batch_size)
-    possible = min(map(len, by_rank)) // micro_batch_multiple * micro_batch_multiple
-    number = min(-(-needed // micro_batch_multiple) * micro_batch_multiple, possible)
-    evenly = tuple(tuple(_split_evenly(samples, number)) for samples in by_rank)
-    return StepPlan(evenly, share_prompts=plan.share_prompts)
+    number = min(-(-needed // multiple), min(map(len, by_rank)) // multiple) * multiple
+    return StepPlan(tuple(tuple(_split_evenly(samples, number)) for samples in by_rank), (), plan.share_prompts)
 
 
 def _by_rank(plan: StepPlan) -> list[tuple[int, ...]]:
@@ -195,7 +184,7 @@ def _by_rank(plan: StepPlan) -> list[tuple[int, ...]]:
     return [tuple(sorted(samples)) for samples in by_rank] if plan.share_prompts else by_rank
 
 
-def _split_evenly(items: tuple[int, ...], number: int) -> list[tuple[int, ...]]:
+def _split_evenly(items: tuple[T, ...], number: int) -> list[tuple[T, ...]]:
     edges = [len(items) * part // number for part in range(number + 1)]
     return [items[begin:end] for begin, end in pairwise(edges)]
 
@@ -232,18 +221,82 @@ def _assign_within_budget(
 def _assign_batches(batches: Sequence[list[int]], work: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign complete micro batches, the same number to every rank."""
     totals = [sum(work[i] for i in batch) for batch in batches]
-    order = sorted(range(len(batches)), key=totals.__getitem__, reverse=True)
-    assigned = assign(
-        order,
-        sizes=[1] * len(batches),
-        work=totals,
-        room=1,
-        ranks=ranks,
-        per_rank=len(batches) // ranks,
-        evenly=len(batches),
-    )
+    count = len(batches)
+    order = sorted(range(count), key=totals.__getitem__, reverse=True)
+    assigned = assign(order, [1] * count, totals, room=1, ranks=ranks, per_rank=count // ranks, evenly=count)
     assert assigned is not None
     return [batches[b] for (b,) in assigned]
+
+
+# ---- bins of one size: items have sizes, which must fit, and work, which must be equal over ranks with as many bins
+
+
+def fewest_bins(sizes: Sequence[int], room: int) -> int:
+    """Return the number of bins that best-fit decreasing opens: each size goes where it leaves the least room."""
+    rooms: list[int] = []
+    for size in sizes:
+        at = bisect_left(rooms, size)
+        insort(rooms, (rooms.pop(at) if at < len(rooms) else room) - size)
+    return len(rooms)
+
+
+def assign(
+    order: Sequence[int],
+    sizes: Sequence[int],
+    work: Sequence[float],
+    room: int,
+    ranks: int,
+    per_rank: int,
+    evenly: int,
+) -> list[list[int]] | None:
+    """Assign items, in `order`, to the rank with the least work.
+
+    Returns `per_rank` bins per rank, or None if an item fits into no bin. Within the rank, the first `evenly` items go
+    to the bin with the least work that has room, the others where they leave the least room. No bin stays empty.
+    """
+    bins: list[list[int]] = [[] for _ in range(ranks * per_rank)]
+    free = [room] * len(bins)
+    least_work = [(0.0, rank) for rank in range(ranks)]
+    # Bins of each rank, sorted by work or, later, by room.
+    bins_of: list[list[tuple[float, int]]] = [
+        [(0.0, rank * per_rank + b) for b in range(per_rank)] for rank in range(ranks)
+    ]
+    empty = len(bins)
+    smallest = min(sizes)
+    for position, item in enumerate(order):
+        by_room = position >= evenly
+        if position == evenly:
+            bins_of = [sorted((free[b], b) for _, b in candidates) for candidates in bins_of]
+        # The last items open the bins that are still empty.
+        need = room if len(order) - position == empty else sizes[item]
+        for turn in range(ranks):
+            rank_work, rank = least_work[turn]
+            place = _first_with_room(bins_of[rank], free, need, by_room)
+            if place is not None:
+                break
+        else:
+            return None
+        bin_work, chosen = bins_of[rank].pop(place)
+        empty -= not bins[chosen]
+        bins[chosen].append(item)
+        free[chosen] -= sizes[item]
+        if free[chosen] >= smallest:
+            insort(bins_of[rank], (free[chosen] if by_room else bin_work + work[item], chosen))
+        least_work.pop(turn)
+        insort(least_work, (rank_work + work[item], rank))
+    return bins
+
+
+def _first_with_room(
+    candidates: Sequence[tuple[float, int]], free: Sequence[int], need: int, by_room: bool
+) -> int | None:
+    if by_room:
+        at = bisect_left(candidates, (need, 0))
+        return at if at < len(candidates) else None
+    for at, (_, chosen) in enumerate(candidates):
+        if free[chosen] >= need:
+            return at
+    return None
 
 
 def zigzag_positions(lengths: Sequence[int], cp_rank: int, cp_size: int) -> list[int]:

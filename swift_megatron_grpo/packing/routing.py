@@ -43,10 +43,7 @@ def routing_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
 
 
 def pack_routing(samples: Sequence[Sample], layout: PackedLayout, shape: tuple[int, int]) -> torch.Tensor:
-    """Return the given experts of a packed micro batch, [n, layers, k] int16.
-
-    Shared tokens have the experts of the first sample that has some for them.
-    """
+    """Return the given experts, [n, layers, k] int16; shared tokens have those of the first sample that has some."""
     packed = torch.full((layout.total, *shape), ROUTER_CHOOSES, dtype=torch.int16)
     for number, sample in enumerate(samples):
         rows = sample.routed_experts
@@ -63,10 +60,7 @@ def pack_routing(samples: Sequence[Sample], layout: PackedLayout, shape: tuple[i
 def unpack_routing(
     packed: torch.Tensor, layers: Sequence[int], samples: Sequence[Sample], layout: PackedLayout, num_layers: int
 ) -> list[ExpertRows]:
-    """Return the rows of each sample of a packed micro batch, with -1 in layers that other ranks run.
-
-    `packed`: [n, len(layers), k], the choices of some layers.
-    """
+    """Return the rows of each sample from `packed`, [n, len(layers), k]; -1 in layers that other ranks run."""
     rows: list[ExpertRows] = []
     for number, sample in enumerate(samples):
         whole = np.full((len(sample.tokens), num_layers, packed.shape[2]), ROUTER_CHOOSES, dtype=np.int16)

@@ -7,7 +7,7 @@ the micro batch once; for attention, each completion continues them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -33,6 +33,13 @@ class Segment:
         """Return the number of tokens that the last of these attends to, padding included."""
         return self.begin + self.room
 
+    def places(self, count: int) -> torch.Tensor:
+        """Return the places of the prefix, and of the first `count` of these tokens."""
+        own = torch.arange(self.start, self.start + count)
+        if self.prefix is None:
+            return own
+        return torch.cat([torch.arange(self.prefix, self.prefix + self.begin), own])
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
@@ -57,56 +64,40 @@ class PackedLayout:
     def places(self, number: int) -> torch.Tensor:
         """Return the places [t] of all tokens of one sample."""
         last = next(segment for segment in reversed(self.segments) if segment.sample == number)
-        own = torch.arange(last.start, last.start + last.end - last.begin)
-        if last.prefix is None:
-            return own
-        return torch.cat([torch.arange(last.prefix, last.prefix + last.begin), own])
+        return last.places(last.end - last.begin)
 
     def key_places(self) -> torch.Tensor:
         """Return the places of the tokens that each segment attends to, one segment after the other."""
-        pieces = []
-        for segment in self.segments:
-            if segment.prefix is not None:
-                pieces.append(torch.arange(segment.prefix, segment.prefix + segment.begin))
-            pieces.append(torch.arange(segment.start, segment.start + segment.room))
-        return torch.cat(pieces)
+        return torch.cat([segment.places(segment.room) for segment in self.segments])
 
 
 def lay_out(samples: Sequence[Sample], align: Alignment, share_prompts: bool) -> PackedLayout:
     """Return the layout of a micro batch of these samples. Sharing requires that no sequence is cut (CP 1)."""
-    if not share_prompts:
-        rooms = padded_lengths([len(sample.tokens) for sample in samples], align)
-        starts = accumulate(rooms, initial=0)
-        return PackedLayout(
-            tuple(
-                Segment(number, 0, len(sample.tokens), start, room)
-                for number, (sample, start, room) in enumerate(zip(samples, starts, rooms, strict=False))
-            )
-        )
-    segments: list[Segment] = []
-    at = 0
-
-    def add(number: int, begin: int, end: int, prefix: int | None) -> None:
-        nonlocal at
-        segments.append(Segment(sample=number, begin=begin, end=end, start=at, room=end - begin, prefix=prefix))
-        at += end - begin
-
-    for group in groups_of(samples):
-        prefix = at if group.shared else None
+    pieces: list[tuple[int, int, int, int | None]] = []  # sample, begin, end, and which piece is the prefix
+    for group in groups_of(samples, share_prompts):
+        prefix = len(pieces) if group.shared else None
         if group.shared:
-            add(group.samples.start, 0, group.shared, None)
-        for number in group.samples:
-            add(number, group.shared, len(samples[number].tokens), prefix)
-    last = segments.pop()
-    return PackedLayout((*segments, replace(last, room=last.room + -at % align.total)))
+            pieces.append((group.samples.start, 0, group.shared, None))
+        pieces += [(number, group.shared, len(samples[number].tokens), prefix) for number in group.samples]
+    rooms = padded_lengths([end - begin for _, begin, end, _ in pieces], align)
+    starts = list(accumulate(rooms, initial=0))
+    return PackedLayout(
+        tuple(
+            Segment(number, begin, end, starts[place], rooms[place], None if prefix is None else starts[prefix])
+            for place, (number, begin, end, prefix) in enumerate(pieces)
+        )
+    )
 
 
-def groups_of(samples: Sequence[Sample]) -> list[Group]:
+def groups_of(samples: Sequence[Sample], share_prompts: bool = True) -> list[Group]:
     """Return the samples of a step by the tokens that they share: neighbours of one group whose prompts are alike.
 
-    A sample joins its predecessors if that saves at least as many tokens as a new beginning, and if the shared tokens
-    remain half of what they were. A sample that shares none is alone. 4 million tokens are compared in 0.1 s.
+    Without `share_prompts` each sample is alone. A sample joins its predecessors if that saves at least as many tokens
+    as a new beginning, and if the shared tokens remain half of what they were. A sample that shares none is alone. 4
+    million tokens are compared in 0.1 s.
     """
+    if not share_prompts:
+        return [Group(range(i, i + 1), 0) for i in range(len(samples))]
     groups: list[Group] = []
     first = 0
     while first < len(samples):
@@ -117,7 +108,7 @@ def groups_of(samples: Sequence[Sample]) -> list[Group]:
             joined = behind - first
             if common == 0 or joined * common < (joined - 1) * shared or 2 * common < shared:
                 break
-            behind = behind + 1
+            behind += 1
             shared = common
         groups.append(Group(range(first, behind), shared if behind - first > 1 else 0))
         first = behind
@@ -125,10 +116,7 @@ def groups_of(samples: Sequence[Sample]) -> list[Group]:
 
 
 def shared_tokens(first: Sample, other: Sample, at_most: int) -> int:
-    """Return the number of tokens that both samples begin with, before the first trained token of the other.
-
-    An image is shared as a whole or not at all.
-    """
+    """Return the number of tokens that both begin with, before the other's first trained one; images count whole."""
     shared = _common(first.tokens, other.tokens, min(at_most, _untrained(other)))
     while True:
         cut = min(_cut_at_images(first, other, shared), _cut_at_images(other, first, shared))

@@ -9,18 +9,9 @@ from typing import Any
 
 from mcore_bridge import ModelConfig
 
-from swift_megatron_grpo.packing.bundles import Group, SampleWork, Shared, gain_of, plan_with_shared_prompts
+from swift_megatron_grpo.packing.bundles import SampleWork, plan_within, shared_if_worth_it
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel, VisionTowerFlops
-from swift_megatron_grpo.packing.plan import (
-    Alignment,
-    StepPlan,
-    check_samples,
-    plan_by_count,
-    plan_by_tokens,
-    refill,
-    regroup,
-    room_of,
-)
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, refill, regroup
 from swift_megatron_grpo.packing.segments import groups_of
 from swift_megatron_grpo.runtime.parallel import RankPosition
 from swift_megatron_grpo.types import Sample
@@ -52,34 +43,25 @@ class Planner:
 
     def plan(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         """Plan the micro batches of training."""
-        groups = _groups(samples, settings)
         if settings.max_tokens is not None:
-            return self._plan_within(
-                settings.max_tokens,
-                self._work(samples, settings),
-                groups,
-                ranks=self._parallel.dp_size,
-                multiple=self._group_size,
-                settings=settings,
-            )
+            return self._plan_within(settings.max_tokens, samples, self._parallel.dp_size, self._group_size, settings)
         plan = plan_by_count(len(samples), self._parallel.dp_size, settings.micro_batch_size)
         self._check_micro_batches(plan.num_micro_batches)
-        if groups and _is_worth_it(gain_of(plan, self._work(samples, settings), groups), settings):
-            return replace(plan, share_prompts=True)
-        return plan
+        share_from = settings.share_prompts_from
+        if share_from is None:
+            return plan
+        return shared_if_worth_it(plan, self._work(samples, settings), groups_of(samples), share_from)
 
     def plan_inference(self, samples: Sequence[Sample], settings: EngineSettings) -> StepPlan:
         """Plan forward-only micro batches. Samples stay on the ranks that train them, which need the results."""
         plan = self.plan(samples, settings)
         if settings.infer_max_tokens is not None:
             budget = settings.infer_max_tokens
+            shares = settings if plan.share_prompts else replace(settings, share_prompts_from=None)
 
             def fill(indices: Sequence[int], multiple: int) -> StepPlan:
                 chosen = [samples[i] for i in indices]
-                groups = groups_of(chosen) if plan.share_prompts else []
-                work = replace(self._work(chosen, settings), completions=[len(sample.tokens) for sample in chosen],
-                               images=None)  # fmt: skip
-                return self._plan_within(budget, work, groups, ranks=1, multiple=multiple, settings=settings)
+                return self._plan_within(budget, chosen, ranks=1, multiple=multiple, settings=shares, train=False)
 
             return refill(plan, fill, self._group_size)
         if settings.infer_micro_batch_size is not None:
@@ -88,36 +70,23 @@ class Planner:
 
     def flops(self, samples: Sequence[Sample], plan: StepPlan, settings: EngineSettings) -> float:
         """Return the FLOPs of one forward pass over the samples of a step; prompts that a plan shares count once."""
-        alone = [Group(range(i, i + 1), 0) for i in range(len(samples))]
         work = self._work(samples, settings)
-        groups = groups_of(samples) if plan.share_prompts else alone
-        return sum(work.flops(group.samples, group.shared) for group in groups)
+        return sum(work.flops(group.samples, group.shared) for group in groups_of(samples, plan.share_prompts))
 
     def _plan_within(
         self,
         budget: int,
-        work: SampleWork,
-        groups: Sequence[Group],
+        samples: Sequence[Sample],
         ranks: int,
         multiple: int,
         settings: EngineSettings,
+        train: bool = True,
     ) -> StepPlan:
-        """Plan micro batches of at most `budget` tokens. `groups`: empty if prompts are repeated."""
-        if groups:
-            check_samples(work.lengths, ranks, multiple)
-            shared = plan_with_shared_prompts(work, groups, ranks, room_of(budget, self._align), multiple)
-            if shared.plan is not None and _is_worth_it(shared, settings):
-                return shared.plan
-        return plan_by_tokens(
-            work.lengths,
-            ranks,
-            budget,
-            cost=self._flops,
-            align=self._align,
-            micro_batch_multiple=multiple,
-            completion_lengths=work.completions,
-            image_work=work.images,
-        )
+        work = self._work(samples, settings)
+        if not train:
+            work = replace(work, completions=work.lengths, images=None)
+        groups = [] if settings.share_prompts_from is None else groups_of(samples)
+        return plan_within(budget, work, groups, ranks, self._align, multiple, settings.share_prompts_from)
 
     def _work(self, samples: Sequence[Sample], settings: EngineSettings) -> SampleWork:
         lengths = [len(sample.tokens) for sample in samples]
@@ -145,16 +114,6 @@ class Planner:
             )
 
 
-def _groups(samples: Sequence[Sample], settings: EngineSettings) -> list[Group]:
-    """Return the groups whose prompts may be shared; none if prompts are repeated."""
-    return [] if settings.share_prompts_from is None else groups_of(samples)
-
-
-def _is_worth_it(shared: Shared, settings: EngineSettings) -> bool:
-    assert settings.share_prompts_from is not None
-    return shared.gain > 0 and shared.gain >= settings.share_prompts_from
-
-
 def _flops_model(config: ModelConfig) -> FlopsModel:
     if config.num_moe_experts is None:
         width = config.ffn_hidden_size
@@ -178,20 +137,17 @@ def _vision_tower_flops(vision: Any) -> VisionTowerFlops:
     windows = hasattr(vision, "fullatt_block_indexes")  # Qwen2.5-VL: in all other layers
     hidden = vision.embed_dim if hasattr(vision, "embed_dim") else vision.hidden_size  # Qwen2-VL
     layers = vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers  # InternVL
+    if hasattr(vision, "mlp_ratio"):  # Qwen2-VL
+        width = int(hidden * vision.mlp_ratio)
+    else:
+        width = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
     return VisionTowerFlops(
         layers=layers,
         full_layers=len(vision.fullatt_block_indexes) if windows else layers,
         hidden_size=hidden,
-        ffn_hidden_size=_width_of_feed_forward(vision, hidden),
+        ffn_hidden_size=width,
         window=(vision.window_size // vision.patch_size) ** 2 if windows else 0,
     )
-
-
-def _width_of_feed_forward(vision: Any, hidden: int) -> int:
-    if hasattr(vision, "mlp_ratio"):  # Qwen2-VL
-        return int(hidden * vision.mlp_ratio)
-    width: int = vision.out_hidden_size if vision.model_type.startswith("glm4v") else vision.intermediate_size
-    return width
 
 
 def _delta_nets(config: ModelConfig) -> DeltaNets | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from swift_megatron_grpo.cli.check.model import Model
 from swift_megatron_grpo.cli.estimate.activations import Tokens
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
-from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_with_shared_prompts
-from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, plan_by_tokens, room_of
+from swift_megatron_grpo.packing.bundles import Group, SampleWork, gain_of, plan_within, shared_if_worth_it
+from swift_megatron_grpo.packing.plan import Alignment, StepPlan, plan_by_count, room_of
 from swift_megatron_grpo.settings.batch_sizes import BatchSizes
 from swift_megatron_grpo.settings.batches import MicroBatches
 from swift_megatron_grpo.settings.layout import Layout
@@ -32,26 +31,13 @@ def micro_batches(
     if not _can_share(layout, model):
         groups = []
     share_from = packing.share_prompts_from
-    if packing.max_tokens_per_micro_batch is None:
+    budget = packing.max_tokens_per_micro_batch
+    if budget is None:
         plan = plan_by_count(len(samples), layout.data_parallel, batch.micro_batch_size)
-        if share_from is not None and groups and 0 < gain_of(plan, work, groups).gain >= share_from:
-            plan = replace(plan, share_prompts=True)
-    else:
-        plan = plan_by_tokens(
-            work.lengths,
-            layout.data_parallel,
-            packing.max_tokens_per_micro_batch,
-            model.flops,
-            align,
-            multiple,
-            work.completions,
-            None,
-        )
         if share_from is not None and groups:
-            room = room_of(packing.max_tokens_per_micro_batch, align)
-            shared = plan_with_shared_prompts(work, groups, layout.data_parallel, room, multiple)
-            if shared.plan is not None and 0 < shared.gain >= share_from:
-                plan = shared.plan
+            plan = shared_if_worth_it(plan, work, groups, share_from)
+    else:
+        plan = plan_within(budget, work, groups, layout.data_parallel, align, multiple, share_from)
     sizes = [_tokens(micro_batch, plan, samples, groups) for rank in plan.assignment for micro_batch in rank]
     return plan, max(sizes, key=lambda tokens: tokens.packed + tokens.keys)
 

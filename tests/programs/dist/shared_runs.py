@@ -25,7 +25,7 @@ def samples_of_step(vocabulary: int, seed: int) -> list[Sample]:
 
 def run_layout(name: str, flags: list[str], folder: str) -> None:
     """Train twice on the policy that generated and once off it; count packed tokens, and record experts."""
-    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = make_trainer([*flags, *Variant.parse(name).flags()])
@@ -74,6 +74,6 @@ def packed_tokens(engine: Any, samples: list[Sample]) -> int:
     plan = engine.passes.plan(samples)
     layouts = [
         lay_out([samples[i] for i in batch], engine.passes._align, plan.share_prompts)
-        for batch in plan.of_rank(engine.parallel.dp_rank)
+        for batch in plan.assignment[engine.parallel.dp_rank]
     ]
     return sum(segment.end - segment.begin for layout in layouts for segment in layout.segments)
