@@ -51,12 +51,11 @@ from swift_megatron_grpo.trainer.run_checkpoints import (
     next_save,
     resumed_from,
 )
-from swift_megatron_grpo.training.checkpoint_size import saved_bytes
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.layers.attention_check import check_attention
 from swift_megatron_grpo.training.preparation import prepare_trained
 from swift_megatron_grpo.training.reference import load_reference_adapter
-from swift_megatron_grpo.training.trained_weights import check_trained
+from swift_megatron_grpo.training.trained_weights import check_trained, saved_bytes
 from swift_megatron_grpo.training.upstream_fixes import hybrid_optimizer
 from swift_megatron_grpo.training.upstream_fixes.adapter_settings import (
     adapter_settings_applied,

@@ -10,9 +10,9 @@
     trained_weights.py   refuses a model of which nothing is trained, gathers weights, finds those that are not finite
     head/                hidden states to log-probs and entropies
     loss/                the losses
-    memory/              offloading, recomputation, advice for out-of-memory errors
+    memory/              offloading, smaller budgets and advice where memory runs out
     moe/                 experts: dispatch, grouped products, given and recorded routing
-    layers/              layers in fewer or faster kernels
+    layers/              layers in fewer or faster kernels, recomputation
     optimizer/           the optimizer step
     upstream_fixes/      corrections of upstream errors
 

@@ -99,7 +99,7 @@ def train(flags: list[str], kinds: list[str], one_prompt: bool) -> tuple[list[di
 
     from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
-    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = MegatronRLHF(flags).prepare_trainer()

@@ -124,10 +124,7 @@ class AdaptedProduct(torch.autograd.Function):
         scaling: float,
         gradients_have_hooks: bool,
     ) -> torch.Tensor:
-        """Multiply x [..., in] by weight [out, in], down [rank, in] and up [out, rank].
-
-        Backward adds to the `main_grad` of down and up unless something waits for their gradients.
-        """
+        """Multiply x [..., in] by weight [out, in], down [rank, in] and up [out, rank]."""
         rows = x.reshape(-1, x.shape[-1])
         narrow = (rows @ down.t()).mul_(scaling)
         output = F.linear(rows, weight, bias).addmm_(narrow, up.t())

@@ -52,18 +52,17 @@ def check_attention(models: Iterable[torch.nn.Module], parallel: RankPosition) -
     """
     checked = set[Shape]()
     messages = list[str]()
-    for model in models:
-        for layer in model.modules():
-            if not isinstance(layer, Attention) or not _is_comparable(layer):
-                continue
-            shape = _shape(layer)
-            if shape not in checked:
-                checked.add(shape)
-                errors = compare(layer, shape, parallel)
-                if wrong := {name: error for name, error in errors.items() if not error <= ALLOWED_ERROR}:
-                    missed = ", ".join(f"the {name} by {error:.2g}" for name, error in wrong.items())
-                    fault = f"relative to exact arithmetic it misses {missed}; {ALLOWED_ERROR} is allowed"
-                    messages.append(_message(layer.config, shape, fault))
+    layers = [layer for model in models for layer in model.modules() if isinstance(layer, Attention)]
+    for layer in filter(_is_comparable, layers):
+        shape = _shape(layer)
+        if shape in checked:
+            continue
+        checked.add(shape)
+        errors = compare(layer, shape, parallel)
+        if wrong := {name: error for name, error in errors.items() if not error <= ALLOWED_ERROR}:
+            missed = ", ".join(f"the {name} by {error:.2g}" for name, error in wrong.items())
+            fault = f"relative to exact arithmetic it misses {missed}; {ALLOWED_ERROR} is allowed"
+            messages.append(_message(layer.config, shape, fault))
     if messages:  # only now, because other context-parallel ranks may have found no error, and compared the next kernel
         raise WrongAttentionKernel(messages[0])
 
@@ -85,12 +84,14 @@ def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str,
     def random(heads: int, channels: int) -> torch.Tensor:  # [tokens, heads, channels], alike on context-parallel ranks
         return torch.randn(tokens, heads, channels, device=device, generator=generator).to(dtype)
 
-    query = random(shape.heads, shape.key_channels)
-    key = random(shape.groups, shape.key_channels)
-    value = random(shape.groups, shape.value_channels)
+    whole = [  # queries, keys and values
+        random(shape.heads, shape.key_channels),
+        random(shape.groups, shape.key_channels),
+        random(shape.groups, shape.value_channels),
+    ]
     direction = random(shape.heads, shape.value_channels).flatten(1)
     held = torch.tensor(zigzag_positions(lengths, parallel.cp_rank, parallel.cp_size), device=device)
-    inputs = [tensor[held].requires_grad_() for tensor in (query, key, value)]
+    inputs = [tensor[held].requires_grad_() for tensor in whole]
     poison_free_memory(device)
     output = _run(layer, inputs, bounds, max(lengths)).reshape(len(held), -1)
     if output.shape[1] != direction.shape[1]:
@@ -98,30 +99,24 @@ def compare(layer: Attention, shape: Shape, parallel: RankPosition) -> dict[str,
         raise WrongAttentionKernel(_message(layer.config, shape, fault))
     poison_free_memory(device)
     gradients = torch.autograd.grad(output, inputs, direction[held])
-    exact_inputs = [tensor.double().requires_grad_() for tensor in (query, key, value)]
-    exact_output = exact_attention(exact_inputs[0], exact_inputs[1], exact_inputs[2], bounds, shape.scale)
+    exact_inputs = [tensor.double().requires_grad_() for tensor in whole]
+    exact_output = exact_attention(exact_inputs, bounds, shape.scale)
     exact_gradients = torch.autograd.grad(exact_output, exact_inputs, direction.double())
     names = ("output", "gradient of queries", "gradient of keys", "gradient of values")
     pairs = zip((output, *gradients), (exact_output, *exact_gradients), strict=True)
     return {name: relative_error(found, exact[held]) for name, (found, exact) in zip(names, pairs, strict=True)}
 
 
-def exact_attention(
-    query: torch.Tensor,  # [t, heads, d]
-    key: torch.Tensor,  # [t, groups, d]
-    value: torch.Tensor,  # [t, groups, e]
-    bounds: Sequence[int],
-    scale: float,
-) -> torch.Tensor:
-    """Return causal attention within each sequence of a pack, [t, heads * e], one product after the other."""
-    copies = query.shape[1] // key.shape[1]
-    key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
+def exact_attention(inputs: Sequence[torch.Tensor], bounds: Sequence[int], scale: float) -> torch.Tensor:
+    """Return causal attention within each sequence of a pack, [t, heads * e], which torch computes plainly in fp64.
+
+    `inputs`: queries [t, heads, d], keys [t, groups, d] and values [t, groups, e].
+    """
     outputs = []
     for begin, end in pairwise(bounds):
-        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))  # [heads, s, .]
-        future = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).triu(1)
-        scores = (scale * (q @ k.mT)).masked_fill(future, -torch.inf)
-        outputs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in inputs)  # [heads or groups, s, .]
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(output.transpose(0, 1))
     return torch.cat(outputs).flatten(1)
 
 

@@ -151,10 +151,7 @@ def _angles_of_tokens(
     packed_seq_params: PackedSeqParams,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any]:
-    """Return the angles of each token where a fused kernel would take those of its place in the micro batch.
-
-    Without the kernel, mcore-bridge takes the angles by position itself.
-    """
+    """Return the angles of each token where a fused kernel would take those of its place in the micro batch."""
     table, cos, sin = get_rotary_pos_emb(decoder_input, position_ids, packed_seq_params=packed_seq_params, **kwargs)
     if isinstance(packed_seq_params, SharedPrompts) and config.apply_rope_fusion and position_ids.ndim == 2:
         table = table[position_ids[0]]

@@ -25,10 +25,7 @@ _PLAIN_KERNEL = "use --attention_backend unfused"
 
 
 def attend_with_torch(models: Iterable[torch.nn.Module]) -> None:
-    """Make the attention layers of models on GPUs use torch's kernel where Transformer Engine has none for them.
-
-    Raises ValueError if torch's kernel does not compute what a layer computes.
-    """
+    """Use torch's kernel on GPUs where Transformer Engine has none; raise ValueError if it lacks what a layer needs."""
     for model in models:
         if not next(model.parameters()).is_cuda or has_flash_attention():
             continue
@@ -47,11 +44,9 @@ def replace_kernel(layer: Any) -> None:
     """Make a layer attend with torch's kernel, or raise ValueError."""
     channels = layer.key_hidden_size
     config = layer.config
-    if layer.attention_type != "self" or layer.attn_mask_type is not AttnMaskType.causal:
-        missing: str | None = f"masks other than the causal one; {_OTHER_KERNELS}"
-    else:
-        missing = what_is_missing(config, channels)
-    if missing is not None:
+    is_causal = layer.attention_type == "self" and layer.attn_mask_type is AttnMaskType.causal
+    masks = None if is_causal else f"masks other than the causal one; {_OTHER_KERNELS}"
+    if missing := masks or what_is_missing(config, channels):
         raise ValueError(
             f"--attention_backend flash: flash-attn is not installed, and torch's own flash kernel has no {missing}"
         )

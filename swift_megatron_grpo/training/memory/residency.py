@@ -2,14 +2,7 @@
 
 The --offload flags permit offloading while vLLM generates. Whether it happens is decided from measured memory: if
 everything fits, nothing is offloaded. A group is reloaded in the phase that reads it, so it never moves needlessly.
-
-    make_room           offloads groups that no weight sync reads, if the inference engine needs their memory
-    for_weight_sync     reloads the policy
-    for_generation      offloads the policy too, if the inference engine needs its memory, and more after the sync
-    for_inference       reloads the policy
-    for_reference       reloads the policy and the frozen reference
-    for_training        reloads the policy, gradients and the optimizer's state; the reference stays only if it fits
-    restore             between steps: reloads everything that other code may read
+`Residency` has a method for each phase, in the order of a step.
 
 Every rank decides for its own GPU, and no move waits for another rank. With --overlap_param_gather, weights that are
 not gathered yet are gathered before anything moves.
@@ -26,9 +19,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from transformer_engine.pytorch.module.base import _dummy_wgrads
 
 from swift_megatron_grpo.settings.trained import Offloading
-from swift_megatron_grpo.training.memory import storages
-from swift_megatron_grpo.training.memory.offload import HostCopy, StorageGroup
-from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+from swift_megatron_grpo.training.memory.offload import (
+    HostCopy,
+    StorageGroup,
+    Storages,
+    frozen_storages,
+    gradient_storages,
+    optimizer_storages,
+    torch_optimizers,
+    trained_storages,
+)
+from swift_megatron_grpo.training.trained_weights import gather_parameters
 
 GIB = 2**30
 # Must stay free in training next to the reference: fragmentation, and lengths that vary from step to step.
@@ -57,24 +58,18 @@ class Residency:
         self._log = log
         self._free_memory = free_memory
         self._drop_gradients = optimizer.zero_grad
-        self._gradients = StorageGroup("gradients", partial(storages.gradient_storages, models), host=None)
-        self._reference = StorageGroup(
-            "reference policy",
-            lambda: storages.frozen_storages(frozen) + storages.trained_storages(frozen),
-            HostCopy("the reference policy", stream, rarely_written=True),
+        self._gradients = StorageGroup("gradients", partial(gradient_storages, models), host=None)
+
+        def copied(name: str, find: Callable[[], Storages], rarely_written: bool = False) -> StorageGroup:
+            return StorageGroup(name, find, HostCopy(name, stream, rarely_written))
+
+        self._reference = copied(
+            "reference policy", lambda: frozen_storages(frozen) + trained_storages(frozen), rarely_written=True
         )
-        self._optimizer = StorageGroup(
-            "optimizer state",
-            partial(storages.optimizer_storages, optimizer, models),
-            HostCopy("the optimizer's state", stream),
-        )
+        self._optimizer = copied("optimizer state", partial(optimizer_storages, optimizer, models))
         self._policy = [
-            StorageGroup(
-                "frozen weights",
-                partial(storages.frozen_storages, models),
-                HostCopy("the frozen weights", stream, rarely_written=True),
-            ),
-            StorageGroup("weights", partial(storages.trained_storages, models), HostCopy("the weights", stream)),
+            copied("frozen weights", partial(frozen_storages, models), rarely_written=True),
+            copied("weights", partial(trained_storages, models)),
         ]
         # The cheapest to move first: gradients are not copied, the reference one way only.
         self._movable = [
@@ -87,7 +82,7 @@ class Residency:
         self._logged: dict[str, set[str]] = {}  # the same as it was logged last, by the moment of the decision
         self._reference_fits_training: bool | None = None
         self._spare_in_training: int | None = None  # with the reference on the GPU; the least since the last decision
-        for inner in storages.torch_optimizers(optimizer):
+        for inner in torch_optimizers(optimizer):
             inner.register_step_pre_hook(self._before_update)
 
     @property
@@ -156,10 +151,7 @@ class Residency:
             group.finish_reload()
 
     def _before_update(self, *_: Any) -> None:
-        """Wait for the optimizer's state, and measure the spare memory.
-
-        Runs between backward and update, when torch's allocator still holds all memory of the peak of training.
-        """
+        """Wait for the optimizer's state, and measure spare memory: the allocator still holds the peak of training."""
         self._optimizer.finish_reload()
         if self._reference in self._movable and (size := self._reference.nbytes()):
             spare = self._free_memory() - (size if self._reference.is_offloaded else 0)

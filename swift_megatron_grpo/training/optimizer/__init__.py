@@ -1,8 +1,5 @@
 """The optimizer step with few kernels and little memory.
 
-flat_optimizer.py    update and copy a few large tensors instead of thousands of small ones
-adam_portions.py     bound the memory that Adam needs for moments in bf16
-parameter_gather.py  weights that are updated but not gathered yet (--overlap_param_gather)
-
-Tests: tests/unit/training/optimizer, tests/dist/test_flat_optimizer.py.
+flat_optimizer.py  update and copy a few large tensors instead of thousands of small ones
+adam_portions.py   bound the memory that Adam needs for moments in bf16
 """

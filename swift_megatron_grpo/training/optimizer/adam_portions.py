@@ -13,13 +13,14 @@ upstream copies less; then delete this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 LARGEST = 2**26  # weights of a portion; a parameter that is larger is one by itself
+T = TypeVar("T")
 
 
 def step_adam_in_portions() -> None:
@@ -40,38 +41,38 @@ def in_portions(whole: Callable[..., Any]) -> Callable[..., Any]:
             return whole(self, closure, grad_scaler)
         loss = None if closure is None else closure()
         groups = self.param_groups
+        all_parameters = [group["params"] for group in groups]
         try:
-            for group in groups:
+            for group, parameters in zip(groups, all_parameters, strict=True):
                 self.param_groups = [group]
-                _step_group(self, group, whole, grad_scaler)
+                steps = group.get("step", 0)
+                for portion in portions(parameters):
+                    group.update(params=portion, step=steps)  # every call counts a step
+                    whole(self, None, grad_scaler)
         finally:
             self.param_groups = groups
+            for group, parameters in zip(groups, all_parameters, strict=True):
+                group["params"] = parameters
         return loss
 
     return step_in_portions
 
 
-def _step_group(adam: Any, group: dict[str, Any], whole: Callable[..., Any], grad_scaler: Any) -> None:
-    parameters = group["params"]
-    steps = group.get("step", 0)
-    try:
-        for portion in portions(parameters):
-            group.update(params=portion, step=steps)  # every call counts a step
-            whole(adam, None, grad_scaler)
-    finally:
-        group["params"] = parameters
-
-
-def portions(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Divide parameters, in their order."""
-    portion: list[torch.Tensor] = []
-    numel = 0
-    for parameter in parameters:
-        if portion and numel + parameter.numel() > LARGEST:
+def portions(
+    items: Iterable[T],
+    numel: Callable[[T], int] = torch.Tensor.numel,  # type: ignore[assignment]
+    is_followed_by: Callable[[T, T], bool] = lambda one, other: True,
+) -> Iterator[list[T]]:
+    """Divide items, in their order, where a portion would be too large or an item does not follow the one before."""
+    portion: list[T] = []
+    total = 0
+    for item in items:
+        size = numel(item)
+        if portion and (total + size > LARGEST or not is_followed_by(portion[-1], item)):
             yield portion
             portion = []
-            numel = 0
-        portion.append(parameter)
-        numel += parameter.numel()
+            total = 0
+        portion.append(item)
+        total += size
     if portion:
         yield portion

@@ -8,7 +8,8 @@ are almost 25,000 tensors, which the GPU updates in a few milliseconds.
 Fix: parameters of a group (learning rate, weight decay) that follow each other in Megatron's buffers make a run, for
 which Adam has one tensor during an optimizer step. Adam is elementwise, so its results are the same bit by bit. The
 gradient norm has the gradients that upstream would count, joined where they follow each other. It adds them in another
-order, so that its last bit may differ, and with it all gradients that are clipped. All runs are copied by one call.
+order, so that its last bit may differ, and with it all gradients that are clipped. All runs are copied by one call. A
+run has 2^26 numbers at most: building it needs as much memory a second time, and kernels count in 32 bits.
 
 Between steps everything is as upstream left it: the groups contain one shard for each parameter, with separate states
 for checkpoints and offloading. These are views of the memory of the runs.
@@ -32,8 +33,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import Adam, DistributedOptimizer
 
-# Numbers of a run: building one needs as much memory a second time, 256 MiB in fp32, and kernels count in 32 bits.
-LARGEST = 2**26
+from swift_megatron_grpo.training.optimizer.adam_portions import portions
 
 # From megatron-core 0.19 on, the method has another name, and can return the gradients of a group with its own norm.
 NORM_METHOD = next(
@@ -52,14 +52,6 @@ class Shard:
     main: torch.Tensor  # fp32 weights of the optimizer
     gradient: torch.Tensor  # in Megatron's buffer
     parameter: torch.Tensor  # the model's weights, in Megatron's buffer
-
-    def is_followed_by(self, other: Shard) -> bool:
-        """Return True if both can be updated as one tensor."""
-        return (
-            _adjacent(self.gradient, other.gradient)
-            and _adjacent(self.parameter, other.parameter)
-            and _attributes(self.main) == _attributes(other.main)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +112,16 @@ def flat(optimizer: MegatronOptimizer) -> Iterator[None]:
 def _covered_links(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
     chain = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     for link in chain:
-        if isinstance(link, DistributedOptimizer) and _is_covered(link):
+        if (
+            isinstance(link, DistributedOptimizer)
+            and not link.is_stub_optimizer
+            and type(link.optimizer) is Adam
+            and not link.ddp_config.use_megatron_fsdp
+            and not link.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            and all(buffer.grad_dtype == torch.float32 for buffer in link.buffers)
+            and all(buffer.param_dtype != torch.uint8 for buffer in link.buffers)  # float8
+        ):
             yield link
-
-
-def _is_covered(link: DistributedOptimizer) -> bool:
-    return not (
-        link.is_stub_optimizer
-        or type(link.optimizer) is not Adam
-        or link.ddp_config.use_megatron_fsdp
-        or link.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        or any(
-            buffer.grad_dtype != torch.float32 or buffer.param_dtype == torch.uint8  # float8
-            for buffer in link.buffers
-        )
-    )
 
 
 @contextmanager
@@ -168,10 +155,7 @@ def _stepping(link: DistributedOptimizer) -> Iterator[None]:
 
 
 def _find_runs(link: DistributedOptimizer) -> _Flat:
-    """Return the runs, made again if the buffers have other memory; adopt states that a checkpoint has set.
-
-    Offloading keeps the memory, as a storage of no bytes.
-    """
+    """Return the runs, made again for other buffers (offloading keeps them); adopt states that a checkpoint set."""
     memory = [
         data.untyped_storage()._cdata for buffer in link.buffers for data in (buffer.grad_data, buffer.param_data)
     ]
@@ -192,9 +176,12 @@ def _find_runs(link: DistributedOptimizer) -> _Flat:
 
 @torch.no_grad()
 def _join_neighbours(link: DistributedOptimizer, memory: list[int]) -> _Flat:
+    def numel(shard: Shard) -> int:
+        return shard.main.numel()
+
     shards = {id(shard.main): shard for shard in _shards(link)}
     groups = [
-        [_join(run) for run in _split([shards[id(main)] for main in group["params"]])]
+        [_join(run) for run in portions((shards[id(main)] for main in group["params"]), numel, _is_followed_by)]
         for group in link.optimizer.param_groups
     ]
     return _Flat(memory, groups, _joined(_counted_in_norm(link, list(shards.values()))))
@@ -220,22 +207,6 @@ def _shards(link: DistributedOptimizer) -> Iterator[Shard]:
                 )
 
 
-def _split(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
-    """Divide the shards of a group, in the order of their buffers, into those of each run."""
-    run: list[Shard] = []
-    numel = 0
-    for shard in shards:
-        size = shard.main.numel()
-        if run and (numel + size > LARGEST or not run[-1].is_followed_by(shard)):
-            yield run
-            run = []
-            numel = 0
-        run.append(shard)
-        numel += size
-    if run:
-        yield run
-
-
 def _join(shards: Sequence[Shard]) -> Run:
     """Make a run, whose memory becomes that of the shards' weights."""
     mains = [shard.main for shard in shards]
@@ -251,6 +222,12 @@ def _join(shards: Sequence[Shard]) -> Run:
         for main, part in run.parts(whole):
             main.data = part
     return run
+
+
+def _is_followed_by(one: Shard, other: Shard) -> bool:
+    """Return True if both can be updated as one tensor."""
+    buffers = _adjacent(one.gradient, other.gradient) and _adjacent(one.parameter, other.parameter)
+    return buffers and _attributes(one.main) == _attributes(other.main)
 
 
 def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -274,13 +251,8 @@ def _counted_in_norm(link: DistributedOptimizer, shards: Sequence[Shard]) -> lis
 
 def _joined(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return views of the same gradients, one for those that follow each other, up to the largest size."""
-    spans: list[torch.Tensor] = []
-    for gradient in gradients:
-        if spans and _adjacent(spans[-1], gradient) and spans[-1].numel() + gradient.numel() <= LARGEST:
-            spans[-1] = _spanning(spans[-1], spans[-1].numel() + gradient.numel())
-        else:
-            spans.append(gradient)
-    return spans
+    runs = portions(gradients, is_followed_by=_adjacent)
+    return [_spanning(run[0], sum(gradient.numel() for gradient in run)) for run in runs]
 
 
 def _spanning(first: torch.Tensor, numel: int) -> torch.Tensor:

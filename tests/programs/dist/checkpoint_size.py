@@ -12,7 +12,7 @@ def main(out: str, flags: list[str]) -> None:
     from swift.megatron.pipelines.train.rlhf import MegatronRLHF
 
     from swift_megatron_grpo.settings.config import SavedParts
-    from swift_megatron_grpo.training.checkpoint_size import saved_bytes
+    from swift_megatron_grpo.training.trained_weights import saved_bytes
 
     trainer = MegatronRLHF(flags).prepare_trainer()
     adapter_only = trainer.args.has_adapter

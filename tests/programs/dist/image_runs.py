@@ -79,7 +79,7 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str) -> 
 
     from swift_megatron_grpo.settings.config import LossConfig
     from swift_megatron_grpo.training.loss import make_loss
-    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = MegatronRLHF([*flags, *Variant.parse(name).flags()]).prepare_trainer()

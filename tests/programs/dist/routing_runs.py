@@ -28,7 +28,7 @@ def given_routing(samples: list[Sample], layers: int, experts: int, k: int, seed
 
 def run_layout(name: str, flags: list[str], folder: str) -> None:
     """Train two steps with a given routing; then record a pass without one, and replay it."""
-    from swift_megatron_grpo.training.optimizer.parameter_gather import gather_parameters
+    from swift_megatron_grpo.training.trained_weights import gather_parameters
     from swift_megatron_grpo.weights.export.export import export_weights
 
     trainer = make_trainer([*flags, *Variant.parse(name).flags()])

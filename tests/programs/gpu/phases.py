@@ -61,13 +61,12 @@ def recompute_in_small_micro_batches(**job: Any) -> None:
     """Run a layout of cli/check_layouts in which even small micro batches recompute elementwise activations."""
     from swift_megatron_grpo.cli.check_layouts.ranks import run_layout
     from swift_megatron_grpo.training.layers import fast_kernels as kernels
-    from swift_megatron_grpo.training.memory import recompute_elementwise
 
     drop_and_recompute, limit, calls = kernels.drop_and_recompute, kernels.MIN_TOKENS_TO_RECOMPUTE, []
 
     def counted(*args: Any, **kwargs: Any) -> None:
         calls.append(1)
-        recompute_elementwise.drop_and_recompute(*args, **kwargs)
+        drop_and_recompute(*args, **kwargs)
 
     kernels.MIN_TOKENS_TO_RECOMPUTE, kernels.drop_and_recompute = 1, counted
     try:

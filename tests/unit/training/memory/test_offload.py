@@ -7,19 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.training.memory.offload import CHUNK, HostCopy, StorageGroup, split_over_chunks
+from swift_megatron_grpo.training.memory.offload import CHUNK, HostCopy, StorageGroup, distinct, spans, without
 from swift_megatron_grpo.training.memory.residency import groups_to_offload
-from swift_megatron_grpo.training.memory.storages import distinct, without
 
 
-@given(sizes=st.lists(st.integers(0, 40), max_size=12), chunk=st.integers(1, 16))
-def test_every_byte_is_copied_to_exactly_one_place_in_the_chunks(sizes: list[int], chunk: int) -> None:
-    spans = list(split_over_chunks(sizes, chunk))
-    read = [(s.storage, s.start + i) for s in spans for i in range(s.length)]
-    assert read == [(index, byte) for index, size in enumerate(sizes) for byte in range(size)]
-    written = [s.chunk * chunk + s.offset + i for s in spans for i in range(s.length)]
-    assert written == list(range(sum(sizes)))
-    assert all(s.offset + s.length <= chunk for s in spans)
+@given(sizes=st.lists(st.integers(0, 40), max_size=12), size=st.integers(1, 16))
+def test_every_byte_is_copied_to_exactly_one_place_in_the_chunks(sizes: list[int], size: int) -> None:
+    contents = list(torch.arange(sum(sizes)).split(sizes))
+    places = torch.full((-(-sum(sizes) // size) * size,), -1)
+    for content, chunk in spans(contents, places.split(size) if len(places) else []):
+        assert len(content) == len(chunk) > 0
+        chunk.copy_(content)
+    assert places[: sum(sizes)].tolist() == list(range(sum(sizes))) and bool((places[sum(sizes) :] == -1).all())
 
 
 def overwrite_free_memory(nbytes: int) -> None:

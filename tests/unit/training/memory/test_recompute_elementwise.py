@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.training.memory.recompute_elementwise import drop_and_recompute, producing_node, shares_memory
+from swift_megatron_grpo.training.layers.fast_kernels import drop_and_recompute, producing_node, shares_memory
 
 
 class Gate(torch.autograd.Function):
