@@ -104,9 +104,7 @@ class ModelImage:
     grid: tuple[int, int, int]  # patches in time, height and width; of an image in tiles: tiles, and the patches of one
     merge: int  # a token stands for merge * merge patches
     channels: tuple[tuple[float, float], ...]  # per colour a, b: the model reads a * byte + b
-    encode: Callable[
-        [], torch.Tensor
-    ]  # reads and cuts the image: bytes [patches or tiles, values of one], colours outermost
+    encode: Callable[[], torch.Tensor]  # reads and cuts it: bytes [patches or tiles, values of one], colours outermost
     has_axes: bool = True  # its tokens have positions in time, height and width; False: like text
 
     @property
@@ -122,7 +120,7 @@ class ModelImage:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """A image in a sequence: its tokens are those from `start` on."""
+    """An image in a sequence: its tokens are those from `start` on."""
 
     image: ModelImage
     start: int

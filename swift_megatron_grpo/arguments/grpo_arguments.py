@@ -30,11 +30,9 @@ from swift_megatron_grpo.arguments.problems import check_all, prefix_problems
 from swift_megatron_grpo.arguments.refused import refuse
 from swift_megatron_grpo.arguments.resume import apply_resume, check_ranks_agree, raise_if_finished, typed_flags
 from swift_megatron_grpo.arguments.start_up_log import start_up_lines
-from swift_megatron_grpo.data.checks import check_rows
-from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
+from swift_megatron_grpo.data.checks import check_rows, no_prompt_dropped
+from swift_megatron_grpo.data.encoded_rows import check_images, read_images, without_long_prompts
 from swift_megatron_grpo.data.evaluation_sets import rows_by_name
-from swift_megatron_grpo.data.image_checks import check_images, read_images
-from swift_megatron_grpo.data.long_prompts import without_long_prompts
 from swift_megatron_grpo.generation.protocol.api_key import API_KEY_VARIABLE, hide_in_process_list, read_api_key
 from swift_megatron_grpo.generation.requests import infer_request
 from swift_megatron_grpo.platforms.attention_packages import vision_tower_has_flash_attention

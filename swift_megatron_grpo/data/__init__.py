@@ -1,14 +1,11 @@
 """The dataset of prompts.
 
-checks.py        refuse datasets that cannot be trained on, before a model loads
-dropped_rows.py  refuse rows that ms-swift would drop
-image_checks.py  refuse rows whose images cannot be trained on
+checks.py        refuse datasets that cannot be trained on, and rows that ms-swift would drop, before a model loads
+encoded_rows.py  refuse rows whose images cannot be trained on, and prompts longer than --max_length
 image_formats.py  the ways in which processors cut images, and the tokens that stand for them
 evaluation_sets.py  the rows of each validation dataset, by its name
 images.py        image bytes, their digests, limits on what a client may send
 image_reader.py  the images of prompts as a model reads them, and their places among the tokens
-long_prompts.py  leave out or refuse prompts longer than --max_length
-rows_on_ranks.py  work on every row of a dataset, distributed over the ranks
 prompts.py       take prompts in an order that depends only on the seed
 
 Tested by tests/unit/data and tests/unit/loop/test_rollouts.py.

@@ -26,7 +26,11 @@ def names_of(datasets: Sequence[str], chosen: Sequence[str] | None) -> dict[str,
     do not fit the datasets.
     """
     sources = list({_sources(typed): None for typed in datasets})
-    default = _distinct([_name(source[0]) for source in sources])
+    files = [Path(source) for source, *_ in sources]
+    stems = [_OTHER.sub("_", file.stem if file.suffix.lower() in _SUFFIXES else file.name) for file in files]
+    default = [
+        stem if stem not in stems[:i] else f"{stem}_{stems[: i + 1].count(stem)}" for i, stem in enumerate(stems)
+    ]
     names = default if chosen is None else list(chosen)
     wrong = None
     if len(names) != len(sources):
@@ -48,20 +52,6 @@ def rows_by_name(rows: Any, names: Mapping[str, str]) -> dict[str, Any]:
     for place, source in enumerate(rows[_SOURCE]):
         places[names[source]].append(place)
     return {name: rows.select(chosen) for name, chosen in places.items() if chosen}
-
-
-def _name(source: str) -> str:
-    """Return the name of a file without its suffix, or the last part of a hub id."""
-    path = Path(source)
-    name = path.stem if path.suffix.lower() in _SUFFIXES else path.name
-    return _OTHER.sub("_", name)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    return [
-        name if name not in names[:place] else f"{name}_{names[: place + 1].count(name)}"
-        for place, name in enumerate(names)
-    ]
 
 
 def _sources(typed: str) -> tuple[str, ...]:

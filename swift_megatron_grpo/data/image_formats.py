@@ -40,11 +40,8 @@ class ImageFormat:
     def __post_init__(self) -> None:
         processor = self.processor
         factor = processor.rescale_factor if processor.do_rescale else 1.0
-        mean = (0.0,) * 3
-        std = (1.0,) * 3
-        if processor.do_normalize:
-            mean = processor.image_mean
-            std = processor.image_std
+        mean = processor.image_mean if processor.do_normalize else (0.0,) * 3
+        std = processor.image_std if processor.do_normalize else (1.0,) * 3
         object.__setattr__(self, "channels", tuple((factor / s, -m / s) for m, s in zip(mean, std, strict=True)))
 
     @property
@@ -77,27 +74,19 @@ class ImageFormat:
         limit = options.get("max_pixels", self.max_pixels)
         if not limit or width * height <= limit:
             return width, height
-        ratio = width / height
-        scaled = sqrt(limit / ratio)
-        return int(scaled * ratio), int(scaled)
+        scaled = sqrt(limit / (width / height))
+        return int(scaled * (width / height)), int(scaled)
 
 
 @dataclass(frozen=True, slots=True)
 class Patches(ImageFormat):
     """Patches of an image that ms-swift's template has resized (Qwen-VL)."""
 
-    def __post_init__(self) -> None:
-        ImageFormat.__post_init__(self)
-        processor = self.processor
-        if processor.merge_size != MERGE or processor.temporal_patch_size != 2:
-            raise ValueError(
-                f"the image processor merges {processor.merge_size} x {processor.merge_size} patches of "
-                f"{processor.temporal_patch_size} frames; only 2 x 2 patches of 2 frames are supported"
-            )
+    processor_resizes: ClassVar[bool] = False
 
     @property
     def side(self) -> int:
-        """Return the pixels per side of the square that is one token."""
+        """Pixels per side of the square that is one token."""
         return int(self.processor.patch_size) * MERGE
 
     @property
@@ -119,10 +108,7 @@ class Patches(ImageFormat):
         return 1, height // self.processor.patch_size, width // self.processor.patch_size
 
     def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
-        return self._cut(image, resize=False)
-
-    def _cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
-        found = self.processor(images=[image], do_resize=resize, **_AS_BYTES)
+        found = self.processor(images=[image], do_resize=resize and self.processor_resizes, **_AS_BYTES)
         time, height, width = found["image_grid_thw"][0].tolist()
         return found["pixel_values"], (time, height, width)
 
@@ -130,6 +116,8 @@ class Patches(ImageFormat):
 @dataclass(frozen=True, slots=True)
 class ResizedPatches(Patches):
     """Patches of an image that the processor itself resizes (GLM-V). Of a row's options, max_pixels alone counts."""
+
+    processor_resizes: ClassVar[bool] = True
 
     def grid(self, width: int, height: int, options: Mapping[str, Any]) -> Grid:
         from transformers.models.glm4v.image_processing_glm4v import smart_resize
@@ -141,9 +129,6 @@ class ResizedPatches(Patches):
             frames, height, width, frames, self.side, limits["shortest_edge"], limits["longest_edge"]
         )
         return self.uncut_grid(columns, rows)
-
-    def cut(self, image: Image.Image, resize: bool) -> tuple[torch.Tensor, Grid]:
-        return self._cut(image, resize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +164,11 @@ def image_format(template: Template) -> ImageFormat:
         side = isqrt(processor.image_seq_length) * MERGE
         ends = (processor.start_image_token_id,), (processor.end_image_token_id,)
         return Tiles(images, placeholder, template.max_pixels, *ends, of_tile=(side, side))
+    merge, frames = images.merge_size, images.temporal_patch_size
+    if (merge, frames) != (MERGE, 2):
+        raise ValueError(
+            f"the image processor merges {merge} x {merge} patches of {frames} frames; only 2 x 2 patches of 2 frames "
+            "are supported"
+        )
     kind = ResizedPatches if name.startswith(("Glm4v", "Glm46V")) else Patches
     return kind(images, placeholder, template.max_pixels)

@@ -54,10 +54,7 @@ class ImageReader:
     def place(
         self, prompt_id: str, images: Sequence[ModelImage], tokens: Sequence[int], may_end_early: bool = False
     ) -> tuple[PlacedImage, ...]:
-        """Return where the images of a prompt are in a sequence of tokens, as the inference engine has expanded them.
-
-        `may_end_early`: the conversation may have ended before its last images were shown.
-        """
+        """Return where images are in expanded tokens. `may_end_early`: the last ones may not have been shown."""
         runs = placeholder_runs(tokens, self.format.placeholder)
         images = images[: len(runs)] if may_end_early else images
         found = [length for _, length in runs]
@@ -99,14 +96,8 @@ class ImageReader:
         return image
 
     def _make(self, content: bytes, grid: Grid, encode: Callable[[], torch.Tensor]) -> ModelImage:
-        return ModelImage(
-            digest=digest_of(content),
-            grid=grid,
-            merge=MERGE,
-            channels=self.format.channels,
-            encode=encode,
-            has_axes=self.format.has_axes,
-        )
+        made = self.format
+        return ModelImage(digest_of(content), grid, MERGE, made.channels, encode, has_axes=made.has_axes)
 
     def _patches(self, content: bytes, options: dict[str, Any], grid: Grid) -> torch.Tensor:
         """Decode, resize and cut an image; the values stay bytes, a quarter of what the processor would return."""
@@ -121,10 +112,7 @@ class ImageReader:
 
 
 def _only_image(content: bytes) -> dict[str, Any]:
-    return {
-        "messages": [{"role": "user", "content": "<image>"}],
-        "images": [{"bytes": content, "path": None}],
-    }
+    return {"messages": [{"role": "user", "content": "<image>"}], "images": [{"bytes": content, "path": None}]}
 
 
 def placeholder_runs(tokens: Sequence[int], placeholder: int) -> list[tuple[int, int]]:

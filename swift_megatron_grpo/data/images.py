@@ -41,7 +41,10 @@ def image_bytes(source: Any) -> bytes:
     try:
         content: bytes = load_file(source).getvalue()
     except Exception as error:  # whatever a file system, a download or base64 raises
-        raise UnreadableImage(f"cannot be read: {_name(source)}: {type(error).__name__}") from error
+        name = source if isinstance(source, str) else f"{len(source)} bytes"
+        if len(name) > 200:
+            name = f"{name[:40]}... ({len(name)} characters, read as base64)"
+        raise UnreadableImage(f"cannot be read: {name}: {type(error).__name__}") from error
     return content
 
 
@@ -60,8 +63,7 @@ def digest_of(content: bytes) -> str:
 
 def files_of(row: Mapping[str, Any]) -> list[tuple[str, bytes]]:
     """Return digest and content of each image of a row, in order."""
-    contents = map(image_bytes, images_of(row))
-    return [(digest_of(content), content) for content in contents]
+    return [(digest_of(content), content) for content in map(image_bytes, images_of(row))]
 
 
 def image_digests(prompt: Prompt) -> list[str]:
@@ -94,8 +96,3 @@ def is_portable(source: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _name(source: str | bytes) -> str:
-    text = source if isinstance(source, str) else f"{len(source)} bytes"
-    return text if len(text) <= 200 else f"{text[:40]}... ({len(text)} characters, read as base64)"

@@ -31,40 +31,33 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._default_system = default_system
+        self.rows = len(rows)
         self.taken = taken
         self._label = label
         self._order_of_epoch = (-1, [0])
 
     def take(self, count: int) -> list[Prompt]:
         """Return the next `count` prompts."""
-        prompts = [self._prompt(index) for index in range(self.taken, self.taken + count)]
+        places = [divmod(number, self.rows) for number in range(self.taken, self.taken + count)]
         self.taken += count
-        return prompts
+        return [self._prompt(epoch, self._order(epoch)[place]) for epoch, place in places]
 
     def find(self, prompt_id: str) -> Prompt | None:
         """Return the prompt with this id; None if it is another source's, or if the dataset has no such row."""
         epoch, _, row = prompt_id.removeprefix(self._label).partition("-")
         if not (prompt_id.startswith(self._label) and epoch.isdecimal() and row.isdecimal()):
             return None
-        return self._prompt_of_row(int(epoch), int(row)) if int(row) < len(self._rows) else None
+        return self._prompt(int(epoch), int(row)) if int(row) < self.rows else None
 
-    def _prompt(self, number: int) -> Prompt:
-        epoch, place = divmod(number, len(self._rows))
-        return self._prompt_of_row(epoch, self._order(epoch)[place])
-
-    def _prompt_of_row(self, epoch: int, row: int) -> Prompt:
-        return Prompt(prompt_id=f"{self._label}{epoch}-{row}", row=self._with_system(self._rows[row]))
-
-    def _with_system(self, row: dict[str, Any]) -> dict[str, Any]:
-        messages = row["messages"]
-        if not self._default_system or messages[0]["role"] == "system":
-            return dict(row)
-        return {**row, "messages": [{"role": "system", "content": self._default_system}, *messages]}
+    def _prompt(self, epoch: int, index: int) -> Prompt:
+        row = dict(self._rows[index])
+        if self._default_system and row["messages"][0]["role"] != "system":
+            row["messages"] = [{"role": "system", "content": self._default_system}, *row["messages"]]
+        return Prompt(prompt_id=f"{self._label}{epoch}-{index}", row=row)
 
     def _order(self, epoch: int) -> list[int]:
         if self._order_of_epoch[0] != epoch:
             generator = torch.Generator().manual_seed(self._seed + epoch)
-            size = len(self._rows)
-            order = torch.randperm(size, generator=generator).tolist() if self._shuffle else list(range(size))
-            self._order_of_epoch = (epoch, order)
+            shuffled = torch.randperm(self.rows, generator=generator)
+            self._order_of_epoch = (epoch, shuffled.tolist() if self._shuffle else list(range(self.rows)))
         return self._order_of_epoch[1]

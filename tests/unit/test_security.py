@@ -25,7 +25,7 @@ UNPICKLES = {"training/upstream_fixes/result_queue.py", "runtime/parallel.py", "
 READS_PICKLED_DATA = {
     "runtime/parallel.py": {"all_gather_object"},
     "training/engine.py": {"all_gather_object", "broadcast_object_list"},
-    "data/rows_on_ranks.py": {"all_gather_object"},
+    "data/encoded_rows.py": {"all_gather_object"},
     "arguments/resume.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
     "cli/check_layouts/compare.py": {"load"},  # what its own ranks have written, with weights_only

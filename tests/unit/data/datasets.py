@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
+from swift_megatron_grpo.data.checks import no_prompt_dropped
 
 
 def write(path: Path, *rows: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.data.dropped_rows import no_prompt_dropped
+from swift_megatron_grpo.data.checks import no_prompt_dropped
 from tests.unit.data.datasets import QUESTION, load, write
 
 

@@ -17,7 +17,7 @@ from swift.template import get_template
 from swift_megatron_grpo.cli.check_layouts.launch import template_for_images
 from swift_megatron_grpo.cli.tiny_models.composites import Shape, save_composite
 from swift_megatron_grpo.cli.tiny_models.text import TINY
-from swift_megatron_grpo.data.image_checks import ImagesOfRow, check_images, check_row
+from swift_megatron_grpo.data.encoded_rows import ImagesOfRow, check_images, check_row
 from swift_megatron_grpo.data.image_formats import MismatchedImages
 from swift_megatron_grpo.data.image_reader import ImageReader, placeholder_runs
 from swift_megatron_grpo.data.images import UnreadableImage, image_bytes, image_size
