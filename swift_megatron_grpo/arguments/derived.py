@@ -15,7 +15,7 @@ from swift.utils import get_dist_setting
 
 from swift_megatron_grpo.data.evaluation_sets import names_of
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
-from swift_megatron_grpo.grading import gym_reward
+from swift_megatron_grpo.grading.rewards import gym_reward
 from swift_megatron_grpo.output.checkpoints.sources import Source
 from swift_megatron_grpo.output.recording import folder as recording
 from swift_megatron_grpo.settings.adapter import Adapter

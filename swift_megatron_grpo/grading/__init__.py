@@ -2,37 +2,10 @@
 
 rewards.py     calls the reward functions, with timeouts, and validates what they return
 results.py     computes total rewards, advantages and reward metrics, and subtracts KL from the reward
-advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats
-statistics.py  mean and standard deviation of rewards, in fp64
+advantages.py  advantage estimators (GRPO, RLOO, REINFORCE++, GDPO) on plain floats, in fp64
 tries.py       pass@k and maj@k of evaluations, and the answers that completions give
 filters.py     dynamic sampling: replaces groups of equal rewards
 
 Every rank calls the reward functions on its share of the completions. Advantages need whole groups.
 Tests: tests/unit/grading.
 """
-
-from swift_megatron_grpo.grading.filters import Resampled, resample
-from swift_megatron_grpo.grading.results import (
-    BadReward,
-    add_advantages,
-    outcome_metrics,
-    reward_metrics,
-    subtract_kl,
-    total_rewards,
-)
-from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions, gym_reward
-
-__all__ = [
-    "BadReward",
-    "Resampled",
-    "RewardError",
-    "RewardFunctions",
-    "add_advantages",
-    "call_reward_functions",
-    "gym_reward",
-    "outcome_metrics",
-    "resample",
-    "reward_metrics",
-    "subtract_kl",
-    "total_rewards",
-]

@@ -6,24 +6,21 @@ is 0. A completion that has no other completion to be compared with also gets ad
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
 
 if TYPE_CHECKING:
     from swift_megatron_grpo.settings.config import Estimator, ScaleRewards  # needs torch
 
 _EPSILON = 1e-4  # ms-swift's
 _GDPO_EPSILON = 1e-8  # ms-swift's
+_LARGEST = 3.4028234663852886e38  # the largest finite fp32 value; ms-swift stores rewards in fp32
 Rewards = Sequence[float | None]
 
 
 def total_reward(rewards: Rewards, weights: Sequence[float]) -> float | None:
-    """Return the weighted sum over the functions that apply.
-
-    Returns None if no function applies, or if one returned NaN or infinity.
-    """
+    """Return the weighted sum of the functions that apply; None without any, or if one returned NaN or infinity."""
     applying = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
     if not applying or not all(usable(reward) for reward, _ in applying):
         return None
@@ -111,3 +108,27 @@ def gdpo_advantages(
     centre = mean(values)
     spread = standard_deviation(values) + _GDPO_EPSILON
     return [0.0 if value is None else (value - centre) / spread for value in sums]
+
+
+def usable(reward: float) -> bool:
+    """Return True if the reward is neither NaN nor infinite in fp32."""
+    return abs(reward) <= _LARGEST
+
+
+def valid(rewards: Sequence[float | None]) -> list[float]:
+    return [reward for reward in rewards if reward is not None]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean: exactly the common value if all are equal, which a rounded sum does not guarantee."""
+    if min(values) == max(values):
+        return float(values[0])
+    return math.fsum(values) / len(values)
+
+
+def standard_deviation(values: Sequence[float]) -> float:
+    """Return the standard deviation with Bessel's correction; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    centre = mean(values)
+    return math.hypot(*(value - centre for value in values)) / math.sqrt(len(values) - 1)

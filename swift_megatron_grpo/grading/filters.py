@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swift_megatron_grpo.grading.statistics import standard_deviation, valid
+from swift_megatron_grpo.grading.advantages import standard_deviation, valid
 from swift_megatron_grpo.types import Graded
 
 Draw = Callable[[int], Sequence[Graded]]  # n -> n groups of further prompts, generated and graded

@@ -6,9 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from swift_megatron_grpo.grading.advantages import gdpo_advantages, group_advantages, total_reward
+from swift_megatron_grpo.grading.advantages import (
+    gdpo_advantages,
+    group_advantages,
+    mean,
+    standard_deviation,
+    total_reward,
+    usable,
+    valid,
+)
 from swift_megatron_grpo.grading.rewards import Scores, describe
-from swift_megatron_grpo.grading.statistics import mean, standard_deviation, usable, valid
 from swift_megatron_grpo.types import Graded, Outcome, Rollout
 
 if TYPE_CHECKING:
@@ -45,30 +52,25 @@ def subtract_kl(graded: Sequence[Graded], divergences: Sequence[float], beta: fl
     ]
 
 
-def add_advantages(graded: Sequence[Graded], num_generations: int, config: GradingConfig) -> list[Graded]:
+def add_advantages(graded: Sequence[Graded], config: GradingConfig) -> list[Graded]:
     """Return the completions with their advantages. Groups are consecutive and whole."""
     rewards = [completion.reward for completion in graded]
     if all(reward is None for reward in rewards):
         _refuse_bad(graded, config)
     if config.scale_rewards == "gdpo":
         scores = [completion.rewards for completion in graded]
-        advantages = gdpo_advantages(scores, rewards, config.reward_weights, num_generations)
+        advantages = gdpo_advantages(scores, rewards, config.reward_weights, config.num_generations)
     else:
-        advantages = group_advantages(rewards, num_generations, config.scale_rewards, config.estimator)
+        advantages = group_advantages(rewards, config.num_generations, config.scale_rewards, config.estimator)
     return [replace(completion, advantage=advantage) for completion, advantage in zip(graded, advantages, strict=True)]
 
 
 def _refuse_bad(graded: Sequence[Graded], config: GradingConfig) -> None:
-    bad = [i for i, completion in enumerate(graded) if completion.reward is None]
-    if bad:
-        rollouts = [completion.rollout for completion in graded]
-        scores = [completion.rewards for completion in graded]
-        raise BadReward(_bad_reward_message(bad, rollouts, scores, config))
-
-
-def _bad_reward_message(bad: Sequence[int], rollouts: Sequence[Rollout], scores: Scores, config: GradingConfig) -> str:
-    lines = [f"{len(bad)} of {len(rollouts)} completions have no valid reward:"]
-    lines += [f"  {_reason(scores[i], config)} for {describe(rollouts[i])}" for i in bad[:_SHOWN]]
+    bad = [completion for completion in graded if completion.reward is None]
+    if not bad:
+        return
+    lines = [f"{len(bad)} of {len(graded)} completions have no valid reward:"]
+    lines += [f"  {_reason(one.rewards, config)} for {describe(one.rollout)}" for one in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
         lines.append(f"  and {len(bad) - _SHOWN} more")
     if config.bad_reward == "stop":
@@ -77,7 +79,7 @@ def _bad_reward_message(bad: Sequence[int], rollouts: Sequence[Rollout], scores:
         )
     else:
         lines.append("--bad_reward drop removes such completions, but nothing would be left to train on")
-    return "\n".join(lines)
+    raise BadReward("\n".join(lines))
 
 
 def _reason(row: Sequence[float | None], config: GradingConfig) -> str:
@@ -92,17 +94,10 @@ def _reason(row: Sequence[float | None], config: GradingConfig) -> str:
     return " and ".join(broken) or f"the weighted sum of {list(row)} exceeds the range of fp32"
 
 
-def reward_metrics(
-    graded: Sequence[Graded], names: Sequence[str], num_generations: int, scale: ScaleRewards = "group"
-) -> dict[str, float]:
-    """Compute the reward metrics, with ms-swift's names and formulas, without the dropped completions."""
-    return outcome_metrics([completion.outcome for completion in graded], names, num_generations, scale)
-
-
 def outcome_metrics(
     outcomes: Sequence[Outcome], names: Sequence[str], num_generations: int, scale: ScaleRewards = "group"
 ) -> dict[str, float]:
-    """Compute the reward metrics of completions whose tokens may be gone."""
+    """Compute the reward metrics, with ms-swift's names and formulas, without the dropped completions."""
     groups = [
         valid([completion.reward for completion in outcomes[start : start + num_generations]])
         for start in range(0, len(outcomes), num_generations)

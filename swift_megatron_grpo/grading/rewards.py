@@ -14,12 +14,12 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.runtime.failures import SharedFailure
@@ -28,8 +28,9 @@ from swift_megatron_grpo.types import Rollout
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
+# A time limit on the function of this name: yields its seconds (None: no limit), raises DeadlineExceeded past them.
+Limit = Callable[[str], AbstractContextManager[float | None]]
 Scores = list[list[float | None]]  # [completion][function]
-Columns = dict[str, list[Any]]
 
 _MEDIA = ("images", "videos", "audios")  # may be large: passed without a copy; all other columns are copied
 _OPTIONAL = (*_MEDIA, "tools", "objects")  # ms-swift omits these where they are empty
@@ -38,17 +39,10 @@ _NOT_FOR_REWARDS = frozenset(  # columns that ms-swift does not pass to reward f
     + ("teacher_prompt", "teacher_images", "teacher_messages")
 )
 _TIMED_OUT = object()
-_RETRY_SECONDS = 10.0  # for calls on parts of a batch on which a function raised (--bad_reward drop)
 
 
 class RewardError(RuntimeError):
     """A reward function failed or returned no valid list. The message names the function and a completion."""
-
-
-class Limit(Protocol):
-    """A time limit on one reward function: yields its seconds (None: no limit), raises DeadlineExceeded past them."""
-
-    def __call__(self, what: str) -> AbstractContextManager[float | None]: ...
 
 
 def no_limit(what: str) -> AbstractContextManager[None]:
@@ -59,13 +53,6 @@ def no_limit(what: str) -> AbstractContextManager[None]:
 class RewardFunctions:
     names: Sequence[str]
     functions: Sequence[RewardFunction]
-    weights: Sequence[float]
-
-    def __post_init__(self) -> None:
-        if not len(self.names) == len(self.functions) == len(self.weights):
-            raise ValueError(
-                f"{len(self.functions)} reward functions with {len(self.names)} names and {len(self.weights)} weights"
-            )
 
 
 def call_reward_functions(
@@ -77,18 +64,17 @@ def call_reward_functions(
 ) -> Scores:
     """Call every reward function on all completions and return the scores, [completion][function].
 
-    NaN and infinity are passed through: `total_rewards` decides what happens to them. With `drop_failing` a completion
-    on which a function raises gets NaN as well.
+    NaN and infinity are passed through: `total_rewards` decides what happens to them. With `drop_failing` a function
+    that raises gives NaN to all completions.
     """
     if not rollouts:
         return []
-    batch = _Batch(rollouts, reward_columns(rollouts), trainer_state)
-    results = _call_all(rewards, batch, limit, drop_failing)
+    results = _call_all(rewards, _Batch(rollouts, trainer_state), limit, drop_failing)
     by_function = [_validated(name, result, rollouts) for name, result in zip(rewards.names, results, strict=True)]
     return [list(row) for row in zip(*by_function, strict=True)]
 
 
-def reward_columns(rollouts: Sequence[Rollout]) -> Columns:
+def reward_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """Return the keyword arguments of reward functions: one value per completion, None if its row has no value."""
     counts: Counter[str] = Counter()  # completions so far, by prompt
     rows = []
@@ -133,31 +119,49 @@ def _reward_row(rollout: Rollout, request_id: str) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
 class _Batch:
-    rollouts: Sequence[Rollout]
-    columns: Columns
-    trainer_state: Any
+    """The completions on which every function is called, once."""
 
-    def call(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
-        """Call a function on these completions, and wait for a coroutine function."""
-        if _is_async(function):
-            return asyncio.run(self.call_async(name, function, rows))
-        with _forks_end_here(name):
-            return self._call(function, rows)
+    def __init__(self, rollouts: Sequence[Rollout], trainer_state: Any) -> None:
+        self._rollouts = rollouts
+        self._columns = reward_columns(rollouts)
+        self._trainer_state = trainer_state
 
-    async def call_async(self, name: str, function: RewardFunction, rows: slice = slice(None)) -> Any:
-        with _forks_end_here(name):
-            return await self._call(function, rows)
+    def call(self, function: RewardFunction) -> Any:
+        """Call a function; a coroutine function returns its coroutine."""
+        completions = [rollout.text for rollout in self._rollouts]
+        columns = {name: list(values) for name, values in self._columns.items()}
+        return function(completions, **{"trainer_state": self._trainer_state, **columns})
 
-    def _call(self, function: RewardFunction, rows: slice) -> Any:
-        completions = [rollout.text for rollout in self.rollouts[rows]]
-        columns = {name: values[rows] for name, values in self.columns.items()}
-        return function(completions, **{"trainer_state": self.trainer_state, **columns})
+    async def outcome(self, name: str, function: RewardFunction) -> Any:
+        """Return what a coroutine function returns, or what it raises: asyncio ends its loop at SystemExit."""
+        try:
+            with _forks_end_here(name):
+                return await self.call(function)
+        except BaseException as error:
+            return error
 
     def describe(self) -> str:
         """Identify the batch in an error message. Which completion is at fault only another call could show."""
-        return f"on {len(self.rollouts)} completions, the first: {describe(self.rollouts[0])}"
+        return f"on {len(self._rollouts)} completions, the first: {describe(self._rollouts[0])}"
+
+    def scores_of_failed(self, name: str, error: BaseException, drop: bool) -> list[float]:
+        """Return NaN for every completion, or raise RewardError. Another call may cost money or change a state."""
+        fault = f"reward function {name} raised {type(error).__name__}: {error}"
+        if not drop:
+            raise RewardError(f"{fault} ({self.describe()})") from error
+        logger.warning(f"{fault}; --bad_reward drop leaves its batch out ({self.describe()})")
+        return [math.nan] * len(self._rollouts)
+
+    @contextmanager
+    def limited(self, limit: Limit, names: Sequence[str]) -> Iterator[float | None]:
+        """Limit the time of these functions together, and name them if they exceed it."""
+        start = time.monotonic()
+        try:
+            with limit(f"reward function {' or '.join(names)}") as seconds:
+                yield seconds
+        except DeadlineExceeded:
+            raise self.timeout_error(names, time.monotonic() - start) from None
 
     def timeout_error(self, names: Sequence[str], seconds: float) -> RewardError:
         return RewardError(
@@ -192,116 +196,41 @@ def _forks_end_here(name: str) -> Iterator[None]:
 
 def _call_all(rewards: RewardFunctions, batch: _Batch, limit: Limit, drop_failing: bool) -> list[Any]:
     """Call the synchronous functions one after the other, and then all coroutine functions concurrently."""
-    results: list[Any] = [None] * len(rewards.functions)
-
-    def on_failure(i: int, error: BaseException, seconds: float) -> None:
-        name = rewards.names[i]
-        function = rewards.functions[i]
-        if not drop_failing:
-            raise RewardError(
-                f"reward function {name} raised {type(error).__name__}: {error} ({batch.describe()})"
-            ) from error
-        with limit(f"reward function {name}"):
-            results[i] = _scores_of_others(name, function, batch, error, max(_RETRY_SECONDS, 2 * seconds))
-
-    for i, function in enumerate(rewards.functions):
-        if not _is_async(function):
-            start = time.monotonic()
-            try:
-                with limit(f"reward function {rewards.names[i]}"):
-                    results[i] = batch.call(rewards.names[i], function)
-            except DeadlineExceeded:
-                raise batch.timeout_error([rewards.names[i]], time.monotonic() - start) from None
-            except SharedFailure:  # from `limit`: the run stops
-                raise
-            except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
-                on_failure(i, error, time.monotonic() - start)
-    coroutines = [i for i, function in enumerate(rewards.functions) if _is_async(function)]
-    if coroutines:
-        start = time.monotonic()
-        names = [rewards.names[i] for i in coroutines]
+    results: dict[int, Any] = {}
+    later = {i: rewards.names[i] for i, function in enumerate(rewards.functions) if _is_async(function)}
+    for i, (name, function) in enumerate(zip(rewards.names, rewards.functions, strict=True)):
+        if i in later:
+            continue
         try:
-            with limit(f"reward function {' or '.join(names)}") as seconds:
-                functions = [rewards.functions[i] for i in coroutines]
-                outcomes = asyncio.run(_call_concurrently(names, functions, batch, seconds))
-        except DeadlineExceeded:  # a coroutine blocked without awaiting
-            raise batch.timeout_error(names, time.monotonic() - start) from None
-        timed_out = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is _TIMED_OUT]
-        if timed_out:
-            raise batch.timeout_error(timed_out, time.monotonic() - start)
-        for i, outcome in zip(coroutines, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                on_failure(i, outcome, time.monotonic() - start)
-            else:
-                results[i] = outcome
-    return results
+            with batch.limited(limit, [name]), _forks_end_here(name):
+                results[i] = batch.call(function)
+        except (RewardError, SharedFailure):  # from `limited`: the function exceeded its time, or the run stops
+            raise
+        except BaseException as error:  # also sys.exit and KeyboardInterrupt, which would end this rank unnamed
+            results[i] = batch.scores_of_failed(name, error, drop_failing)
+    if later:
+        start = time.monotonic()
+        with batch.limited(limit, list(later.values())) as seconds:
+            calls = [batch.outcome(name, rewards.functions[i]) for i, name in later.items()]
+            outcomes = dict(zip(later, asyncio.run(_together(calls, seconds)), strict=True))
+        if late := [name for i, name in later.items() if outcomes[i] is _TIMED_OUT]:
+            raise batch.timeout_error(late, time.monotonic() - start)
+        for i, name in later.items():
+            failed = isinstance(outcomes[i], BaseException)
+            results[i] = batch.scores_of_failed(name, outcomes[i], drop_failing) if failed else outcomes[i]
+    return [results[i] for i in range(len(rewards.functions))]
 
 
-async def _call_concurrently(
-    names: Sequence[str], functions: Sequence[RewardFunction], batch: _Batch, seconds: float | None
-) -> list[Any]:
-    """Return for each function its result, the exception that it raised, or _TIMED_OUT."""
+async def _together(calls: Sequence[Coroutine[Any, Any, Any]], seconds: float | None) -> list[Any]:
+    """Return the result of each coroutine, or _TIMED_OUT."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     # Slightly shorter than the limit around all of them, which cannot identify the function that is too slow.
-    timeout = None if seconds is None else 0.9 * seconds
-    calls = [
-        _call_with_timeout(name, function, batch, timeout) for name, function in zip(names, functions, strict=True)
-    ]
-    return await asyncio.gather(*calls, return_exceptions=True)
-
-
-async def _call_with_timeout(name: str, function: RewardFunction, batch: _Batch, seconds: float | None) -> Any:
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await batch.call_async(name, function)
-    except TimeoutError:
-        if limit.expired():
-            return _TIMED_OUT
-        raise
-    except (SystemExit, KeyboardInterrupt) as error:  # raised out of the event loop, past asyncio.gather
-        return error
+    await asyncio.wait(tasks, timeout=None if seconds is None else 0.9 * seconds)
+    return [task.result() if task.done() else _TIMED_OUT for task in tasks]
 
 
 def _is_async(function: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-def _scores_of_others(
-    name: str, function: RewardFunction, batch: _Batch, error: BaseException, seconds: float
-) -> list[float | None]:
-    """Return the scores of the completions on which a function does not fail, and NaN for those on which it does.
-
-    It is called again on smaller and smaller parts. Completions that it has not scored after `seconds` get NaN.
-    """
-    rollouts = batch.rollouts
-    scores: list[float | None] = [math.nan] * len(rollouts)
-    deadline = time.monotonic() + seconds
-
-    def score(first: int, last: int) -> None:
-        if time.monotonic() > deadline:
-            return
-        rows = slice(first, last)
-        try:
-            result = batch.call(name, function, rows)
-        except (DeadlineExceeded, SharedFailure):
-            raise
-        except BaseException:
-            if last - first > 1:
-                middle = (first + last) // 2
-                score(first, middle)
-                score(middle, last)
-            return
-        scores[rows] = _validated(name, result, rollouts[rows])
-
-    middle = len(rollouts) // 2
-    for first, last in ((0, middle), (middle, len(rollouts))) if middle else ():
-        score(first, last)
-    failed = [i for i, value in enumerate(scores) if value is not None and math.isnan(value)]
-    example = describe(rollouts[failed[0]]) if failed else "none of them alone"
-    logger.warning(
-        f"reward function {name} raised {type(error).__name__}: {error}; --bad_reward drop leaves {len(failed)} of "
-        f"{len(rollouts)} completions out, the first: {example}"
-    )
-    return scores
 
 
 def _validated(name: str, result: Any, rollouts: Sequence[Rollout]) -> list[float | None]:

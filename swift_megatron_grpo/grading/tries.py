@@ -28,10 +28,7 @@ class Try:
 
 
 def pass_at(k: int, tries: int, correct: int) -> float:
-    """Return the chance that k of these tries, drawn without replacement, have a correct one among them.
-
-    Over all tries of a prompt this is the unbiased estimate of pass@k.
-    """
+    """Return the chance that k of these tries, drawn without replacement, have a correct one: unbiased for pass@k."""
     return 1 - math.comb(tries - correct, k) / math.comb(tries, k)
 
 

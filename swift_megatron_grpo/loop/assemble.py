@@ -18,7 +18,7 @@ from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.canary import build_canary
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.grading import outcome_metrics
-from swift_megatron_grpo.grading.statistics import usable
+from swift_megatron_grpo.grading.advantages import usable
+from swift_megatron_grpo.grading.results import outcome_metrics
 from swift_megatron_grpo.grading.tries import Try, answer_of, tries_metrics
 from swift_megatron_grpo.settings.config import GRPOConfig
 from swift_megatron_grpo.types import Graded, Outcome, Prompt

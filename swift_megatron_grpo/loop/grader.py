@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from swift_megatron_grpo.generation.interface import Share
-from swift_megatron_grpo.grading import call_reward_functions
+from swift_megatron_grpo.grading.rewards import call_reward_functions
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.earlier import Recorded

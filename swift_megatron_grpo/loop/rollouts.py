@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from swift_megatron_grpo.grading import resample, total_rewards
+from swift_megatron_grpo.grading.filters import resample
+from swift_megatron_grpo.grading.results import total_rewards
 from swift_megatron_grpo.loop.grader import Grader
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead

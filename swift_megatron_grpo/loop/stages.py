@@ -8,7 +8,7 @@ from typing import TypeVar
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import GenerationEngine
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
 from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.completion_log import CompletionLog

@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from swift_megatron_grpo.data.images import image_digests
-from swift_megatron_grpo.grading import add_advantages, reward_metrics, subtract_kl
+from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
 from swift_megatron_grpo.loop.checks.expert_checks import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.rollouts import Rollouts
@@ -163,10 +163,11 @@ class GRPOLoop:
     def _finish_grading(self, graded: Sequence[Graded], step: StepContext) -> list[Graded]:
         """Add advantages, and log completions and rewards."""
         grading = self.config.grading
-        result = add_advantages(graded, grading.num_generations, grading)
+        result = add_advantages(graded, grading)
         self.stages.log.append(result)
+        outcomes = [completion.outcome for completion in result]
         step.metrics.update(
-            reward_metrics(result, self.stages.rewards.names, grading.num_generations, grading.scale_rewards)
+            outcome_metrics(outcomes, self.stages.rewards.names, grading.num_generations, grading.scale_rewards)
         )
         return result
 

@@ -19,7 +19,8 @@ class Rewards(Flags):
         "stop",
         "What to do when a completion has no valid reward: every reward function returned None, or one returned NaN or "
         "infinity, or raised an exception. stop: the run ends with an error that names the function and the "
-        "completion. drop: the completion is excluded from its group's statistics and is not trained. Default: stop.",
+        "completion. drop: the completion is excluded from its group's statistics and is not trained; a function that "
+        "raises excludes all completions of that call. Default: stop.",
     )
     reward_weights: list[float] | None
     soft_cache_length: Annotated[int | None, AtLeast(1, use=128, why="soft_overlong divides by it")]

@@ -25,7 +25,7 @@ from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.generation.local.engine_settings import check_engine_settings
 from swift_megatron_grpo.generation.remote.engine import RemoteVllm
 from swift_megatron_grpo.generation.remote.weight_sender import WeightSender
-from swift_megatron_grpo.grading import RewardFunctions, gym_reward
+from swift_megatron_grpo.grading.rewards import RewardFunctions, gym_reward
 from swift_megatron_grpo.loop.assemble import (
     LoadedModels,
     RunInputs,
@@ -94,7 +94,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
         self.settings = configure(args)
         if self.settings.server is None and self.settings.recording.replay is None:
             check_engine_settings(self.settings.vllm)
-        self.rewards = RewardFunctions(names, functions, self.settings.grading.reward_weights)
+        self.rewards = RewardFunctions(names, functions)
         self._merged = ExitStack()
         self._is_set_up = False
         super().__init__(args, template)

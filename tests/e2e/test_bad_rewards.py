@@ -50,13 +50,13 @@ def test_drop_trains_the_other_completions(folder: Path, dense: Path, dataset: P
         assert math.isfinite(step["loss"]) and step["grad_norm"] > 0
 
 
-def test_drop_trains_the_other_completions_of_a_function_that_raises(folder: Path, dense: Path, dataset: Path) -> None:
-    """Each rank's function raises on the first completion that it sees, in the first of two steps."""
-    run = train((folder, dense, dataset), "raises_on_one", "--bad_reward", "drop")
-    named = "reward function RaisesOnOne raised KeyError: 'solution'; --bad_reward drop leaves 1 of 4 completions out"
-    assert run.output.count(named) == 2, run.output[-3000:]
+def test_drop_trains_the_other_batches_of_a_function_that_raises(folder: Path, dense: Path, dataset: Path) -> None:
+    """The function raises on one of two ranks, in the first of two steps."""
+    run = train((folder, dense, dataset), "raises_once", "--bad_reward", "drop")
+    named = "reward function RaisesOnce raised KeyError: 'solution'; --bad_reward drop leaves its batch out (on 4 comp"
+    assert run.output.count(named) == 1, run.output[-3000:]
     first, second = run.log
-    assert first["rewards/dropped"] == 2 and "rewards/dropped" not in second
+    assert first["rewards/dropped"] == 4 and "rewards/dropped" not in second
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in run.log)
 
 

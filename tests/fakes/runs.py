@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
-from swift_megatron_grpo.grading import RewardFunctions
+from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.output.recording.dump import RolloutDump
@@ -176,7 +176,7 @@ def fake_run(
         prompts=PromptSource(ROWS, seed=1, shuffle=True, taken=rollouts_done * PROMPTS),
         spare_prompts=PromptSource(ROWS, 2, True, label="spare-"),
         image_reader=None, generation=engine, sync=engine, coordinator=ranks, replay=None, training=policy,
-        rewards=RewardFunctions(["length"], [length], [1.0]),
+        rewards=RewardFunctions(["length"], [length]),
         reference=Reference(events) if loss.beta else None, residency=Residency(events),
         logprob_check=SimpleNamespace(check=lambda samples, rounding: events.append("compare log-probs")),
         router_agreement=None, log=SimpleNamespace(append=logged.extend),

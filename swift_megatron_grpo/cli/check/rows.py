@@ -17,8 +17,7 @@ from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.requests import infer_request
-from swift_megatron_grpo.grading import RewardFunctions
-from swift_megatron_grpo.grading.rewards import RewardError, call_reward_functions
+from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.types import ModelImage, Prompt, Rollout
 
 MOST_ROWS = 256  # that are encoded
@@ -102,7 +101,7 @@ def _rollout(prompt: Prompt, text: str, template: Template) -> Rollout:
 def _try(name: str, function: Any, rollouts: Sequence[Rollout]) -> Reward:
     began = time.monotonic()
     try:
-        scores = call_reward_functions(rollouts, RewardFunctions([name], [function], [1.0]), TrainerState())
+        scores = call_reward_functions(rollouts, RewardFunctions([name], [function]), TrainerState())
     except RewardError as error:
         return Reward(name, problem=str(error))
     return Reward(name, time.monotonic() - began, tuple(score for [score] in scores))

@@ -26,13 +26,14 @@ class Raises(Broken):
         raise KeyError("solution")
 
 
-class RaisesOnOne(ORM):
-    """Raises whenever its batch contains the first completion that it has ever seen."""
+class RaisesOnce(ORM):
+    """Raises on the first batch of rank 0; another call on this batch would return rewards."""
+
+    raises = os.environ.get("RANK") == "0"
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
-        trouble = completions[0] if not hasattr(self, "trouble") else self.trouble
-        self.trouble = trouble
-        if trouble in completions:
+        if self.raises:
+            self.raises = False
             raise KeyError("solution")
         return [float(len(text)) for text in completions]
 
@@ -64,7 +65,7 @@ class ExitsAtOnce(Broken):
 
 orms.update(
     raises=Raises,
-    raises_on_one=RaisesOnOne,
+    raises_once=RaisesOnce,
     prints_megabytes=PrintsMegabytes,
     returns_nan=ReturnsNaN,
     exits=Exits,

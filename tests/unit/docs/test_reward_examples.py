@@ -21,7 +21,7 @@ from swift.rewards import orms
 from swift.rollout.gym_env import envs
 from swift.rollout.multi_turn import GYMScheduler
 
-from swift_megatron_grpo.grading import RewardError, RewardFunctions, call_reward_functions, gym_reward
+from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions, gym_reward
 from swift_megatron_grpo.types import Prompt, Rollout
 from tests.paths import REPOSITORY
 
@@ -43,7 +43,7 @@ def rollout(text: str, finish_reason: str = "stop", **columns: Any) -> Rollout:
 
 
 def call(function: Any, rollouts: list[Rollout]) -> list[Any]:
-    rewards = RewardFunctions(["example"], [function], [1.0])
+    rewards = RewardFunctions(["example"], [function])
     return [row[0] for row in call_reward_functions(rollouts, rewards, SimpleNamespace(global_step=1))]
 
 

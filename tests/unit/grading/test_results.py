@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading import BadReward, add_advantages, reward_metrics, total_rewards
+from swift_megatron_grpo.grading.results import BadReward, add_advantages, outcome_metrics, total_rewards
 from swift_megatron_grpo.settings.config import BadRewardPolicy, GradingConfig, ScaleRewards
 from swift_megatron_grpo.types import Graded, Rollout
 from tests.unit.grading.test_rewards import SCALES, make_rollouts, reward
@@ -26,11 +26,9 @@ def config(
     return GradingConfig(num_generations, names, tuple(weights), scale, bad_reward)
 
 
-def grade(
-    rollouts: Sequence[Rollout], scores: list[list[float | None]], num_generations: int, settings: GradingConfig
-) -> list[Graded]:
+def grade(rollouts: Sequence[Rollout], scores: list[list[float | None]], settings: GradingConfig) -> list[Graded]:
     """Compute total rewards and advantages from scores."""
-    return add_advantages(total_rewards(rollouts, scores, settings), num_generations, settings)
+    return add_advantages(total_rewards(rollouts, scores, settings), settings)
 
 
 # ---- bad rewards
@@ -48,7 +46,7 @@ def test_a_bad_reward_stops_the_run_and_names_the_function(row: list[float | Non
     rollouts = make_rollouts(["a", "b", "c", "bad"], group=2)
     scores: list[list[float | None]] = [[1.0, 1.0], [2.0, None], [3.0, 1.0], row]
     with pytest.raises(BadReward) as caught:
-        grade(rollouts, scores, 2, config(weights=[1.0, 1.0]))
+        grade(rollouts, scores, config(weights=[1.0, 1.0]))
     assert reason in str(caught.value)
     assert "1 of 4 completions have no valid reward" in str(caught.value)
     assert "--bad_reward drop" in str(caught.value)
@@ -58,11 +56,11 @@ def test_a_bad_reward_stops_the_run_and_names_the_function(row: list[float | Non
 def test_bad_reward_drop_excludes_the_completion(bad: float | None) -> None:
     rollouts = make_rollouts(["a", "b", "c", "d", "e", "f"], group=3)
     scores: list[list[float | None]] = [[1.0], [bad], [3.0], [1.0], [2.0], [3.0]]
-    graded = grade(rollouts, scores, 3, config(3, bad_reward="drop"))
+    graded = grade(rollouts, scores, config(3, bad_reward="drop"))
     assert [completion.reward for completion in graded] == [1.0, None, 3.0, 1.0, 2.0, 3.0]
     assert [completion.advantage for completion in graded[:3]] == pytest.approx([-0.70706, 0.0, 0.70706], abs=1e-4)
     assert [completion.rollout for completion in graded] == rollouts
-    metrics = reward_metrics(graded, ["function0"], 3)
+    metrics = outcome_metrics([one.outcome for one in graded], ["function0"], 3)
     assert metrics["rewards/dropped"] == 1
     assert metrics["reward"] == 2.0
     assert all(map(math.isfinite, metrics.values()))
@@ -70,12 +68,12 @@ def test_bad_reward_drop_excludes_the_completion(bad: float | None) -> None:
 
 def test_bad_reward_drop_stops_the_run_if_no_reward_is_valid() -> None:
     with pytest.raises(BadReward, match="nothing would be left to train on"):
-        grade(make_rollouts(["a", "b"], group=2), [[None], [math.nan]], 2, config(bad_reward="drop"))
+        grade(make_rollouts(["a", "b"], group=2), [[None], [math.nan]], config(bad_reward="drop"))
 
 
 def test_the_message_on_many_bad_rewards_is_shortened() -> None:
     with pytest.raises(BadReward, match="and 7 more"):
-        grade(make_rollouts(list("abcdefghij"), group=2), [[None]] * 10, 2, config())
+        grade(make_rollouts(list("abcdefghij"), group=2), [[None]] * 10, config())
 
 
 # ---- metrics
@@ -94,7 +92,7 @@ def test_metrics_equal_those_of_ms_swift(scale: ScaleRewards, rows: list[tuple[f
     weights = [1.0, 0.5, 2.0]
     names = ["a", "b", "never"]
     scores = [list(row) for row in rows]
-    graded = grade(make_rollouts(["x"] * len(rows), group=2), scores, 2, config(2, weights, scale))
+    graded = grade(make_rollouts(["x"] * len(rows), group=2), scores, config(2, weights, scale))
     matrix = torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float64)
     totals = (matrix * torch.tensor(weights, dtype=torch.float64)).nansum(1)
     stock = compute_reward_metrics(totals, matrix, names, 2, scale)
@@ -105,7 +103,7 @@ def test_metrics_equal_those_of_ms_swift(scale: ScaleRewards, rows: list[tuple[f
         **{f"rewards/{name}/mean": value for name, value in stock.per_func_mean.items()},
         **{f"rewards/{name}/std": value for name, value in stock.per_func_std.items()},
     }
-    metrics = reward_metrics(graded, names, 2, scale)
+    metrics = outcome_metrics([one.outcome for one in graded], names, 2, scale)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected, rel=1e-6, abs=1e-6)
     assert "rewards/never/mean" not in metrics
     assert "rewards/dropped" not in metrics
@@ -113,7 +111,7 @@ def test_metrics_equal_those_of_ms_swift(scale: ScaleRewards, rows: list[tuple[f
 
 def test_lengths_and_truncation_are_reported() -> None:
     graded = [Graded(rollout, [1.0], 1.0, 0.0) for rollout in make_rollouts(["a", "abcd", "ab...", ""], group=2)]
-    metrics = reward_metrics(graded, ["f"], 2)
+    metrics = outcome_metrics([one.outcome for one in graded], ["f"], 2)
     assert metrics["completions/mean_length"] == 2.5
     assert metrics["completions/max_length"] == 5
     assert metrics["completions/min_length"] == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.grading import RewardError, call_reward_functions
+from swift_megatron_grpo.grading.rewards import RewardError, call_reward_functions
 from swift_megatron_grpo.runtime.deadlines.interrupt import interrupted_after
 from tests.unit.grading.test_rewards import functions, length, make_rollouts
 

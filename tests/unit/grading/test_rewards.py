@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.grading.advantages import group_advantages, total_reward
+from swift_megatron_grpo.grading.rewards import RewardError, RewardFunctions, call_reward_functions
 from swift_megatron_grpo.settings.config import ScaleRewards
 from swift_megatron_grpo.types import Prompt, Rollout
 
@@ -43,7 +43,7 @@ def make_rollouts(texts: Sequence[str], group: int = 1, **columns: Any) -> list[
 
 
 def functions(*called: Callable[..., Any]) -> RewardFunctions:
-    return RewardFunctions([function.__name__ for function in called], called, [1.0] * len(called))
+    return RewardFunctions([function.__name__ for function in called], called)
 
 
 def length(completions: list[str], **kwargs: Any) -> list[float]:
@@ -62,7 +62,7 @@ class Recorder:
 
 
 def only(recorder: Recorder) -> RewardFunctions:
-    return RewardFunctions(["recorder"], [recorder], [1.0])
+    return RewardFunctions(["recorder"], [recorder])
 
 
 def test_a_function_receives_the_same_arguments_as_from_ms_swift() -> None:
@@ -113,7 +113,7 @@ def test_reward_functions_of_ms_swift_can_be_called() -> None:
 
     limits = SimpleNamespace(soft_max_length=8, soft_cache_length=4, repetition_n_grams=2, repetition_max_penalty=-1.0)
     names = ["format", "soft_overlong", "repetition"]
-    rewards = RewardFunctions(names, [orms[name](args=limits) for name in names], [1.0, 1.0, 1.0])
+    rewards = RewardFunctions(names, [orms[name](args=limits) for name in names])
     rollouts = make_rollouts(["<think>a</think><answer>b</answer>", "a b a b a b"])
     assert call_reward_functions(rollouts, rewards, None) == [
         [1.0, pytest.approx(-7.5), 0.0],
@@ -301,7 +301,7 @@ def test_coroutines_run_concurrently_and_results_keep_their_order() -> None:
             await asyncio.wait_for(met.wait(), 5)
             return [2.0] * len(completions)
 
-    rewards = RewardFunctions(["first", "length", "second"], [first, length, Second()], [1.0, 1.0, 1.0])
+    rewards = RewardFunctions(["first", "length", "second"], [first, length, Second()])
     assert call_reward_functions(make_rollouts(["a", "bb"]), rewards, None) == [[1.0, 1.0, 2.0], [1.0, 2.0, 2.0]]
 
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swift_megatron_grpo.grading import add_advantages, subtract_kl, total_rewards
+from swift_megatron_grpo.grading.results import add_advantages, subtract_kl, total_rewards
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.samples import entropy_threshold, select_tokens
 from swift_megatron_grpo.settings.config import GradingConfig
@@ -59,7 +59,7 @@ def test_kl_in_the_reward_equals_ms_swifts() -> None:
     for estimator in ("grpo", "rloo", "reinforce_plus_plus"):
         settings = GradingConfig(2, ("f",), (1.0,), "batch", "stop", estimator)  # type: ignore[arg-type]
         graded = add_advantages(
-            subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), 2, settings
+            subtract_kl(total_rewards(rollouts, [[r] for r in rewards], settings), kls, beta), settings
         )
         reference, penalised = compute_advantages(
             torch.tensor(rewards, dtype=torch.float64)[:, None], torch.ones(1, dtype=torch.float64), 2, estimator,
