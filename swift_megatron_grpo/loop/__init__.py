@@ -2,12 +2,10 @@
 
 step.py             one step, top to bottom: start reading here
 step_context.py     the step in progress: its metrics, and the time and memory of each phase
-rollouts.py         its first half, from prompts to graded completions
+rollouts.py         its first half, from prompts to graded completions; all ranks call the reward functions
 rollout_queue.py    generations: what has started, also ahead of training, and what has arrived
 run_ahead.py        which rollouts may start ahead of training, and how stale they would be
-logprob_requests.py for which rollouts the engine returns log-probs
 weight_sync.py      sends weights to the engine and verifies that it runs them
-grader.py           calls the reward functions on all ranks
 training_batches.py its second half: the batches of a rollout, with old and reference log-probs, also from a checkpoint
 samples.py          graded completions as training samples, with the images of their prompts and the trained tokens
 checks/             compare the engine with the trainer

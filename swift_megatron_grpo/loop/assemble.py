@@ -20,10 +20,10 @@ from swift_megatron_grpo.generation.local.conversations import MultiTurnVllm
 from swift_megatron_grpo.generation.local.engine import LocalVllm, memory_to_start
 from swift_megatron_grpo.grading.rewards import RewardFunctions
 from swift_megatron_grpo.loop.checks.canary import build_canary
+from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
-from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.completion_log import CompletionLog
-from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset
+from swift_megatron_grpo.loop.evaluation import Evaluation
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step import GRPOLoop
 from swift_megatron_grpo.loop.trace import Trace
@@ -92,8 +92,6 @@ class RunInputs:
     checkpoints: Sequence[str]  # folders that a run which resumes has loaded, the one that it continues first
     recording: RecordingSettings
     write_completions: Callable[[list[dict[str, Any]]], None]
-    is_master: bool
-    is_last_rank: bool  # True on the rank that reports to trackers
     logger: logging.Logger
 
 
@@ -104,12 +102,11 @@ def assemble_loop(
     unfinished = _unfinished(config, run)
     first_new_rollout = run.rollouts_done + (unfinished is not None)
     steps_done: int = trainer_state.iteration
-    if run.is_last_rank and (steps_done > 0 or config.recording.continues):
+    if _reports(run) and (steps_done > 0 or config.recording.continues):
         trim_logs(config.log.output_dir, steps_done, first_new_rollout)
     stages = assemble_stages(config, models, run, first_new_rollout)
     loop = GRPOLoop(config, stages, trainer_state, steps_done, total_steps, unfinished)
-    if loop.kl_controller.adapts:
-        loop.kl_controller.restore(run.checkpoints)
+    loop.kl_controller.restore(run.checkpoints)
     freeze_heap()
     return loop
 
@@ -117,14 +114,10 @@ def assemble_loop(
 def freeze_heap() -> None:
     """Collect all garbage once, and keep the objects of set-up out of later full collections.
 
-    Adapters on 128 experts of 24 layers, 12,384 trained tensors, leave 1.1 million objects after set-up. A full
-    collection takes 0.56 s on a CPU core, and an optimizer that handles the tensors one by one starts one within four
-    steps; with a frozen heap it takes 0.02 s. vLLM in the training processes freezes the heap itself once its engine is
-    built; with servers, or with replayed rollouts, nothing did.
-
-    Frozen objects are still freed by their reference counts. Only cycles among them are never found, and what exists
-    now lives as long as the run; `megatron_torn_down`, which ends a model before its process, unfreezes them, as vLLM's
-    shutdown does. Objects of steps are created later, so cycles among those are collected as before.
+    Adapters on 128 experts of 24 layers leave 1.1 million objects after set-up. A full collection takes 0.56 s on a CPU
+    core, with a frozen heap 0.02 s, and there is one within four steps. Only vLLM in the training processes freezes the
+    heap itself. Cycles among frozen objects are never found, but what exists now lives as long as the run;
+    `megatron_torn_down`, which ends a model before its process, unfreezes them.
     """
     gc.collect()
     gc.freeze()
@@ -135,10 +128,7 @@ def _unfinished(config: GRPOConfig, run: RunInputs) -> UnfinishedRollout | None:
     problem = None
     found = None
     if run.checkpoints:
-        sources = (
-            prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle),
-            _spare_prompts(config, run),
-        )
+        sources = (prompt_source(config, run), prompt_source(config, run, spare=True))
 
         def find(prompt_id: str) -> Prompt:
             prompts = (source.find(prompt_id) for source in sources)
@@ -180,14 +170,14 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     sync = None
     if generation is not None:
         adapter_only = (config.vllm if config.server is None else config.server).lora_rank is not None
-        left_out = _vision_tower_left_out(models, generation, run.coordinator)
-        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out)
+        towers = vision_tower_prefixes(models.unwrapped[0].config)
+        held = bool(towers) and any(run.coordinator.all_gather(generation.has_vision_tower))
+        export = WeightExport(models.bridge, models.unwrapped, adapter_only, left_out=() if held else towers)
         sync = WeightSync(config.sync_check, generation, residency, export, canary, run.coordinator, run.logger)
     dump, earlier = _dump(config, run, first_new_rollout)
-    prompts_done = run.rollouts_done * config.batch.rollout_prompts
     return Stages(
-        prompts=prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle, prompts_done),
-        spare_prompts=_spare_prompts(config, run),
+        prompts=prompt_source(config, run, taken=run.rollouts_done * config.batch.rollout_prompts),
+        spare_prompts=prompt_source(config, run, spare=True),
         image_reader=run.image_reader,
         generation=generation,
         rewards=run.rewards,
@@ -207,12 +197,12 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
             run.rewards.names,
             run.template.safe_decode,
             run.write_completions,
-            run.is_last_rank,
+            _reports(run),
             first_new_rollout,
         ),
         dump=dump,
         earlier=earlier,
-        replay=_replay(config, run),
+        replay=RolloutReplay(recording.replay, _limits(config, run), image_digests) if recording.replay else None,
         watchdog=_start_watchdog(config, run),
         trace=Trace(
             config.trace_steps,
@@ -224,10 +214,9 @@ def assemble_stages(config: GRPOConfig, models: LoadedModels, run: RunInputs, fi
     )
 
 
-def _vision_tower_left_out(models: LoadedModels, engine: GenerationEngine, coordinator: Coordinator) -> tuple[str, ...]:
-    """Return the name prefixes of a frozen vision tower that no engine holds."""
-    towers = vision_tower_prefixes(models.unwrapped[0].config)
-    return () if not towers or any(coordinator.all_gather(engine.has_vision_tower)) else towers
+def _reports(run: RunInputs) -> bool:
+    """Return True on the rank that reports to trackers."""
+    return run.coordinator.rank == run.coordinator.world_size - 1
 
 
 def training_engine(config: GRPOConfig, models: LoadedModels) -> MegatronEngine:
@@ -274,27 +263,26 @@ def reference_policy(
     return Reference(frozen.passes, frozen.layout.active, coordinator)
 
 
-def prompt_source(
-    config: GRPOConfig, template: Any, rows: Sequence[dict[str, Any]], shuffle: bool, taken: int = 0
-) -> PromptSource:
-    return PromptSource(rows, config.data.seed, shuffle, template.template_meta.default_system, taken)
+def prompt_source(config: GRPOConfig, run: RunInputs, spare: bool = False, taken: int = 0) -> PromptSource:
+    """Return the prompts of the training dataset, or the same ones in the order in which they replace others."""
+    return PromptSource(
+        run.train_rows,
+        config.data.seed + (_SPARE_SEED if spare else 0),
+        config.data.train_dataloader_shuffle,
+        run.template.template_meta.default_system,
+        taken,
+        label="spare-" if spare else "",
+    )
 
 
 def evaluation(config: GRPOConfig, template: Any, rows: Any, loop: GRPOLoop) -> Evaluation:
     """Return the evaluation on the rows of the validation datasets."""
     system = template.template_meta.default_system
-    datasets = [
-        EvaluationDataset(name, PromptSource(part, config.data.seed, False, system, label=f"{name}-"), len(part))
+    datasets = {
+        name: PromptSource(part, config.data.seed, False, system, label=f"{name}-")
         for name, part in rows_by_name(rows, config.evaluation.names).items()
-    ]
+    }
     return Evaluation(config, datasets, loop.evaluate)
-
-
-def _replay(config: GRPOConfig, run: RunInputs) -> RolloutReplay | None:
-    recording = config.recording
-    if recording.replay is None:
-        return None
-    return RolloutReplay(recording.replay, _limits(config, run), image_digests)
 
 
 def _dump(
@@ -305,8 +293,9 @@ def _dump(
     flags = config.recording.flags
     if folder is None:
         return None, None
-    uses = run.is_master and config.recording.continues and can_be_used(folder, flags)
-    dump = RolloutDump(folder, run.recording, first_new_rollout, run.is_master, image_digests, flags, keeps_later=uses)
+    writes = run.coordinator.rank == 0
+    uses = writes and config.recording.continues and can_be_used(folder, flags)
+    dump = RolloutDump(folder, run.recording, first_new_rollout, writes, image_digests, flags, keeps_later=uses)
     reader = EarlierRollouts(folder, _limits(config, run), image_digests, run.logger.info)
     return dump, reader if uses else None
 
@@ -315,21 +304,14 @@ def _limits(config: GRPOConfig, run: RunInputs) -> Limits:
     return Limits(config.recording.vocabulary, len(run.rewards.names))
 
 
-def _spare_prompts(config: GRPOConfig, run: RunInputs) -> PromptSource:
-    system = run.template.template_meta.default_system
-    seed = config.data.seed + _SPARE_SEED
-    return PromptSource(run.train_rows, seed, config.data.train_dataloader_shuffle, system, label="spare-")
-
-
 def _start_vllm(config: GRPOConfig, run: RunInputs, residency: Residency) -> GenerationEngine:
     needed = memory_to_start(config.vllm)
     residency.make_room(needed)
     residency.for_generation(needed)
-    vllm = config.vllm
-    turns = config.turns
-    template = run.template
-    stop = run.stop
-    generation = LocalVllm(vllm, template, stop) if turns is None else MultiTurnVllm(vllm, turns, template, stop)
+    if config.turns is None:
+        generation: GenerationEngine = LocalVllm(config.vllm, run.template, run.stop)
+    else:
+        generation = MultiTurnVllm(config.vllm, config.turns, run.template, run.stop)
     generation.sleep()
     residency.restore()
     return generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,47 +12,39 @@ from swift_megatron_grpo.settings.recording import CompletionLogging
 from swift_megatron_grpo.types import Graded
 
 
+@dataclass
 class CompletionLog:
     """Writes the completions of each rollout."""
 
-    def __init__(
-        self,
-        config: CompletionLogging,
-        reward_names: Sequence[str],
-        decode: Callable[[list[int]], str],
-        write: Callable[[list[dict[str, Any]]], None],
-        writes_here: bool,  # True on the one rank that reports to trackers
-        first_new_rollout: int = 0,  # the number of the first one that this run generates
-    ) -> None:
-        self._config = config
-        self._reward_names = list(reward_names)
-        self._decode = decode
-        self._write = write
-        self._active = config.log_completions and writes_here
-        self._rollout = first_new_rollout  # the number of the next one
+    config: CompletionLogging
+    reward_names: Sequence[str]
+    decode: Callable[[list[int]], str]
+    write: Callable[[list[dict[str, Any]]], None]
+    writes_here: bool  # True on the one rank that reports to trackers
+    rollout: int = 0  # the number of the next one that this run generates
 
     def append(self, graded: Sequence[Graded]) -> None:
-        if not self._active:
+        if not (self.config.log_completions and self.writes_here):
             return
         rows = [self._row(completion) for completion in graded]
-        self._rollout += 1
-        path = Path(self._config.output_dir, "completions.jsonl")
+        self.rollout += 1
+        path = Path(self.config.output_dir, "completions.jsonl")
         with naming_full_disk(path, "--log_completions", "free space there, or leave the flag out"):
-            self._write(rows)
-        if "wandb" in self._config.report_to:
+            self.write(rows)
+        if "wandb" in self.config.report_to:
             self._to_wandb(rows)
-        if "swanlab" in self._config.report_to:
+        if "swanlab" in self.config.report_to:
             self._to_swanlab(rows)
 
     def _row(self, graded: Graded) -> dict[str, Any]:
         return {
-            "rollout": self._rollout,
+            "rollout": self.rollout,
             "gen_step": graded.rollout.weights_version,
-            "prompt": self._decode(graded.rollout.prompt_ids),
+            "prompt": self.decode(graded.rollout.prompt_ids),
             "completion": graded.rollout.text,
             "tokens": graded.rollout.length,
             "truncated": graded.rollout.truncated,
-            **dict(zip(self._reward_names, graded.rewards, strict=True)),
+            **dict(zip(self.reward_names, graded.rewards, strict=True)),
             "total_reward": graded.reward,
             "advantages": graded.advantage,
         }
@@ -61,7 +54,7 @@ class CompletionLog:
         import wandb
 
         frame = pandas.DataFrame(rows)
-        if self._config.wandb_log_unique_prompts:
+        if self.config.wandb_log_unique_prompts:
             frame = frame.drop_duplicates(subset=["prompt"])
         wandb.log({"completions": wandb.Table(dataframe=frame)}, commit=False)
 

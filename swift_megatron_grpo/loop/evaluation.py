@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -27,13 +28,6 @@ Grade: TypeAlias = Callable[[Sequence[Prompt]], tuple[list[Graded], dict[str, fl
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationDataset:
-    name: str
-    prompts: PromptSource
-    size: int  # rows
-
-
-@dataclass(frozen=True, slots=True)
 class _Scored:
     """One completion, without its tokens: a dataset may have millions of them."""
 
@@ -41,28 +35,28 @@ class _Scored:
     attempt: Try | None  # None: the function that decides about correctness does not apply
 
 
+@dataclass(frozen=True)
 class Evaluation:
     """The evaluation of one run. Every rank calls `run`, and gets the same metrics."""
 
-    def __init__(self, config: GRPOConfig, datasets: Sequence[EvaluationDataset], grade: Grade) -> None:
-        self._config = config
-        self._datasets = datasets
-        self._grade = grade
-        self._without_answers: set[str] = set()  # datasets for which this was logged
+    config: GRPOConfig
+    datasets: Mapping[str, PromptSource]  # by name
+    grade: Grade
+    without_answers: set[str] = field(default_factory=set)  # datasets for which this was logged
 
     def run(self, on_round: Callable[[], None]) -> dict[str, float]:
         """Return the metrics of all prompts and, if the datasets have names, of each dataset under its name."""
         scored: dict[str, list[_Scored]] = {}
         phases: Counter[str] = Counter()
         with same_random_numbers_afterwards():
-            for dataset in self._datasets:
-                scored[dataset.name] = []
-                for prompts in self._rounds(dataset):
-                    graded, of_phases = self._grade(prompts)
+            for name, source in self.datasets.items():
+                scored[name] = []
+                for prompts in self._rounds(source):
+                    graded, of_phases = self.grade(prompts)
                     phases.update(of_phases)
-                    scored[dataset.name] += map(self._score, graded)
+                    scored[name] += map(self._score, graded)
                     on_round()
-        metrics = self._metrics([one for of_dataset in scored.values() for one in of_dataset])
+        metrics = self._metrics(list(chain.from_iterable(scored.values())))
         for name, of_dataset in scored.items():
             of_name = self._metrics(of_dataset)
             self._note_missing_answers(name, of_name)
@@ -70,24 +64,22 @@ class Evaluation:
                 metrics |= {f"{name}/{metric}": value for metric, value in of_name.items()}
         return metrics | phases
 
-    def _rounds(self, dataset: EvaluationDataset) -> list[list[Prompt]]:
-        most = self._config.evaluation.most_prompts
-        at_once = self._config.evaluation.prompts_at_once
-        size = dataset.size if most is None else min(dataset.size, most)
-        dataset.prompts.taken = 0
-        return [dataset.prompts.take(min(at_once, size - begin)) for begin in range(0, size, at_once)]
+    def _rounds(self, source: PromptSource) -> list[list[Prompt]]:
+        at_once = self.config.evaluation.prompts_at_once
+        size = min(source.rows, self.config.evaluation.most_prompts or source.rows)
+        source.taken = 0
+        return [source.take(min(at_once, size - begin)) for begin in range(0, size, at_once)]
 
     def _score(self, graded: Graded) -> _Scored:
-        evaluation = self._config.evaluation
+        evaluation = self.config.evaluation
         value = graded.rewards[evaluation.correct_reward]
         if value is None or not usable(value):
             return _Scored(graded.outcome, None)
-        answer = answer_of(graded.rollout.text)
-        return _Scored(graded.outcome, Try(value >= evaluation.correct_from, answer))
+        return _Scored(graded.outcome, Try(value >= evaluation.correct_from, answer_of(graded.rollout.text)))
 
     def _metrics(self, scored: Sequence[_Scored]) -> dict[str, float]:
-        grading = self._config.grading
-        size = self._config.evaluation.num_generations
+        grading = self.config.grading
+        size = self.config.evaluation.num_generations
         outcomes = [one.outcome for one in scored]
         groups = [scored[begin : begin + size] for begin in range(0, len(scored), size)]
         tries = [[one.attempt for one in group if one.attempt is not None] for group in groups]
@@ -95,9 +87,9 @@ class Evaluation:
         return rewards | tries_metrics(tries, size)
 
     def _note_missing_answers(self, name: str, metrics: dict[str, float]) -> None:
-        size = self._config.evaluation.num_generations
-        if size > 1 and f"maj@{size}" not in metrics and name not in self._without_answers:
-            self._without_answers.add(name)
+        size = self.config.evaluation.num_generations
+        if size > 1 and f"maj@{size}" not in metrics and name not in self.without_answers:
+            self.without_answers.add(name)
             logger.info(
                 f"no completion of the evaluation{f' on {name}' if name else ''} has an answer in <answer>, \\boxed or "
                 f"after ####, so there is no maj@{size}"

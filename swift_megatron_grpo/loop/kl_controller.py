@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ _LARGEST_ERROR = 0.2
 _FILE = "kl_beta.json"  # in a checkpoint's folder
 
 
+@dataclass
 class KlController:
     """The adaptive controller of https://arxiv.org/abs/1909.08593:
 
@@ -24,40 +26,38 @@ class KlController:
     with KL per token, as in verl and ROLL. Without a target, beta is constant.
     """
 
-    def __init__(self, value: float, config: Kl) -> None:
-        self.value = value
-        self._target = config.kl_target
-        self._horizon = config.kl_horizon
+    value: float
+    config: Kl
 
     @property
     def adapts(self) -> bool:
-        return self._target is not None
+        return self.config.kl_target is not None
 
     def save(self, folder: str) -> None:
-        Path(folder, _FILE).write_text(json.dumps({"beta": self.value}), encoding="utf-8")
+        """Write an adapted beta to a checkpoint."""
+        if self.adapts:
+            Path(folder, _FILE).write_text(json.dumps({"beta": self.value}), encoding="utf-8")
 
-    def restore(self, folders: Iterable[str | None]) -> None:
-        """Restore beta from the first folder that has it, so that a resumed run continues with the adapted value."""
+    def restore(self, folders: Iterable[str]) -> None:
+        """Restore an adapted beta from the first folder that has it, so that a resumed run continues with it."""
         for folder in folders:
-            if folder is not None and Path(folder, _FILE).is_file():
+            if self.adapts and Path(folder, _FILE).is_file():
                 self.value = float(json.loads(Path(folder, _FILE).read_text(encoding="utf-8"))["beta"])
                 return
 
     def observe(self, kl_per_token: float, completions: int) -> None:
-        if self._target is not None:
-            error = min(max(kl_per_token / self._target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
-            self.value *= 1 + error * completions / self._horizon
+        target = self.config.kl_target
+        if target is not None:
+            error = min(max(kl_per_token / target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
+            self.value *= 1 + error * completions / self.config.kl_horizon
 
 
 def divergences(
     policy: Mapping[int, TokenValues], reference: Mapping[int, TokenValues], estimator: KlEstimator
 ) -> dict[int, float]:
     """Return the KL of each completion that this rank has, summed over its tokens."""
-    return {
-        index: _divergence(values.logprobs, reference[index].logprobs, estimator) for index, values in policy.items()
-    }
-
-
-def _divergence(policy: Sequence[float], reference: Sequence[float], estimator: KlEstimator) -> float:
-    logprobs = torch.tensor([policy, reference], dtype=torch.float64)
-    return float(ESTIMATORS[estimator](logprobs[0], logprobs[1]).sum())
+    sums = {}
+    for index, values in policy.items():
+        logprobs = torch.tensor([values.logprobs, reference[index].logprobs], dtype=torch.float64)
+        sums[index] = float(ESTIMATORS[estimator](*logprobs).sum())
+    return sums

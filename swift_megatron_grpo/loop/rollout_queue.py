@@ -10,16 +10,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from swift_megatron_grpo.generation.interface import (
-    Generation,
-    Progress,
-    Request,
-    evaluation_requests,
-    requests_for,
-)
+from swift_megatron_grpo.generation.interface import Generation, Progress, Request, evaluation_requests, requests_for
 from swift_megatron_grpo.generation.protocol.messages import NO_WEIGHTS
-from swift_megatron_grpo.loop.checks.expert_checks import check_experts
-from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
+from swift_megatron_grpo.loop.checks.experts import check_experts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
@@ -58,23 +51,13 @@ class RolloutQueue:
         self._ahead = ahead
         self._started: deque[StartedRollout] = deque()  # ahead of the one that is collected
         self._engine_version = NO_WEIGHTS  # of the last weights sent
-        self._logprobs = LogprobRequests.of(
-            config.loss.correction, config.max_staleness, config.recording.dump is not None, config.logprobs_interval
-        )
-        self._first = ahead.first_rollout  # the number of the first one that this run generates
+        self.first = ahead.first_rollout  # the number of the first one that this run generates
         self._reads_recorded = config.recording.continues and stages.dump is not None
 
     # ---- start
 
-    def skip(self, rollout: int) -> None:
-        """Leave out the first rollout, which the checkpoint of a resumed run contains."""
-        self._first = rollout + 1
-
     def prompts(self, rollout: int) -> list[Prompt]:
-        """Return the prompts of a rollout.
-
-        They depend on its number alone, so a resumed run starts the rollouts again that were started at the checkpoint.
-        """
+        """Return the prompts of a rollout. They depend on its number alone, also in a resumed run."""
         source = self._stages.prompts
         size = self._config.batch.rollout_prompts
         source.taken = rollout * size
@@ -109,7 +92,8 @@ class RolloutQueue:
 
     def _start_draw(self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext) -> StartedRollout:
         """Start to generate what no earlier run has dumped of a rollout."""
-        sampling = replace(self._config.sampling, logprobs=self._logprobs.includes(rollout, self._first))
+        logprobs = logprobs_requested(self._config, rollout, self.first)
+        sampling = replace(self._config.sampling, logprobs=logprobs)
         started = StartedRollout(prompts, self._config.grading.num_generations)
         started.recorded = self._recorded(rollout, draw, started, step)
         if len(started.recorded) < started.size:
@@ -139,8 +123,8 @@ class RolloutQueue:
         """Return True if no generation is running. With servers, only rank 0 has this information."""
         if not self._started:
             return True
-        generations = [started.generation for started in self._started if started.generation is not None]
-        return not any(self._stages.coordinator.all_gather(any(generation.is_running for generation in generations)))
+        runs = any(started.generation is not None and started.generation.is_running for started in self._started)
+        return not any(self._stages.coordinator.all_gather(runs))
 
     def _recorded(self, rollout: int, draw: int, started: StartedRollout, step: StepContext) -> Recorded:
         """Return the completions that an earlier run has dumped, on every rank; rank 0 reads them.
@@ -176,29 +160,23 @@ class RolloutQueue:
     def collect(
         self, started: StartedRollout, step: StepContext, ahead_of: int | None = None
     ) -> Iterator[dict[int, Rollout]]:
-        """Yield whole groups of completions as they finish, on every rank.
-
-        Before the last of them are yielded, the engine is released, and the rollouts ahead of rollout `ahead_of` start.
-        """
+        """Yield whole groups as they finish. Before the last ones, release the engine and start rollouts ahead."""
         if started.generation is None and ahead_of is not None:
             self.start_ahead(ahead_of, step)
-        for groups in self._arriving(started, step):
+        while started.kept or started.missing:
+            if started.kept:
+                with step.timer("generation"):  # no time passes, but the log then has a 0 for the phase
+                    groups = started.kept
+                    started.kept = {}
+            else:
+                groups = self._receive(started, step)
+            if not groups:
+                continue
             if not started.missing:
                 self._release_engine(step)
                 if ahead_of is not None:
                     self.start_ahead(ahead_of, step)
             yield groups
-
-    def _arriving(self, started: StartedRollout, step: StepContext) -> Iterator[dict[int, Rollout]]:
-        if started.kept:
-            with step.timer("generation"):  # no time passes, but the log then has a 0 for the phase
-                groups = started.kept
-                started.kept = {}
-            yield groups
-        while started.missing:
-            groups = self._receive(started, step)
-            if groups:
-                yield groups
 
     def _receive(self, started: StartedRollout, step: StepContext) -> dict[int, Rollout]:
         """Wait for progress of a generation, on all ranks; return the groups that have finished, if any."""
@@ -211,7 +189,13 @@ class RolloutQueue:
             for progress in gathered
             for index, completion in progress.finished.items()
         }
-        _check_versions(finished.values(), started.versions)
+        unexpected = {rollout.weights_version for rollout in finished.values()} - started.versions
+        if unexpected:
+            raise RuntimeError(
+                f"completions of weights {sorted(unexpected)} were returned instead of "
+                f"{' or '.join(map(str, sorted(started.versions)))}: the engine did not generate with the weights of "
+                "the last sync"
+            )
         started.missing -= len(finished)
         return finished
 
@@ -240,11 +224,7 @@ class RolloutQueue:
             check_experts(rollouts, layers)
 
     def _resend(self, started: StartedRollout, step: StepContext) -> None:
-        """Resend weights to a restarted server.
-
-        If no server still has the version that this rollout started with, the trainer's current weights generate the
-        rest of it.
-        """
+        """Resend weights to restarted servers. If none has this rollout's version, newer ones generate the rest."""
         assert self._stages.sync is not None
         self._stages.sync.resend(step.version, step.timer)
         self._engine_version = step.version
@@ -260,15 +240,26 @@ class RolloutQueue:
             self._stages.residency.for_inference()
 
 
+def logprobs_requested(config: GRPOConfig, rollout: int, first: int) -> bool:
+    """Return True if vLLM returns log-probs with a rollout. `first`: the first one that this run generates.
+
+    They cost 4 to 11 % of the time of generation of small models (benchmarks/h200/parts/scheduling.json). Corrections
+    and their metrics compare them with the trainer's, the off-policy mask prefers them, asynchronous runs take them for
+    old log-probs, and a dump keeps them for a replay with any of these. If nothing but `rollout/k3_kl` reads them, they
+    are requested at an interval (0: never), and for the first rollout, which checks/logprob_check.py compares.
+    """
+    correction = config.loss.correction
+    return (
+        correction.rollout_importance_sampling_mode is not None
+        or correction.log_rollout_offpolicy_metrics
+        or correction.off_policy_sequence_mask_delta is not None
+        or config.max_staleness > 0
+        or config.recording.dump is not None
+        or rollout == first
+        or (config.logprobs_interval > 0 and rollout % config.logprobs_interval == 0)
+    )
+
+
 def _without_row(rollout: Rollout) -> Rollout:
     """Return a rollout without its prompt's row, which every rank has: its images may be many megabytes."""
     return replace(rollout, prompt=Prompt(rollout.prompt.prompt_id, {}))
-
-
-def _check_versions(rollouts: Iterable[Rollout], allowed: set[int]) -> None:
-    unexpected = {rollout.weights_version for rollout in rollouts} - allowed
-    if unexpected:
-        raise RuntimeError(
-            f"completions of weights {sorted(unexpected)} were returned instead of "
-            f"{' or '.join(map(str, sorted(allowed)))}: the engine did not generate with the weights of the last sync"
-        )

@@ -1,25 +1,28 @@
 """Rollouts, from prompts to graded completions.
 
-prompts -> generation (rollout_queue.py) -> rewards (grader.py) -> other prompts for groups of equal rewards
+prompts -> generation (rollout_queue.py) -> rewards, by all ranks -> other prompts for groups of equal rewards
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
+from swift_megatron_grpo.generation.interface import Share
 from swift_megatron_grpo.grading.filters import resample
 from swift_megatron_grpo.grading.results import total_rewards
-from swift_megatron_grpo.loop.grader import Grader
+from swift_megatron_grpo.grading.rewards import call_reward_functions
 from swift_megatron_grpo.loop.rollout_queue import RolloutQueue
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 from swift_megatron_grpo.loop.stages import Stages
 from swift_megatron_grpo.loop.step_context import StepContext
 from swift_megatron_grpo.output.recording.earlier import Recorded
+from swift_megatron_grpo.runtime.deadlines.interrupt import DeadlineExceeded
 from swift_megatron_grpo.settings.config import EvaluationConfig, GRPOConfig
-from swift_megatron_grpo.types import Graded, Prompt
+from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -32,23 +35,18 @@ class Rollouts:
         self._stages = stages
         self._ahead = ahead
         self._queue = RolloutQueue(config, stages, ahead)
-        self._grader = Grader(config, stages, trainer_state)
-        self._next = ahead.first_rollout  # the number of the rollout that is trained next
-
-    @property
-    def last(self) -> int:
-        """The number of the rollout taken last."""
-        return self._next - 1
+        self._trainer_state = trainer_state  # reward functions may read it
+        self.last = ahead.first_rollout - 1  # the number of the rollout taken last
 
     def skip(self) -> None:
         """Leave out the next rollout, which the checkpoint of a resumed run contains."""
-        self._queue.skip(self._next)
-        self._next += 1
+        self.last += 1
+        self._queue.first += 1
 
     def take(self, step: StepContext) -> list[Graded]:
         """Return the next rollout with its total rewards."""
-        rollout = self._next
-        self._next += 1
+        self.last += 1
+        rollout = self.last
         prompts = self._queue.prompts(rollout)
         if self._config.grading.max_resample_times > 0:
             graded = self._draw(rollout, 0, prompts, step, ahead_of=None)
@@ -67,23 +65,20 @@ class Rollouts:
         started = self._queue.start_evaluation(prompts, evaluation, step)
         graded: Recorded = {}
         for groups in self._queue.collect(started, step):
-            graded |= self._grader.grade(groups, started.group_size, step)
+            graded |= self._grade(groups, started.group_size, step)
         return self._with_totals(graded)
 
     def _draw(
         self, rollout: int, draw: int, prompts: Sequence[Prompt], step: StepContext, ahead_of: int | None
     ) -> list[Graded]:
-        """Generate and grade, and dump with --rollout_dump; or read the dump of another run.
-
-        Later rollouts start, ahead of rollout `ahead_of`, once this one is generated; None: they do not.
-        """
+        """Generate, grade and dump, or read a dump. Later rollouts start ahead of rollout `ahead_of` then."""
         if self._stages.replay is not None:
             return self._replayed(rollout, draw, prompts, step)
         dump = self._stages.dump
         started = self._queue.take(rollout, draw, prompts, step)
         graded = dict(started.recorded)
         for groups in self._queue.collect(started, step, ahead_of):
-            new = self._grader.grade(groups, started.group_size, step)
+            new = self._grade(groups, started.group_size, step)
             graded |= new
             if dump is not None and len(graded) < started.size:
                 dump.append(rollout, draw, [Graded(new[i][0], new[i][1], None, 0.0) for i in sorted(new)])
@@ -102,6 +97,36 @@ class Rollouts:
             rollouts, rewards = self._stages.replay.take(rollout, draw, prompts, grading.num_generations)
             self._queue.check_experts(rollouts)
             return total_rewards(rollouts, rewards, grading)
+
+    def _grade(self, groups: Mapping[int, Rollout], group_size: int, step: StepContext) -> Recorded:
+        """Return whole groups of completions with their rewards. Every rank calls the reward functions for some."""
+        coordinator = self._stages.coordinator
+        rollouts = list(groups.values())
+        whole = [rollouts[i : i + group_size] for i in range(0, len(rollouts), group_size)]
+        share = Share(coordinator.rank, coordinator.world_size, reports=True)
+        local = [rollout for group in share.pick(whole) for rollout in group]
+        drops = self._config.grading.bad_reward == "drop"
+        with step.timer("grading"):
+            gathered = coordinator.all_gather_or_raise(
+                lambda: call_reward_functions(
+                    local, self._stages.rewards, self._trainer_state, self._reward_limit, drops
+                ),
+                "grading",
+            )
+        rewards = [row for rows in gathered for row in rows]
+        return {index: (groups[index], row) for index, row in zip(groups, rewards, strict=True)}
+
+    @contextmanager
+    def _reward_limit(self, what: str) -> Iterator[float | None]:
+        stop = self._stages.stop
+        seconds = self._config.deadlines.reward_timeout
+        try:
+            with self._stages.watchdog.limit(what, seconds, "--reward_timeout", stop.out_of_time):
+                yield seconds
+        except DeadlineExceeded:
+            if stop.out_of_time():
+                raise stop.give_up(what) from None
+            raise
 
     def _with_totals(self, graded: Recorded) -> list[Graded]:
         in_order = [graded[index] for index in range(len(graded))]

@@ -21,11 +21,7 @@ class RunAhead:
     total_steps: int  # rollouts that would not be trained are not generated
 
     def staleness(self, rollout: int, version: int) -> int:
-        """Return the staleness of completions by weights of this version.
-
-        A resumed run may start in the middle of a rollout; weights that were trained on a part of it count as those
-        before it.
-        """
+        """Return the staleness of completions by these weights, which count as those before a rollout in training."""
         trained = (version - self.first_version) // self.steps_per_rollout
         return rollout - self.first_rollout - trained
 

@@ -20,20 +20,15 @@ def samples_of(
     image_reader: ImageReader | None,
     replays_engine: bool = False,
 ) -> list[Sample]:
-    """Return a sample for each completion. `image_reader`: None if the prompts are text.
-
-    `replays_engine`: the engine's experts are given to the trainer's routers.
-    """
+    """Return a sample for each completion. `replays_engine`: its routers choose the experts that the engine chose."""
     read: dict[str, list[ModelImage]] = {}  # by prompt: its images are read once
 
     def place(rollout: Rollout) -> tuple[PlacedImage, ...]:
         if image_reader is None:
             return ()
         prompt = rollout.prompt
-        sampled = rollout.sampled_mask
-        inserted = [
-            NO_TOKEN if is_sampled else token for token, is_sampled in zip(rollout.completion_ids, sampled, strict=True)
-        ]
+        completed = zip(rollout.completion_ids, rollout.sampled_mask, strict=True)
+        inserted = [NO_TOKEN if is_sampled else token for token, is_sampled in completed]
         changed = "images" in rollout.infos  # by a scheduler or an environment
         if changed:
             shown = image_reader.images({**prompt.row, "images": rollout.infos["images"]})
@@ -43,32 +38,32 @@ def samples_of(
             shown = read[prompt.prompt_id]
         return image_reader.place(prompt.prompt_id, shown, rollout.prompt_ids + inserted, may_end_early=changed)
 
-    samples = [_to_sample(g, i // group_size, overlong_filter, place(g.rollout)) for i, g in enumerate(graded)]
-    for sample, completion in zip(samples, graded, strict=True):
-        sample.routed_experts = completion.rollout.routed_experts if replays_engine else None
+    samples = []
+    for index, completion in enumerate(graded):
+        rollout = completion.rollout
+        sampled = rollout.sampled_mask
+        valid = completion.reward is not None
+        too_long = valid and overlong_filter and rollout.truncated
+        trained = valid and not too_long
+        samples.append(
+            Sample(
+                tokens=rollout.prompt_ids + rollout.completion_ids,
+                completion_mask=[False] * len(rollout.prompt_ids) + [trained and token for token in sampled],
+                advantage=completion.advantage,
+                group=index // group_size,
+                truncated=rollout.truncated,
+                rollout_logprobs=[] if rollout.logprobs is not None and not trained else rollout.logprobs,
+                left_out=rollout.length if too_long else 0,
+                images=place(rollout),
+                routed_experts=rollout.routed_experts if replays_engine else None,
+            )
+        )
     return samples
 
 
 def without_routing(samples: Sequence[Sample]) -> list[Sample]:
     """Return samples whose experts the routers choose, as a reference model's do."""
     return [replace(sample, routed_experts=None) for sample in samples]
-
-
-def _to_sample(graded: Graded, group: int, overlong_filter: bool, images: tuple[PlacedImage, ...]) -> Sample:
-    rollout = graded.rollout
-    valid = graded.reward is not None
-    too_long = valid and overlong_filter and rollout.truncated
-    trained = valid and not too_long
-    return Sample(
-        tokens=rollout.prompt_ids + rollout.completion_ids,
-        completion_mask=[False] * len(rollout.prompt_ids) + [trained and sampled for sampled in rollout.sampled_mask],
-        advantage=graded.advantage,
-        group=group,
-        truncated=rollout.truncated,
-        rollout_logprobs=(rollout.logprobs if trained else []) if rollout.logprobs is not None else None,
-        left_out=rollout.length if too_long else 0,
-        images=images,
-    )
 
 
 def entropy_threshold(entropies: Iterable[np.ndarray], quantile: float) -> float:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from swift_megatron_grpo.data.image_reader import ImageReader
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import GenerationEngine
 from swift_megatron_grpo.grading.rewards import RewardFunctions
+from swift_megatron_grpo.loop.checks.experts import RouterAgreement
 from swift_megatron_grpo.loop.checks.logprob_check import LogprobCheck
-from swift_megatron_grpo.loop.checks.router_agreement import RouterAgreement
 from swift_megatron_grpo.loop.completion_log import CompletionLog
 from swift_megatron_grpo.loop.trace import Trace
 from swift_megatron_grpo.loop.weight_sync import WeightSync
@@ -23,8 +22,6 @@ from swift_megatron_grpo.runtime.stopping.request import StopRequest
 from swift_megatron_grpo.training.engine import MegatronEngine
 from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.training.reference import Reference
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,3 @@ class Stages:
     watchdog: Watchdog
     trace: Trace
     stop: StopRequest
-
-    def gather_samples(self, values: dict[int, T]) -> dict[int, T]:
-        """Return values of samples, which exist on ranks of the last pipeline stage, on all ranks."""
-        return self.coordinator.gather_samples(values, self.training.parallel)

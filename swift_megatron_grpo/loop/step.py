@@ -10,7 +10,7 @@ GRPOLoop.train_step
  |   |   |- RolloutQueue.collect             returns groups as they finish
  |   |   |   |- engine sleeps, policy reloads    when the last group has arrived
  |   |   |   '- later rollouts start         with --max_staleness > 0
- |   |   |- Grader.grade                     grader.py: reward functions, group by group; then total_rewards
+ |   |   |- reward functions                 of each group, distributed over the ranks; then total_rewards
  |   |   '- resample                         --dynamic_sample: other prompts for groups of equal rewards
  |   |- subtract_kl                          with --kl_in_reward: policy and reference log-probs first
  |   |- add_advantages, CompletionLog.append
@@ -40,7 +40,7 @@ import numpy as np
 
 from swift_megatron_grpo.data.images import image_digests
 from swift_megatron_grpo.grading.results import add_advantages, outcome_metrics, subtract_kl
-from swift_megatron_grpo.loop.checks.expert_checks import check_reported
+from swift_megatron_grpo.loop.checks.experts import check_reported
 from swift_megatron_grpo.loop.kl_controller import KlController, divergences
 from swift_megatron_grpo.loop.rollouts import Rollouts
 from swift_megatron_grpo.loop.run_ahead import RunAhead
@@ -106,10 +106,7 @@ class GRPOLoop:
         return step.metrics | step.timer.seconds()
 
     def evaluate(self, prompts: Sequence[Prompt]) -> tuple[list[Graded], dict[str, float]]:
-        """Generate and grade completions of these prompts without training. Return them, and metrics of the phases.
-
-        GPU memory stays as generation needed it.
-        """
+        """Generate and grade completions without training. GPU memory stays as generation needed it."""
         step = self._begin_step()
         graded = self._rollouts.evaluate(prompts, self.config.evaluation, step)
         return graded, step.metrics | step.timer.seconds()
@@ -118,21 +115,8 @@ class GRPOLoop:
         """Write to a checkpoint what a resumed run needs besides the models: beta, and a rollout trained in part."""
         unfinished = self._batches.unfinished(self._weights_version)
         if self.stages.coordinator.rank == 0:
-            if self.kl_controller.adapts:
-                self.kl_controller.save(folder)
+            self.kl_controller.save(folder)
             save_unfinished(Path(folder), unfinished, image_digests)
-
-    def reload_models(self) -> None:
-        """Reload what was offloaded for generation, so that a checkpoint can be saved."""
-        self.stages.residency.restore()
-
-    def end_generation(self) -> None:
-        if self.stages.generation is not None:
-            self.stages.generation.shutdown()
-
-    def close(self) -> None:
-        """Stop to watch for phases that do not end. Nothing may be called after this."""
-        self.stages.watchdog.close()
 
     # ---- a step
 
@@ -189,10 +173,7 @@ class GRPOLoop:
             self._adapt_beta(step.metrics["kl"], len(samples), step)
 
     def _subtract_kl(self, graded: list[Graded], step: StepContext) -> list[Graded]:
-        """Return completions with reward - beta KL.
-
-        Log-probs exist on the last pipeline stage, rewards on every rank: sums are exchanged over gloo.
-        """
+        """Return completions with reward - beta KL. Log-probs exist on the last pipeline stage, rewards everywhere."""
         stages = self.stages
         replays_engine = self.config.routing.router_replay_mode == "R3"
         assert stages.reference is not None
@@ -201,25 +182,26 @@ class GRPOLoop:
             policy = stages.training.infer(samples)
             stages.residency.for_reference()
             reference = stages.reference.infer(without_routing(samples))
-            gathered = stages.gather_samples(divergences(policy, reference, self.config.kl.kl_estimator or "k1"))
+            of_rank = divergences(policy, reference, self.config.kl.kl_estimator or "k1")
+            gathered = stages.coordinator.gather_samples(of_rank, stages.training.parallel)
         penalties = [gathered[i] for i in range(len(samples))]
         tokens = sum(sum(sample.completion_mask) for sample in samples)
         per_token = sum(penalties) / max(tokens, 1)
         step.metrics.update(kl=sum(penalties) / len(penalties), kl_per_token=per_token)
         penalised = subtract_kl(graded, penalties, self.kl_controller.value)
-        if self.kl_controller.adapts:
-            self._adapt_beta(per_token, len(samples), step)
+        self._adapt_beta(per_token, len(samples), step)
         return penalised
 
     def _adapt_beta(self, kl_per_token: float, completions: int, step: StepContext) -> None:
-        step.metrics["kl_beta"] = self.kl_controller.value
-        self.kl_controller.observe(kl_per_token, completions)
+        if self.kl_controller.adapts:
+            step.metrics["kl_beta"] = self.kl_controller.value
+            self.kl_controller.observe(kl_per_token, completions)
 
     def _select_tokens(self, samples: list[Sample], step: StepContext) -> None:
-        values = self.stages.training.infer(samples, ("logprob", "entropy"))
-        gathered = self.stages.gather_samples(
-            {index: np.asarray(value.entropies, np.float32) for index, value in values.items()}
-        )
+        training = self.stages.training
+        values = training.infer(samples, ("logprob", "entropy"))
+        of_rank = {index: np.asarray(value.entropies, np.float32) for index, value in values.items()}
+        gathered = self.stages.coordinator.gather_samples(of_rank, training.parallel)
         threshold = entropy_threshold(gathered.values(), self.config.top_entropy_quantile)
         for index, entropies in gathered.items():
             select_tokens(samples[index], entropies, threshold)

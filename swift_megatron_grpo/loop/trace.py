@@ -13,9 +13,9 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swift_megatron_grpo.generation.interface import AnsweredRequest
 from swift_megatron_grpo.runtime.parallel import Coordinator
@@ -24,8 +24,7 @@ logger = logging.getLogger(__name__)
 FILE = "trace.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Something that took time on one line of a process."""
 
     name: str
@@ -33,8 +32,7 @@ class Span:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class RankSpans:
+class RankSpans(NamedTuple):
     """Everything that one rank recorded in a step."""
 
     rank: int
@@ -43,62 +41,53 @@ class RankSpans:
     requests: list[AnsweredRequest]  # of servers; on the rank that sends them
 
 
+@dataclass
 class Trace:
     """Records this rank in the traced steps. Rank 0 writes the spans of all ranks after each of these steps."""
 
-    def __init__(
-        self,
-        steps: tuple[int, int] | None,  # the first and the last; None: nothing is traced
-        folder: Path,
-        coordinator: Coordinator,
-        answered: Callable[[], list[AnsweredRequest]],  # requests of servers since the last call
-    ) -> None:
-        self._steps = steps
-        self._folder = folder
-        self._coordinator = coordinator
-        self._answered = answered
-        self._spans: list[Span] | None = None  # of the step in progress, if it is traced
-        self._ranks: list[RankSpans] = []  # of all traced steps, on rank 0
+    steps: tuple[int, int] | None  # the first and the last; None: nothing is traced
+    folder: Path
+    coordinator: Coordinator
+    answered: Callable[[], list[AnsweredRequest]]  # requests of servers since the last call
+    spans: list[Span] | None = None  # of the step in progress, if it is traced
+    ranks: list[RankSpans] = field(default_factory=list)  # of all traced steps, on rank 0
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record a step, if it is one of those that are traced. Every rank enters and leaves it."""
-        if self._steps is None or not self._steps[0] <= number <= self._steps[1]:
+        if self.steps is None or not self.steps[0] <= number <= self.steps[1]:
             yield
             return
-        if number == self._steps[0]:
-            self._answered()  # drop the requests of earlier steps
-        spans: list[Span] = []
-        self._spans = spans
+        if number == self.steps[0]:
+            self.answered()  # drop the requests of earlier steps
+        self.spans = spans = list[Span]()
         try:
             with self.phase(f"step {number}"):
                 yield
         finally:
-            self._spans = None
-        recorded = RankSpans(self._coordinator.rank, socket.gethostname(), spans, self._answered())
-        gathered = self._coordinator.all_gather(recorded)
-        if self._coordinator.rank == 0:
-            self._ranks += gathered
+            self.spans = None
+        recorded = RankSpans(self.coordinator.rank, socket.gethostname(), spans, self.answered())
+        gathered = self.coordinator.all_gather(recorded)
+        if self.coordinator.rank == 0:
+            self.ranks += gathered
             self._write()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if self._spans is None:
-            yield
-            return
-        spans = self._spans
+        spans = self.spans
         start = time.time()
         began = time.perf_counter()
         try:
             yield
         finally:
-            spans.append(Span(name, start, time.perf_counter() - began))
+            if spans is not None:
+                spans.append(Span(name, start, time.perf_counter() - began))
 
     def _write(self) -> None:
-        path = self._folder / FILE
+        path = self.folder / FILE
         part = path.with_name(f".{FILE}.part")
         try:
-            part.write_text(json.dumps({"traceEvents": events(self._ranks)}), encoding="utf-8")
+            part.write_text(json.dumps({"traceEvents": events(self.ranks)}), encoding="utf-8")
             os.replace(part, path)
         except OSError as error:
             logger.warning(f"--trace_steps: {path} cannot be written, and the run continues without it: {error}")
@@ -106,22 +95,19 @@ class Trace:
 
 def events(ranks: Sequence[RankSpans]) -> list[dict[str, Any]]:
     """Return the events of a trace: a process for each rank and each server, in microseconds from the first span."""
-    starts = [span.start for one in ranks for span in one.spans]
-    starts += [request.start for one in ranks for request in one.requests]
+    requests = [request for one in ranks for request in one.requests]
+    starts = [span.start for one in ranks for span in one.spans] + [request.start for request in requests]
     origin = min(starts, default=0.0)
-    result: list[dict[str, Any]] = []
-    names: dict[int, str] = {}
-    for one in ranks:
-        names[one.rank] = f"rank {one.rank}, {one.host}"
-        result += [_event(span.name, "phase", one.rank, 0, span.start - origin, span.seconds) for span in one.spans]
-    servers = sorted({request.server for one in ranks for request in one.requests})
-    for process, server in enumerate(servers, start=max(names, default=-1) + 1):
+    names = {one.rank: f"rank {one.rank}, {one.host}" for one in ranks}
+    result = [_event(span, "phase", one.rank, 0, origin) for one in ranks for span in one.spans]
+    for process, server in enumerate(sorted({request.server for request in requests}), max(names, default=-1) + 1):
         names[process] = f"server {server}"
-        requests = [request for one in ranks for request in one.requests if request.server == server]
-        for lane, request in lanes(requests):
-            start = request.start - origin
-            result.append(_event("completion", "request", process, lane, start, request.seconds))
-    return [*(_name(process, name) for process, name in names.items()), *result]
+        for lane, request in lanes(request for request in requests if request.server == server):
+            span = Span("completion", request.start, request.seconds)
+            result.append(_event(span, "request", process, lane, origin))
+    named = [{"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+             for process, name in names.items()]  # fmt: skip
+    return [*named, *result]
 
 
 def lanes(requests: Iterable[AnsweredRequest]) -> list[tuple[int, AnsweredRequest]]:
@@ -135,10 +121,6 @@ def lanes(requests: Iterable[AnsweredRequest]) -> list[tuple[int, AnsweredReques
     return placed
 
 
-def _event(name: str, category: str, process: int, line: int, start: float, seconds: float) -> dict[str, Any]:
-    return {"name": name, "cat": category, "ph": "X", "pid": process, "tid": line,
-            "ts": round(start * 1e6, 1), "dur": round(seconds * 1e6, 1)}  # fmt: skip
-
-
-def _name(process: int, name: str) -> dict[str, Any]:
-    return {"name": "process_name", "ph": "M", "pid": process, "tid": 0, "args": {"name": name}}
+def _event(span: Span, category: str, process: int, line: int, origin: float) -> dict[str, Any]:
+    return {"name": span.name, "cat": category, "ph": "X", "pid": process, "tid": line,
+            "ts": round((span.start - origin) * 1e6, 1), "dur": round(span.seconds * 1e6, 1)}  # fmt: skip

@@ -64,8 +64,9 @@ class TrainingBatches:
         if self._rollout is None or between_rollouts or self._config.routing.router_replay_mode == "R2":
             return None
         samples = list(chain.from_iterable(self._batches))
-        old_logprobs = self._stages.gather_samples(
-            {index: sample.old_logprobs for index, sample in enumerate(samples) if sample.old_logprobs is not None}
+        old_logprobs = self._stages.coordinator.gather_samples(
+            {index: sample.old_logprobs for index, sample in enumerate(samples) if sample.old_logprobs is not None},
+            self._stages.training.parallel,
         )
         return replace(self._rollout, old_logprobs=[old_logprobs.get(index) for index in range(len(samples))])
 
@@ -84,8 +85,8 @@ class TrainingBatches:
     def _compare_with_engine(self, samples: Sequence[Sample], rollouts: Sequence[Rollout], step: StepContext) -> None:
         """Compare log-probs with the engine's, once in a run, and experts, in every rollout."""
         stages = self._stages
-        rounding = None if stages.sync is None else stages.sync.rounding
-        if rounding is not None and not self._compared_with_engine:
+        rounding = None if stages.sync is None or self._compared_with_engine else stages.sync.rounding
+        if rounding is not None:
             with step.timer("sync_check"):
                 stages.logprob_check.check(samples, rounding)
         self._compared_with_engine = True
@@ -107,11 +108,9 @@ class TrainingBatches:
         if records_experts or not from_engine:
             for samples in batches if self._config.num_iterations > 1 else batches[1:]:
                 with step.timer("old_logprobs"):
-                    if records_experts:
-                        values, experts = training.infer_and_record(samples)
-                    else:
-                        values = training.infer(samples)
-                        experts = {}
+                    values, experts = (
+                        training.infer_and_record(samples) if records_experts else (training.infer(samples), {})
+                    )
                 for index, value in values.items():
                     samples[index].old_logprobs = value.logprobs
                 for index, rows in experts.items():

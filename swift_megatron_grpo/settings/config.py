@@ -244,6 +244,6 @@ class GRPOConfig:
     recording: RecordingConfig = RecordingConfig()
     turns: MultiTurnConfig | None = None  # conversations in the training processes; None: single turns
     max_staleness: int = 0  # rollouts that generation may be ahead of training; 0: the two alternate
-    logprobs_interval: int = 1  # loop/logprob_requests.py
+    logprobs_interval: int = 1  # loop/rollout_queue.py
     trace_steps: tuple[int, int] | None = None  # first and last; None: no trace
     top_entropy_quantile: float = 1.0  # share of tokens, of the highest entropy, in the policy loss

@@ -17,7 +17,7 @@ from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils.megatron_lm_utils import is_empty_async_queue
 from swift.rlhf_trainers.utils import resolve_reward_funcs
 from swift.template import Template
-from swift.utils import JsonlWriter, get_logger, is_last_rank, is_master
+from swift.utils import JsonlWriter, get_logger, is_master
 
 from swift_megatron_grpo.arguments.grpo_arguments import GRPOArguments
 from swift_megatron_grpo.arguments.to_config import configure, configure_server
@@ -188,8 +188,6 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             checkpoints=tuple(path for path in loaded if path is not None) if self.state.iteration > 0 else (),
             recording=args.recording_settings(),
             write_completions=writer.append,
-            is_master=is_master(),
-            is_last_rank=is_last_rank(),
             logger=logger,
         )
         return assemble_loop(self.settings, self.loaded_models(), inputs, self.state, args.train_iters)
@@ -315,7 +313,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
             return None
         folder = os.path.join(self.args.output_dir, f"checkpoint-{step}")
         if self.state.last_model_checkpoint != folder:
-            self.loop.reload_models()
+            self.loop.stages.residency.restore()
             self.save_checkpoint()
             logger.info(f"the run stops; the last complete step is saved in {folder}")
         return folder
@@ -323,7 +321,7 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
     def evaluate(self, val_data_iterator: None) -> dict[str, Any]:
         self.call_event("on_eval_begin")
         metrics = self.evaluation.run(lambda: self.call_event("on_eval_step"))
-        self.loop.reload_models()  # the next event may save a checkpoint
+        self.loop.stages.residency.restore()  # the next event may save a checkpoint
         logged: dict[str, Any] = {}
         self._aggregated_metrics([_tensors(metrics)], logged)
         self.on_log(logs=logged, prefix="eval_")
@@ -332,14 +330,15 @@ class MegatronGRPOTrainer(BaseMegatronTrainer):
 
     def finalize_training(self) -> None:
         self._release()
-        self.loop.close()
+        self.loop.stages.watchdog.close()
 
     def _release(self) -> None:
         """Finish callbacks, checkpoints that are still being written, and generation; the watchdog continues."""
         with self.checkpoints.finishing_earlier_saves():
             super().finalize_training()
         self._finish_checkpoints()
-        self.loop.end_generation()
+        if self.loop.stages.generation is not None:
+            self.loop.stages.generation.shutdown()
 
     def forward_step(self, data_iterator: Any, model: Any) -> Any:
         raise TypeError("MegatronEngine runs the forward pass of this trainer")

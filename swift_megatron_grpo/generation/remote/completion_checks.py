@@ -95,7 +95,7 @@ def _problems_of_turns(completion: Completion, expected: Expected) -> dict[str, 
 
 
 def _problems_of_experts(completion: Completion, num_layers: int | None) -> dict[str, bool]:
-    """Check the shape of the experts; whether they can be chosen depends on the model (expert_checks.py)."""
+    """Check the shape of the experts; whether they can be chosen depends on the model (loop/checks/experts.py)."""
     rows, tokens = completion.routed_experts, len(completion.prompt_ids) + len(completion.completion_ids)
     if rows is None:
         return {}

@@ -1,9 +1,8 @@
 """Checks of the engine against the trainer, from log-probs and chosen experts.
 
-canary.py            the fixed text whose log-probs the verification of a sync compares
-logprob_check.py     compare the engine's log-probs of the first rollout with the trainer's
-expert_checks.py     refuse experts that no router of the model can have chosen
-router_agreement.py  the share of choices in which the trainer's routers and the engine's agree
+canary.py         the fixed text whose log-probs the verification of a sync compares
+logprob_check.py  compare the engine's log-probs of the first rollout with the trainer's
+experts.py        refuse experts that no router can have chosen; how often the trainer's routers and the engine's agree
 
 Tests: tests/unit/loop/checks.
 """

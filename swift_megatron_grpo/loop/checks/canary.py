@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from io import BytesIO
+from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image
 
 from swift_megatron_grpo.data.image_reader import ImageReader
+from swift_megatron_grpo.data.images import image_bytes
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import CANARY_TOKENS
 from swift_megatron_grpo.training.engine import EngineSettings
@@ -27,40 +28,30 @@ _LEAST_TEXT = 32  # tokens behind the image, however many the image has
 
 def canary_image(width: int, height: int) -> bytes:
     """Return a PNG of noise, in which no two patches are alike."""
-    rng = random.Random(0)
-    file = BytesIO()
-    Image.frombytes("RGB", (width, height), rng.randbytes(3 * width * height)).save(file, format="PNG")
-    return file.getvalue()
+    noise = random.Random(0).randbytes(3 * width * height)
+    return image_bytes(Image.frombytes("RGB", (width, height), noise))
 
 
+@dataclass(frozen=True)
 class Canary:
-    """The trainer's log-probs of the fixed text. Every rank calls `logprobs`.
+    """The trainer's log-probs of the fixed text. Every rank calls `logprobs`."""
 
-    `tokens`: the text as the engine expands it, with `images`, none or one. Log-probs of the tokens of an image are
-    not compared.
-    """
+    text: ScoredText
+    tokens: list[int]  # the text as the engine expands it
+    images: tuple[PlacedImage, ...]  # none or one; the log-probs of its tokens are not compared
+    passes: Passes  # at temperature 1
+    coordinator: Coordinator
 
-    def __init__(
-        self,
-        text: ScoredText,
-        tokens: Sequence[int],
-        images: tuple[PlacedImage, ...],
-        passes: Passes,
-        coordinator: Coordinator,
-    ) -> None:
-        self.text = text
-        self.passes = passes  # at temperature 1
-        self._coordinator = coordinator
-        self.tokens = list(tokens)
-        self._images = images
-        of_image = {p.start + i for p in self._images for i in range(p.image.num_tokens)}
-        self._compared = [i > 0 and i not in of_image for i in range(len(self.tokens))]
+    @property
+    def _compared(self) -> list[bool]:
+        of_image = {placed.start + i for placed in self.images for i in range(placed.image.num_tokens)}
+        return [i > 0 and i not in of_image for i in range(len(self.tokens))]
 
     def logprobs(self) -> list[list[float]]:
         """Return the log-probs of every data-parallel rank, whose copies of the weights must not diverge either."""
-        sample = Sample(tokens=self.tokens, completion_mask=self._compared, advantage=0.0, images=self._images)
+        sample = Sample(tokens=self.tokens, completion_mask=self._compared, advantage=0.0, images=self.images)
         values = self.passes.infer([sample] * self.passes.fewest_samples)
-        gathered = self._coordinator.gather_samples(values, self.passes.parallel)
+        gathered = self.coordinator.gather_samples(values, self.passes.parallel)
         return [copy.logprobs for copy in gathered.values()]
 
     def compared(self, logprobs: Sequence[float]) -> list[float]:

@@ -8,18 +8,20 @@ change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import add
+
+import numpy as np
 
 from swift_megatron_grpo.runtime.parallel import Coordinator
 from swift_megatron_grpo.settings.config import SamplingConfig
 from swift_megatron_grpo.training.passes import Passes
-from swift_megatron_grpo.types import Quantization, Sample, TokenValues
+from swift_megatron_grpo.types import Quantization, Sample
 
-COMPLETIONS = 64  # are enough
 logger = logging.getLogger(__name__)
-
+COMPLETIONS = 64  # are enough
 SHIFTS = (0, -1, 1)  # the engine's value at t is compared with the trainer's at t + shift
 
 
@@ -27,7 +29,6 @@ SHIFTS = (0, -1, 1)  # the engine's value at t is compared with the trainer's at
 class LogprobGap:
     """The difference between the engine's log-probs and the trainer's, as sums over tokens, which add up over ranks."""
 
-    tokens: int = 0
     signed: float = 0.0  # engine - trainer
     absolute: tuple[float, ...] = (0.0,) * len(SHIFTS)  # |engine - trainer|, for each shift
     pairs: tuple[int, ...] = (0,) * len(SHIFTS)
@@ -35,25 +36,21 @@ class LogprobGap:
     @classmethod
     def of(cls, engine: Sequence[float], trainer: Sequence[float]) -> LogprobGap:
         """Measure the gap of one completion."""
-        shifted = [_pairs(engine, trainer, shift) for shift in SHIFTS]
-        return cls(
-            tokens=len(engine),
-            signed=sum(a - b for a, b in zip(engine, trainer, strict=True)),
-            absolute=tuple(sum(abs(a - b) for a, b in pairs) for pairs in shifted),
-            pairs=tuple(map(len, shifted)),
+        ours, theirs = np.asarray(engine), np.asarray(trainer)
+        shifted = [ours - theirs, ours[1:] - theirs[:-1], ours[:-1] - theirs[1:]]
+        absolute = tuple(float(np.abs(gaps).sum()) for gaps in shifted)
+        return cls(float(shifted[0].sum()), absolute, tuple(map(len, shifted)))
+
+    def __add__(self, other: LogprobGap) -> LogprobGap:
+        return LogprobGap(
+            self.signed + other.signed,
+            tuple(map(add, self.absolute, other.absolute)),
+            tuple(map(add, self.pairs, other.pairs)),
         )
 
-    @classmethod
-    def sum(cls, gaps: Iterable[LogprobGap]) -> LogprobGap:
-        total = cls()
-        for gap in gaps:
-            total = cls(
-                total.tokens + gap.tokens,
-                total.signed + gap.signed,
-                tuple(a + b for a, b in zip(total.absolute, gap.absolute, strict=True)),
-                tuple(a + b for a, b in zip(total.pairs, gap.pairs, strict=True)),
-            )
-        return total
+    @property
+    def tokens(self) -> int:
+        return self.pairs[0]
 
     @property
     def means(self) -> tuple[float, ...]:
@@ -61,44 +58,36 @@ class LogprobGap:
         return tuple(total / max(pairs, 1) for total, pairs in zip(self.absolute, self.pairs, strict=True))
 
 
+@dataclass(frozen=True)
 class LogprobCheck:
     """Raises for a gap that no setting explains, and warns of one that a setting causes. Every rank calls `check`."""
 
-    def __init__(
-        self,
-        passes: Passes,
-        at_temperature_1: Passes,
-        coordinator: Coordinator,
-        sampling: SamplingConfig,
-        quantization: Quantization = "none",
-    ) -> None:
-        self._passes = passes
-        self._at_temperature_1 = at_temperature_1
-        self._coordinator = coordinator
-        self._sampling = sampling
-        self._quantization = quantization
+    passes: Passes
+    at_temperature_1: Passes
+    coordinator: Coordinator
+    sampling: SamplingConfig
+    quantization: Quantization
 
     def check(self, samples: Sequence[Sample], rounding: float) -> None:
         """Compare some samples. `rounding`: the mean absolute difference between log-probs of the same weights."""
-        gap = self._measure_gap(self._passes, samples)
+        gap = self._measure_gap(self.passes, samples)
         check_alignment(gap, rounding)
-        at_temperature_1 = partial(self._measure_gap, self._at_temperature_1, samples)
-        warning = distortion_warning(gap, at_temperature_1, self._sampling, rounding, self._quantization)
-        if warning is not None and self._coordinator.rank == 0:
+        at_temperature_1 = partial(self._measure_gap, self.at_temperature_1, samples)
+        warning = distortion_warning(gap, at_temperature_1, self.sampling, rounding, self.quantization)
+        if warning is not None and self.coordinator.rank == 0:
             logger.warning(warning)
 
     def _measure_gap(self, passes: Passes, samples: Sequence[Sample]) -> LogprobGap:
         fewest = passes.fewest_samples
         some = samples[: min(len(samples), max(COMPLETIONS, fewest)) // fewest * fewest]
         position = passes.parallel
-        local = passes.infer(some) if some else {}
-        reports = position.tp_rank == 0 and position.cp_rank == 0  # one of the ranks that hold copies
-        return LogprobGap.sum(self._coordinator.all_gather(_gap_of_samples(local, some) if reports else LogprobGap()))
-
-
-def _gap_of_samples(values: Mapping[int, TokenValues], samples: Sequence[Sample]) -> LogprobGap:
-    pairs = ((samples[index].rollout_logprobs, trainer.logprobs) for index, trainer in values.items())
-    return LogprobGap.sum(LogprobGap.of(engine, trainer) for engine, trainer in pairs if engine)
+        values = passes.infer(some) if some else {}
+        gap = LogprobGap()
+        if position.tp_rank == 0 and position.cp_rank == 0:  # one of the ranks that hold copies
+            for index, trainer in values.items():
+                if engine := some[index].rollout_logprobs:
+                    gap += LogprobGap.of(engine, trainer.logprobs)
+        return sum(self.coordinator.all_gather(gap), LogprobGap())
 
 
 class ShiftedLogprobs(RuntimeError):
@@ -159,19 +148,11 @@ def distortion_warning(
 
 def _distorting_flags(sampling: SamplingConfig) -> list[tuple[str, str]]:
     """Return the flags that change the sampled distribution, as typed, each with its neutral value."""
-    flags = []
-    if sampling.top_p < 1:
-        flags.append((f"--top_p {sampling.top_p:g}", "--top_p 1"))
-    if sampling.top_k > 0:
-        flags.append((f"--top_k {sampling.top_k}", "--top_k -1"))
-    if sampling.repetition_penalty != 1:
-        flags.append((f"--repetition_penalty {sampling.repetition_penalty:g}", "--repetition_penalty 1"))
-    if sampling.regex is not None:
-        flags.append((f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"))
-    return flags
-
-
-def _pairs(engine: Sequence[float], trainer: Sequence[float], shift: int) -> list[tuple[float, float]]:
-    first = max(0, -shift)
-    last = min(len(engine), len(trainer) - shift)
-    return [(engine[t], trainer[t + shift]) for t in range(first, last)]
+    penalty = sampling.repetition_penalty
+    flags = [
+        (sampling.top_p < 1, f"--top_p {sampling.top_p:g}", "--top_p 1"),
+        (sampling.top_k > 0, f"--top_k {sampling.top_k}", "--top_k -1"),
+        (penalty != 1, f"--repetition_penalty {penalty:g}", "--repetition_penalty 1"),
+        (sampling.regex is not None, f"--structured_outputs_regex {sampling.regex}", "no --structured_outputs_regex"),
+    ]
+    return [(typed, neutral) for distorts, typed, neutral in flags if distorts]

@@ -14,10 +14,10 @@ check = LogprobCheck.check
 
 
 def check_and_measure(self: LogprobCheck, samples: Sequence[Sample], rounding: float) -> None:
-    replayed = self._measure_gap(self._passes, samples)
-    chosen = self._measure_gap(self._passes, without_routing(samples))
+    replayed = self._measure_gap(self.passes, samples)
+    chosen = self._measure_gap(self.passes, without_routing(samples))
     report = {"tokens": replayed.tokens, "replayed": replayed.means[0], "chosen": chosen.means[0]}
-    if self._coordinator.rank == 0:
+    if self.coordinator.rank == 0:
         Path("gap.json").write_text(json.dumps(report))
     check(self, samples, rounding)
 

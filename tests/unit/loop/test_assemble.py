@@ -134,8 +134,8 @@ def test_the_reference_is_the_copy_or_the_model_with_another_adapter() -> None:
 
 def test_spare_prompts_are_the_same_rows_in_another_order() -> None:
     config, run = config_of(), inputs_of()
-    prompts = assemble.prompt_source(config, run.template, run.train_rows, config.data.train_dataloader_shuffle).take(8)
-    spare = assemble._spare_prompts(config, run).take(8)
+    prompts = assemble.prompt_source(config, run).take(8)
+    spare = assemble.prompt_source(config, run, spare=True).take(8)
     texts = [[prompt.row["messages"][0]["content"] for prompt in taken] for taken in (prompts, spare)]
     assert texts[0] != texts[1] and sorted(texts[0]) == sorted(texts[1])
     assert not {prompt.prompt_id for prompt in prompts} & {prompt.prompt_id for prompt in spare}
@@ -145,8 +145,8 @@ def test_each_validation_dataset_has_its_rows() -> None:
     rows = [{**row, "dataset": name} for row in ROWS[:2] for name in ("a", "b", "b")]
     config = config_of(evaluation=replace(fake_run().config.evaluation, names={"a": "math", "b": "code"}))
     loop: Any = SimpleNamespace(evaluate=NOT_CALLED)
-    datasets = assemble.evaluation(config, inputs_of().template, Dataset.from_list(rows), loop)._datasets
-    assert {dataset.name: dataset.size for dataset in datasets} == {"math": 2, "code": 4}
+    datasets = assemble.evaluation(config, inputs_of().template, Dataset.from_list(rows), loop).datasets
+    assert {name: source.rows for name, source in datasets.items()} == {"math": 2, "code": 4}
 
 
 # ---- a resumed rollout

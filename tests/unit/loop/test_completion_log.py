@@ -23,7 +23,7 @@ def completion_log(folder: Path) -> CompletionLog:
     config = CompletionLogging(
         log_completions=True, output_dir=str(folder), report_to=[], wandb_log_unique_prompts=False
     )
-    return CompletionLog(config, ["letters"], str, write, writes_here=True, first_new_rollout=3)
+    return CompletionLog(config, ["letters"], str, write, writes_here=True, rollout=3)
 
 
 def completions(count: int) -> list[Graded]:

@@ -14,7 +14,7 @@ import torch
 
 from swift_megatron_grpo.data.prompts import PromptSource
 from swift_megatron_grpo.generation.interface import evaluation_requests
-from swift_megatron_grpo.loop.evaluation import Evaluation, EvaluationDataset, same_random_numbers_afterwards
+from swift_megatron_grpo.loop.evaluation import Evaluation, same_random_numbers_afterwards
 from swift_megatron_grpo.settings.config import EvaluationConfig, GradingConfig, SamplingConfig
 from swift_megatron_grpo.types import Graded, Prompt, Rollout
 
@@ -27,7 +27,7 @@ def make(names: Sequence[str], rows: int, most: int | None = None, at_once: int 
     settings = EvaluationConfig(sampling, 3, at_once, most, False, correct_reward=1, correct_from=0.9, names={})
     config = SimpleNamespace(grading=grading, evaluation=settings)
     content = [{"messages": [{"role": "user", "content": "even" if row % 2 == 0 else "odd"}]} for row in range(rows)]
-    datasets = [EvaluationDataset(name, PromptSource(content, 0, False, label=f"{name}-"), rows) for name in names]
+    datasets = {name: PromptSource(content, 0, False, label=f"{name}-") for name in names}
     rounds: list[list[str]] = []
 
     def grade(prompts: Sequence[Prompt]) -> tuple[list[Graded], dict[str, float]]:

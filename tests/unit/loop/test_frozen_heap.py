@@ -86,10 +86,10 @@ def test_the_next_layout_of_a_process_begins_unfrozen(monkeypatch: pytest.Monkey
 def test_the_heap_is_frozen_once_all_stages_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = Node()
     monkeypatch.setattr(assemble, "assemble_stages", lambda *_: stages)
-    monkeypatch.setattr(assemble, "GRPOLoop", lambda *_: SimpleNamespace(kl_controller=SimpleNamespace(adapts=False)))
+    monkeypatch.setattr(assemble, "GRPOLoop", lambda *_: SimpleNamespace(kl_controller=SimpleNamespace(restore=list)))
     run: Any = SimpleNamespace(
-        checkpoints=(), coordinator=SimpleNamespace(all_gather=lambda value: [value]), rollouts_done=0,
-        is_last_rank=False,
+        checkpoints=(), rollouts_done=0,
+        coordinator=SimpleNamespace(all_gather=lambda value: [value], rank=0, world_size=2),
     )  # fmt: skip
     nothing: Any = SimpleNamespace()
     assemble.assemble_loop(nothing, nothing, run, SimpleNamespace(iteration=0), total_steps=1)

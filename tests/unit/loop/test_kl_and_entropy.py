@@ -99,9 +99,9 @@ def test_without_a_target_beta_is_constant() -> None:
 def test_a_resumed_run_continues_with_its_beta(tmp_path: Path) -> None:
     saved, fresh = KlController(0.123, kl(0.1)), KlController(0.04, kl(0.1))
     saved.save(str(tmp_path))
-    fresh.restore((None, str(tmp_path / "elsewhere")))
+    fresh.restore([str(tmp_path / "elsewhere")])
     assert fresh.value == 0.04
-    fresh.restore((None, str(tmp_path)))
+    fresh.restore([str(tmp_path / "elsewhere"), str(tmp_path)])
     assert fresh.value == 0.123
 
 

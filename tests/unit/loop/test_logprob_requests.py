@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.loop.logprob_requests import LogprobRequests
-from swift_megatron_grpo.settings.losses import NO_CORRECTION
-
-NOTHING: dict[str, Any] = {"correction": NO_CORRECTION, "max_staleness": 0, "dumps": False}
+from swift_megatron_grpo.loop.rollout_queue import logprobs_requested
+from swift_megatron_grpo.settings.losses import NO_CORRECTION, Correction
 
 
-def requested(interval: int, first: int, **reader: Any) -> list[int]:
-    rule = LogprobRequests.of(**{**NOTHING, **reader}, interval=interval)
-    return [rollout for rollout in range(first, 12) if rule.includes(rollout, first)]
+def requested(
+    interval: int, first: int, correction: Correction = NO_CORRECTION, max_staleness: int = 0, dump: str | None = None
+) -> list[int]:
+    config: Any = SimpleNamespace(
+        loss=SimpleNamespace(correction=correction), max_staleness=max_staleness,
+        recording=SimpleNamespace(dump=dump), logprobs_interval=interval,
+    )  # fmt: skip
+    return [rollout for rollout in range(first, 12) if logprobs_requested(config, rollout, first)]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +45,7 @@ def test_without_readers_the_first_rollout_and_every_nth_have_them(
         {"correction": replace(NO_CORRECTION, log_rollout_offpolicy_metrics=True)},
         {"correction": replace(NO_CORRECTION, off_policy_sequence_mask_delta=0.1)},
         {"max_staleness": 1},
-        {"dumps": True},
+        {"dump": "folder"},
     ],
     ids=["correction", "metrics", "mask", "staleness", "dump"],
 )

@@ -230,12 +230,3 @@ def test_an_adapted_beta_is_saved(tmp_path: Path) -> None:
     again = loop_of(run)
     again.kl_controller.restore([str(tmp_path)])
     assert again.kl_controller.value == pytest.approx(0.1 * 1.02)
-
-
-def test_the_loop_ends_generation_before_the_watchdog() -> None:
-    run = fake_run()
-    loop = loop_of(run)
-    loop.reload_models()
-    loop.end_generation()
-    loop.close()
-    assert run.events == ["models reload", "engine ends", "watchdog ends"]

@@ -218,7 +218,7 @@ def completions(change: Any = lambda values: values) -> LogprobGap:
         trainer = [-source.expovariate(1.0) for _ in range(20)]
         engine = change([value + source.gauss(0, 0.01) for value in trainer])
         gaps.append(LogprobGap.of(engine, trainer))
-    return LogprobGap.sum([LogprobGap.sum(gaps[:3]), LogprobGap(), LogprobGap.sum(gaps[3:])])
+    return sum(gaps, LogprobGap())
 
 
 def not_measured() -> LogprobGap:

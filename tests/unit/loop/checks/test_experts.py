@@ -7,8 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from swift_megatron_grpo.loop.checks.expert_checks import WrongExperts, check_experts, check_reported, problem_of_rows
-from swift_megatron_grpo.loop.checks.router_agreement import equal_choices
+from swift_megatron_grpo.loop.checks.experts import (
+    WrongExperts,
+    check_experts,
+    check_reported,
+    equal_choices,
+    problem_of_rows,
+)
 from swift_megatron_grpo.packing.routing import ExpertLayers, layers_with_experts
 from swift_megatron_grpo.types import ExpertRows, Prompt, Rollout
 
