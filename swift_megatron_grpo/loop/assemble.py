@@ -51,7 +51,7 @@ from swift_megatron_grpo.training.reference import (
 )
 from swift_megatron_grpo.types import Prompt
 from swift_megatron_grpo.weights.export.export import WeightExport
-from swift_megatron_grpo.weights.export.tensor_names import vision_tower_prefixes
+from swift_megatron_grpo.weights.export.kept_tensors import vision_tower_prefixes
 
 _SPARE_SEED = 1_000_000  # added to the data seed; far from the seeds of later epochs
 

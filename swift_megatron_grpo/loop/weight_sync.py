@@ -16,11 +16,12 @@ from swift_megatron_grpo.training.memory.residency import Residency
 from swift_megatron_grpo.weights.export.export import WeightExport
 from swift_megatron_grpo.weights.transport.held_weights import WorkerWeights
 from swift_megatron_grpo.weights.verify import (
+    BOUNDS,
+    QUANTIZED_BOUND,
     Difference,
     Manifest,
     Problem,
     TensorSpec,
-    bound_of,
     changed_specs,
     compare_with_sent,
     describe,
@@ -67,7 +68,7 @@ class WeightSync:
         self.canary = canary
         self._coordinator = coordinator
         self._log = log
-        self._bound = bound_of(config.dtype, config.quantization != "none")
+        self._bound = BOUNDS[config.dtype] if config.quantization == "none" else QUANTIZED_BOUND
         self._reads_back = config.mode != "off" and export.adapter is None  # an adapter's tensors are scaled and fused
         self._specs: dict[str, TensorSpec] | None = None  # of the last sync that passed
         self._usual: float | None = None  # the largest mean difference of the syncs that passed
@@ -83,27 +84,24 @@ class WeightSync:
             self._wake_weights(timer)
             self._wake_cache(timer)
             return {}
-        return self._sync(version, timer, asleep=True)
+        return self._sync(version, timer)
 
     def resend(self, version: int, timer: PhaseTimer) -> None:
         """Send weights to the servers that need them while the others generate: some were restarted."""
         if self._any_needs_weights(version):
-            metrics = self._sync(version, timer, asleep=False)
+            metrics = self._sync(version, timer)
             checked = f", checked: {metrics}" if metrics else ""
             self._log.warning(f"weights {version} were resent to servers that needed them{checked}")
 
-    def _sync(self, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
+    def _sync(self, version: int, timer: PhaseTimer) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        if self._config.mode == "off":
-            if asleep:
-                self._wake_weights(timer)
-            self._load(version, timer, full=False)
-            if asleep:
-                self._wake_cache(timer)
+        if self._config.mode != "off":
+            first = self._attempt(version, timer, full=self._config.mode == "full" or self._specs is None)
+            metrics = self._repeat(first, version, timer) if first.problems else self._accept(first)
         else:
-            full = self._config.mode == "full" or self._specs is None
-            first = self._attempt(version, timer, asleep, full)
-            metrics = self._repeat(first, version, timer, asleep) if first.problems else self._accept(first)
+            self._wake_weights(timer)
+            self._load(version, timer, full=False)
+            self._wake_cache(timer)
         self._engine.mark_verified()
         return metrics
 
@@ -140,54 +138,52 @@ class WeightSync:
                 )
         return manifest, full
 
-    def _attempt(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt:
+    def _attempt(self, version: int, timer: PhaseTimer, full: bool) -> _Attempt:
         """Send and check, again if all servers were lost during the check and have to come back first."""
         while True:
-            attempt = self._attempt_once(version, timer, asleep, full)
-            if attempt is not None:
-                return attempt
+            self._wake_weights(timer)
+            manifest, full = self._load(version, timer, full)
+            with timer("sync_check"):
+                scores = self._engine.start_scoring(self.canary.text)  # servers compute theirs meanwhile
+                expected = self.canary.logprobs()  # here, while the policy is on the GPU
+            self._wake_cache(timer)
+            with timer("sync_check"):
+                problems = list[Problem]()
+                unreadable = set[str]()
+                if manifest is not None:
+                    problems += self._export_problems(manifest)
+                    if full:
+                        of_tensors, unreadable = self._tensor_problems(manifest, self._held_weights())
+                        problems += of_tensors
+                differences = self._logprob_differences(expected, scores)
+            if differences:
+                problems += self._logprob_problems(differences)
+                return _Attempt(manifest, problems, unreadable, Difference.largest(differences.values()))
             self._log.warning(f"every server with weights {version} was lost during the check; they are sent again")
             full = True  # the next servers are new
 
-    def _attempt_once(self, version: int, timer: PhaseTimer, asleep: bool, full: bool) -> _Attempt | None:
-        if asleep:
-            self._wake_weights(timer)
-        manifest, full = self._load(version, timer, full)
-        with timer("sync_check"):
-            scores = self._engine.start_scoring(self.canary.text)  # servers compute theirs meanwhile
-            expected = self.canary.logprobs()  # here, while the policy is on the GPU
-        if asleep:
-            self._wake_cache(timer)
-        with timer("sync_check"):
-            problems = list[Problem]()
-            unreadable = set[str]()
-            if manifest is not None:
-                problems += self._export_problems(manifest)
-            if manifest is not None and full:
-                tensor_problems, unreadable = self._tensor_problems(manifest, self._held_weights())
-                problems += tensor_problems
-            differences = self._logprob_differences(expected, scores)
-        if not differences:
-            return None
-        difference, logprob_problems = self._logprob_problems(differences)
-        return _Attempt(manifest, problems + logprob_problems, unreadable, difference)
-
-    def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer, asleep: bool) -> dict[str, float]:
+    def _repeat(self, first: _Attempt, version: int, timer: PhaseTimer) -> dict[str, float]:
         # Held weights of the failed sync; the second manifest shows what they should have been.
         held = self._held_weights() if self._reads_back else []
         self._engine.invalidate_weights()
-        if asleep:
-            self._engine.sleep()
-        second = self._attempt(version, timer, asleep, full=True)
-        in_first = list[Problem]()
+        self._engine.sleep()
+        second = self._attempt(version, timer, full=True)
+        problems = first.problems
         if self._reads_back and second.manifest is not None:
-            in_first, _ = self._tensor_problems(second.manifest, held)
-        failure = f"First attempt:\n{describe([*first.problems, *in_first])}"
+            problems = problems + self._tensor_problems(second.manifest, held)[0]
+        failure = f"First attempt:\n{describe(problems)}"
         if not second.problems:
             self._log.warning(f"weight sync {version} failed its check, was repeated, and then passed. {failure}")
             return self._accept(second)
         self._engine.invalidate_weights()
-        advice = f"\n{self._advice}" if all(problem.numbers_only for problem in second.problems) else ""
+        advice = ""
+        if all(problem.numbers_only for problem in second.problems):
+            advice = f"\n{_NO_TENSOR_DIFFERS}"
+            if self._config.quantization != "none":
+                advice += (
+                    f" vLLM has quantized them (--rollout_quantization {self._config.quantization}), which rounds "
+                    "weights and activations: see whether --rollout_quantization none passes."
+                )
         raise EngineHasOtherWeights(
             f"weight sync {version} failed its check twice: the engine does not run the trainer's weights, and nothing "
             f"was generated. {failure}\nSecond attempt:\n{describe(second.problems)}{advice}"
@@ -197,22 +193,12 @@ class WeightSync:
         difference = attempt.difference
         if attempt.manifest is not None:
             if self._specs is None:
-                self._log.info(self._first_sync_message(attempt.manifest, attempt))
+                self._log_first_sync(len(attempt.manifest.specs), attempt)
             self._specs = attempt.manifest.specs
         self._usual = max(difference.mean, self._usual or 0.0)
         return {"sync_check/mean_diff": difference.mean, "sync_check/max_diff": difference.max}
 
-    @property
-    def _advice(self) -> str:
-        if self._config.quantization == "none":
-            return _NO_TENSOR_DIFFERS
-        return (
-            f"{_NO_TENSOR_DIFFERS} vLLM has quantized them (--rollout_quantization {self._config.quantization}), which "
-            "rounds weights and activations: see whether --rollout_quantization none passes."
-        )
-
-    def _first_sync_message(self, manifest: Manifest, attempt: _Attempt) -> str:
-        tensors = len(manifest.specs)
+    def _log_first_sync(self, tensors: int, attempt: _Attempt) -> None:
         difference = attempt.difference
         repacked = f", except {len(attempt.unreadable)} that it has repacked" if attempt.unreadable else ""
         quantized = "" if self._config.quantization == "none" else ", before it quantized its linear layers"
@@ -220,7 +206,7 @@ class WeightSync:
         runs = f"runs the adapter of {tensors} tensors"
         image = "" if self.canary.text.image is None else " with an image"
         text = f"a fixed text of {len(self.canary.tokens)} tokens{image}"
-        return (
+        self._log.info(
             f"first weight sync: vLLM {holds if self._reads_back else runs}; its log-probs of {text} "
             f"differ from the trainer's by {difference.mean:.2g} on average, at most by {difference.max:.2g}"
         )
@@ -251,11 +237,9 @@ class WeightSync:
     def _tensor_problems(
         self, manifest: Manifest, held_weights: Iterable[WorkerWeights]
     ) -> tuple[list[Problem], set[str]]:
-        gathered = self._coordinator.all_gather(
-            compare_with_sent(manifest.specs, manifest.checksums(), list(held_weights))
-        )
-        problems = list(chain.from_iterable(of_rank for of_rank, _ in gathered))
-        return problems, set().union(*(unreadable for _, unreadable in gathered))
+        compared = compare_with_sent(manifest.specs, manifest.checksums(), held_weights)
+        problems, unreadable = zip(*self._coordinator.all_gather(compared), strict=True)
+        return list(chain.from_iterable(problems)), set().union(*unreadable)
 
     def _logprob_differences(
         self, expected: Sequence[Sequence[float]], scores: Callable[[], dict[str, list[float]]]
@@ -268,8 +252,7 @@ class WeightSync:
             for engine, logprobs in scores.items()
         }
 
-    def _logprob_problems(self, differences: dict[str, Difference]) -> tuple[Difference, list[Problem]]:
+    def _logprob_problems(self, differences: dict[str, Difference]) -> list[Problem]:
         beyond = {engine: value for engine, value in differences.items() if self._bound.exceeded(value, self._usual)}
         message = self._bound.exceeded(Difference.largest(beyond.values()), self._usual) or ""
-        problems = [Problem(engine, message, numbers_only=True) for engine in beyond]
-        return Difference.largest(differences.values()), problems
+        return [Problem(engine, message, numbers_only=True) for engine in beyond]

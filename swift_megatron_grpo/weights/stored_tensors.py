@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,13 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     else:
         names = ["model.safetensors"]
-    files = [file for file in (Path(folder) / name for name in names) if file.exists()]
-    return {name: tensor for file in files for name, tensor in _tensors_of(file).items()}
-
-
-def _tensors_of(file: Path) -> dict[str, StoredTensor]:
-    with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    entries: dict[str, Any] = {}
+    for file in (Path(folder) / name for name in names):
+        if file.exists():
+            with file.open("rb") as stream:
+                entries |= json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    entries.pop("__metadata__", None)
     return {
         name: StoredTensor(tuple(entry["shape"]), entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
+        for name, entry in entries.items()
     }

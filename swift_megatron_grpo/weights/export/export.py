@@ -1,7 +1,9 @@
 """Exports the trained weights under checkpoint names, one after the other, through mcore-bridge.
 
 LoRA is merged into the exported tensors only: while the bridge reads a layer, each adapted weight points to a separate
-buffer with base + delta; afterwards it points to the base again, which is never written to.
+buffer with base + delta; afterwards it points to the base again, which is never written to. The matrix product adds the
+weight itself, so that a merge reads and writes each weight once, and rounds once; separate sums in fp32 move 34 bytes
+for a weight of two. The experts of a layer are one product, because Qwen3-30B-A3B has 12,288 of them.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mcore_bridge import GPTBridge
+from mcore_bridge import GPTBridge, LoraParallelLinear
 from mcore_bridge.model import GPTModel
 from peft.tuners.lora import LoraLayer
 
 from swift_megatron_grpo.runtime.replaced import replaced
-from swift_megatron_grpo.weights.export.adapter_merge import merged_weights
 from swift_megatron_grpo.weights.export.host_flags import flags_on_host
+from swift_megatron_grpo.weights.stacked_tensors import stacked
 
 ADAPTER = "default"
 
@@ -36,10 +38,6 @@ class AdaptedModules:
         of_layer = {layer: _adapted(layer) for decoder in decoders for layer in decoder.layers}
         in_layers = {module for modules in of_layer.values() for module in modules}
         return cls(of_layer, [one for model in models for one in _adapted(model) if one not in in_layers])
-
-    @property
-    def count(self) -> int:
-        return len(self.elsewhere) + sum(map(len, self.of_layer.values()))
 
 
 class WeightExport:
@@ -78,7 +76,7 @@ class WeightExport:
     @property
     def adapted_count(self) -> int:
         """Number of modules of this rank that have an adapter."""
-        return self._adapted.count
+        return len(self._adapted.elsewhere) + sum(map(len, self._adapted.of_layer.values()))
 
 
 def export_weights(
@@ -92,9 +90,7 @@ def export_weights(
     Shards are gathered as the iterator advances; every rank gets every tensor. `adapted`: None to find them. Modules
     are added to `merged` once their adapter is merged.
     """
-    if adapted is None:
-        adapted = AdaptedModules.find(bridge, models)
-    with merged_on_read(bridge, adapted, merged):
+    with merged_on_read(bridge, adapted or AdaptedModules.find(bridge, models), merged):
         yield from bridge.export_weights(list(models), skip_unsupported_export=True)
 
 
@@ -157,3 +153,32 @@ def _merged(modules: Iterable[LoraLayer], merged: set[LoraLayer]) -> Iterator[No
     finally:
         for weight, base in bases:
             weight.data = base
+
+
+def merged_weights(module: LoraLayer, adapter: str) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Return the frozen weights of a module, each with its merged value in new memory."""
+    base = module.get_base_layer()
+    if not isinstance(module, LoraParallelLinear):  # in a vision tower, which is a model of transformers
+        delta = module.get_delta_weight(adapter).float()
+        return [(base.weight, (base.weight.data.float() + delta).to(base.weight.dtype))]
+    layers = (base, module.lora_A[adapter], module.lora_B[adapter])
+    names = [f"weight{expert}" for expert in range(base.num_gemms)] if module.is_grouped else ["weight"]
+    bases, downs, ups = ([getattr(layer, name) for name in names] for layer in layers)
+    return list(zip(bases, merge(bases, downs, ups, module.scaling[adapter]), strict=True))
+
+
+@torch.no_grad()
+def merge(
+    bases: Sequence[torch.Tensor], downs: Sequence[torch.Tensor], ups: Sequence[torch.Tensor], scaling: float
+) -> Sequence[torch.Tensor]:
+    """Return base + scaling * up @ down for each base [out, in], down [rank, in] and up [out, rank]."""
+    if not bases[0].dtype == downs[0].dtype == ups[0].dtype:  # a router in fp32 under an adapter in bf16
+        deltas = [up.float() @ down.float() for up, down in zip(ups, downs, strict=True)]
+        return [(base.float() + scaling * delta).to(base.dtype) for base, delta in zip(bases, deltas, strict=True)]
+    if len(bases) > 1:
+        base = stacked(bases)
+        down = stacked(downs)
+        up = stacked(ups)
+        if base is not None and down is not None and up is not None:
+            return torch.baddbmm(base, up, down, alpha=scaling).unbind()
+    return [torch.addmm(*tensors, alpha=scaling) for tensors in zip(bases, ups, downs, strict=True)]

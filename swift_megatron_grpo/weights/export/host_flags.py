@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -21,63 +20,46 @@ import torch
 import torch.distributed
 from mcore_bridge import GPTBridge
 
+from swift_megatron_grpo.runtime.replaced import replaced
+
 
 def flags_on_host(bridge: GPTBridge) -> Callable[[], AbstractContextManager[None]]:
     """Return the context for the conversion of a layer. It must not be open while the exporting generator waits."""
     if bridge.pp_size > 1:
         return nullcontext
-    of_classes = [vars(sys.modules[name]) for name in sorted({one.__module__ for one in type(bridge).__mro__})]
+    stand_ins = {torch: _copy(torch, tensor=_tensor), torch.distributed: _copy(torch.distributed, all_reduce=_reduce)}
+    modules = {sys.modules[one.__module__] for one in type(bridge).__mro__}
     imports = [
-        (names, name)
-        for names in of_classes
-        for name, value in names.items()
-        if isinstance(value, ModuleType) and value in _STAND_INS
+        (module, name, stand_ins[value])
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, ModuleType) and value in stand_ins
     ]
-    return partial(_replaced, imports)
+
+    @contextmanager
+    def on_host() -> Iterator[None]:
+        # A TorchFunctionMode would do the same for torch, but it sees every call of a conversion, not only these.
+        with ExitStack() as replacements:
+            for module, name, stand_in in imports:
+                replacements.enter_context(replaced(module, name, stand_in))
+            yield
+
+    return on_host
 
 
-class _StandIn:
-    """A module as its importer sees it, with one function replaced."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._module, name)
-        setattr(self, name, value)  # found without this method from now on
-        return value
+def _copy(module: ModuleType, **changed: Any) -> ModuleType:
+    copy = ModuleType(module.__name__)
+    vars(copy).update(vars(module), **changed)
+    return copy
 
 
-class _Torch(_StandIn):
-    """Makes tensors of booleans on the host, whatever device is asked for."""
-
-    @staticmethod
-    def tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-        return torch.tensor(data, dtype=dtype, device="cpu" if dtype is torch.bool else device)
+def _tensor(data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """Make tensors of booleans on the host, whatever device is asked for."""
+    return torch.tensor(data, dtype=dtype, device="cpu" if dtype is torch.bool else device)
 
 
-class _Distributed(_StandIn):
-    """Leaves booleans on the host as they are, which are the same on all ranks."""
-
-    @staticmethod
-    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if tensor.dtype is torch.bool and tensor.device.type == "cpu":
-            return None
-        return torch.distributed.all_reduce(tensor, *args, **kwargs)
-
-
-_STAND_INS: dict[ModuleType, _StandIn] = {torch: _Torch(torch), torch.distributed: _Distributed(torch.distributed)}
-
-
-@contextmanager
-def _replaced(imports: list[tuple[dict[str, Any], str]]) -> Iterator[None]:
-    """Put stand-ins in the place of imported modules: (names of the importing module, name of the import)."""
-    # A TorchFunctionMode would do the same for torch, but it sees every call of a conversion, not only these.
-    modules = [names[name] for names, name in imports]
-    for (names, name), module in zip(imports, modules, strict=True):
-        names[name] = _STAND_INS[module]
-    try:
-        yield
-    finally:
-        for (names, name), module in zip(imports, modules, strict=True):
-            names[name] = module
+def _reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Leave booleans on the host as they are, which are the same on all ranks."""
+    if tensor.dtype is torch.bool and tensor.device.type == "cpu":
+        return None
+    return torch.distributed.all_reduce(tensor, *args, **kwargs)

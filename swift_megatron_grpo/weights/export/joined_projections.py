@@ -57,10 +57,7 @@ def halved(tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def joined(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return tensors of a feed-forward, in their order, with the rows of gate_proj above those of up_proj.
-
-    Halves of an adapter have the same lora_A.
-    """
+    """Return tensors of a feed-forward with the rows of gate_proj above those of up_proj. Both halves share lora_A."""
     result = {}
     for name, tensor in tensors.items():
         first, is_gate, rest = name.partition(f"{_GATE}.")

@@ -7,21 +7,49 @@ speculatively would fail. It can copy them from the source checkpoint (--save_mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_bridge.bridge.gpt_bridge import SafetensorLazyLoader
 from mcore_bridge.config import ModelConfig
 
-from swift_megatron_grpo.weights.export.tensor_names import (
-    is_copy_of_embedding,
-    is_prediction_layer,
-    is_unbuilt_vision_tower,
-)
 from swift_megatron_grpo.weights.stored_tensors import stored_tensors
 
 _SHOWN = 3  # tensors that the note names
+
+
+def vision_tower_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """Return the name prefixes of image, video and audio parts; () for a text model.
+
+    Models that were released before transformers 4.52 have other names in checkpoints than in transformers:
+    hf_state_dict_mapping has pairs of the two.
+    """
+    towers = config.model_meta.visual_cls
+    if towers is None:
+        return ()
+    released = config.model_meta.bridge_cls.hf_state_dict_mapping
+    aliases = [old for old, new in released.items() if new in towers.module_mapping]
+    return tuple(f"{name}." for name in (*towers.module_mapping, *aliases))
+
+
+def is_copy_of_embedding(name: str, config: ModelConfig) -> bool:
+    """Return True for the output layer of a model that shares the weights of its embedding."""
+    return name.endswith("lm_head.weight") and not config.untie_embeddings_and_output_weights
+
+
+def is_prediction_layer(name: str, config: ModelConfig) -> bool:
+    """Return True for multi-token prediction; some models number its layers after the decoder's."""
+    if re.search(r"(^|\.)mtp([._]|$)", name):
+        return True
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return (
+        layer is not None and int(layer[1]) >= config.num_layers and not name.startswith(vision_tower_prefixes(config))
+    )
+
+
+def is_unbuilt_vision_tower(name: str, config: ModelConfig) -> bool:
+    """Return True for a part that embeds images, video or audio, with --language_model_only."""
+    return bool(config.language_model_only) and name.startswith(vision_tower_prefixes(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +64,8 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
     `source`: the folder of the checkpoint. `keep`: --save_missing_weights, which also copies any other tensor that the
     model does not have. A copy of a tied embedding is never saved: its values would be those before training.
     """
-    with SafetensorLazyLoader(source) as loader:
-        names = sorted(loader.get_state_dict())
+    stored = stored_tensors(source)
+    names = sorted(stored)
     untrained = [name for name in names if is_prediction_layer(name, config) or is_unbuilt_vision_tower(name, config)]
     stale = {name for name in names if is_copy_of_embedding(name, config)}
     others = set() if keep else {*names} - {*untrained}
@@ -53,18 +81,11 @@ def keep_untrained_tensors(bridge: Any, config: ModelConfig, source: str, keep: 
 
     bridge.save_weights = save_with_untrained
     bridge._save_missing_weights = copy_untrained
-    note = _note(untrained, saved=keep is not False) if untrained else None
-    return KeptTensors(note, 0 if keep is False else _bytes_of(untrained, source))
-
-
-def _bytes_of(names: Sequence[str], source: str) -> int:
-    stored = stored_tensors(source) if names else {}
-    return sum(stored[name].bytes for name in names)
-
-
-def _note(names: Sequence[str], saved: bool) -> str:
-    more = ", ..." if len(names) > _SHOWN else ""
-    what = f"{len(names)} tensors of the checkpoint are not trained ({', '.join(names[:_SHOWN])}{more})"
-    if saved:
-        return f"{what}; they are saved with the model as they were (--save_missing_weights false leaves them out)"
-    return f"{what}, and --save_missing_weights false leaves them out of saved models"
+    if not untrained:
+        return KeptTensors(None, 0)
+    more = ", ..." if len(untrained) > _SHOWN else ""
+    note = f"{len(untrained)} tensors of the checkpoint are not trained ({', '.join(untrained[:_SHOWN])}{more})"
+    if keep is False:
+        return KeptTensors(f"{note}, and --save_missing_weights false leaves them out of saved models", 0)
+    note += "; they are saved with the model as they were (--save_missing_weights false leaves them out)"
+    return KeptTensors(note, sum(stored[name].bytes for name in untrained))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,21 +19,23 @@ from mcore_bridge.bridge import gpt_bridge
 from mcore_bridge.config import ModelConfig
 
 from swift_megatron_grpo.runtime.parallel import max_over_ranks
+from swift_megatron_grpo.runtime.replaced import replaced
 from swift_megatron_grpo.settings.run import UnreadTensors
-from swift_megatron_grpo.weights.export.tensor_names import (
+from swift_megatron_grpo.weights.export.kept_tensors import (
     is_copy_of_embedding,
     is_prediction_layer,
     is_unbuilt_vision_tower,
 )
 
+logger = logging.getLogger(__name__)
 _SHOWN = 5  # tensors that an error names
 _FLAG = "--unread_tensors"
 
-# Tensors that training leaves out on purpose: a pattern of their names, and the reason.
-HARMLESS: Sequence[tuple[str, str]] = (
-    (r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$", "buffers that are computed from config.json"),
-    (r"\.(k_scale|v_scale|kv_scale|k_zero_point|v_zero_point)$", "scales of a quantized KV cache, which vLLM computes"),
-    (r"(^|\.)(attn|attention)\.(masked_bias|bias_mask)$", "causal masks"),
+# Names of tensors that training leaves out on purpose.
+_HARMLESS = (
+    r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$",  # buffers that are computed from config.json
+    r"\.(k_scale|v_scale|kv_scale|k_zero_point|v_zero_point)$",  # scales of a quantized KV cache, which vLLM computes
+    r"(^|\.)(attn|attention)\.(masked_bias|bias_mask)$",  # causal masks
 )
 
 
@@ -44,17 +46,14 @@ class _RecordingLoader(gpt_bridge.SafetensorLazyLoader):
 
     def __init__(self, hf_model_dir: str, peft_format: bool = False) -> None:
         super().__init__(hf_model_dir, peft_format=peft_format)
+        self.names = sorted(self._weight_map)
         self.read: dict[str, None] = {}  # in the order of reading
         self.loaders.append(self)
-        if not self._weight_map:
+        if not self.names:
             raise ValueError(
                 f"{hf_model_dir} has no weights: neither an index nor a file of the form "
                 f"{'adapter_model' if peft_format else 'model'}.safetensors; correct the path, or convert the weights"
             )
-
-    @property
-    def names(self) -> list[str]:
-        return sorted(self._weight_map)
 
     def _load_tensor(self, key: str) -> torch.Tensor:
         self.read[key] = None
@@ -73,21 +72,19 @@ def every_tensor_read(config: ModelConfig, unread: UnreadTensors) -> Iterator[No
 
     `config`: of the model. `unread`: the value of --unread_tensors; "warn" logs them instead.
     """
-    stock = gpt_bridge.SafetensorLazyLoader
     loaders: list[_RecordingLoader] = []
-    gpt_bridge.SafetensorLazyLoader = type("Loader", (_RecordingLoader,), {"loaders": loaders})
+    recording = type("Loader", (_RecordingLoader,), {"loaders": loaders})
     try:
-        yield
+        with replaced(gpt_bridge, "SafetensorLazyLoader", recording):
+            yield
     except KeyError as error:
         if loaders:
             raise ValueError(_missing(loaders[-1], str(error.args[0]))) from error
         raise
-    finally:
-        gpt_bridge.SafetensorLazyLoader = stock
     for loader in loaders:
         names = [name for name in _read_by_none(loader) if not is_harmless(name, config)]
         if names:
-            _report(names, loader.hf_model_dir, unread, logging.getLogger(__name__).warning)
+            _report(names, loader.hf_model_dir, unread)
 
 
 def is_harmless(name: str, config: ModelConfig) -> bool:
@@ -96,18 +93,18 @@ def is_harmless(name: str, config: ModelConfig) -> bool:
         is_copy_of_embedding(name, config)
         or is_prediction_layer(name, config)
         or is_unbuilt_vision_tower(name, config)
-        or any(re.search(pattern, name) for pattern, _ in HARMLESS)
+        or any(re.search(pattern, name) for pattern in _HARMLESS)
     )
 
 
 def _read_by_none(loader: _RecordingLoader) -> list[str]:
     """Return the tensors that no rank has read; all ranks call it."""
-    names = loader.names
-    read = torch.tensor([name in loader.read for name in names], dtype=torch.int32, device=torch.cuda.current_device())
-    return [name for name, seen in zip(names, max_over_ranks(read).tolist(), strict=True) if not seen]
+    was_read = [name in loader.read for name in loader.names]
+    by_any = max_over_ranks(torch.tensor(was_read, dtype=torch.int32, device=torch.cuda.current_device()))
+    return [name for name, seen in zip(loader.names, by_any.tolist(), strict=True) if not seen]
 
 
-def _report(names: Sequence[str], folder: str, unread: UnreadTensors, warn: Callable[[str], None]) -> None:
+def _report(names: Sequence[str], folder: str, unread: UnreadTensors) -> None:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     fault = (
         f"{len(names)} tensors of {folder} are loaded by nothing, so they would be neither trained nor sent to vLLM: "
@@ -118,7 +115,7 @@ def _report(names: Sequence[str], folder: str, unread: UnreadTensors, warn: Call
             f"{fault}; correct their names, remove them, or check that mcore-bridge supports the architecture in "
             f"config.json. {_FLAG} warn trains without them"
         )
-    warn(f"{fault} ({_FLAG} warn)")
+    logger.warning(f"{fault} ({_FLAG} warn)")
 
 
 def _missing(loader: _RecordingLoader, key: str) -> str:

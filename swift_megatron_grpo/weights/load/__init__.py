@@ -2,7 +2,6 @@
 
 loaded_weights.py       load weights, and read back what the model holds
 load_tracer.py          trace a load: which slice of which tensor is copied to which place
-direct_load.py          write sent tensors into the places that a traced load has shown
 quantization.py         the settings of --rollout_quantization in vLLM, and its checks
 staging.py              the weights of a layer that quantizes, until all of them have arrived
 online_layers.py        vLLM's layers that quantize, all experts of a layer in one call

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from swift_megatron_grpo.weights.transport.buckets import NamedWeights
 from swift_megatron_grpo.weights.transport.held_weights import TensorSlice
 
+_FILLS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default}
 
-@dataclass(frozen=True, slots=True)
-class Place:
+
+class Place(NamedTuple):
     """A part of a parameter of the model."""
 
     parameter: str
@@ -31,7 +32,7 @@ class Place:
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return prod(self.shape)
 
     @property
     def last(self) -> int:
@@ -43,8 +44,7 @@ class Place:
         return parameter.data.as_strided(self.shape, self.strides, self.offset)
 
 
-@dataclass(frozen=True, slots=True)
-class TracedCopy:
+class TracedCopy(NamedTuple):
     """A slice of a sent tensor, and the place that a load has copied it to."""
 
     sent: str
@@ -52,8 +52,7 @@ class TracedCopy:
     place: Place
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
+class _Sent(NamedTuple):
     """A tensor that is passed to the model's load_weights."""
 
     name: str
@@ -63,22 +62,14 @@ class _Sent:
 
 
 class LoadTrace(TorchDispatchMode):
-    """Records copies from registered tensors into parameters inside the context.
-
-    Parameters on the meta device stand for tensors that exist for a part of the load only: see `adopt`.
-    """
+    """Records copies from registered tensors into parameters, or into tensors that stand for them, in its context."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        parameters = dict(model.named_parameters())
-        self._sizes = {
-            name: (value.numel(), value.shape[1:].numel()) for name, value in parameters.items() if value.numel()
-        }
-        self._owners = {
-            value.untyped_storage().data_ptr(): name
-            for name, value in parameters.items()
-            if value.numel() and not value.is_meta
-        }
+        parameters = {name: value for name, value in model.named_parameters() if value.numel()}
+        self._sizes = {name: (value.numel(), value.shape[1:].numel()) for name, value in parameters.items()}
+        self._owners: dict[int, str] = {}  # by address
+        self.adopt({name: value for name, value in parameters.items() if not value.is_meta})
         self._registered: list[_Sent] = []
         self._copied: dict[str, set[Place]] = defaultdict(set)
         self._filled: dict[str, set[Place]] = defaultdict(set)  # with a constant: padding
@@ -87,9 +78,7 @@ class LoadTrace(TorchDispatchMode):
         self.copies: dict[str, list[TracedCopy]] = defaultdict(list)  # by the sent tensor
         self.copies_to: dict[str, list[TracedCopy]] = defaultdict(list)  # by the parameter
         self.discarded = 0  # elements that were written to the meta device
-        self.computed: set[str] = (
-            set()
-        )  # parameters that were written with something other than a slice of a sent tensor
+        self.computed: set[str] = set()  # parameters that were written with more than slices of sent tensors
         self.ignored: list[str] = []
         self.accepted: list[str] = []
         self.unwritten: list[str] = []
@@ -100,8 +89,7 @@ class LoadTrace(TorchDispatchMode):
         """Register the tensors that pass through."""
         for name, sent in weights:
             tensor = sent.contiguous()  # so that an offset in the storage is an offset in the tensor
-            storage = tensor.untyped_storage().data_ptr()
-            self._registered.append(_Sent(name, storage, _begin(tensor), tensor.nbytes))
+            self._registered.append(_Sent(name, tensor.untyped_storage().data_ptr(), _begin(tensor), tensor.nbytes))
             yield name, tensor
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -118,10 +106,7 @@ class LoadTrace(TorchDispatchMode):
         return self._elements[parameter] >= self._sizes[parameter][0]
 
     def close(self, loaded: object) -> None:
-        """Evaluate the trace.
-
-        `loaded`: the parameters that vLLM reports as loaded. It may have loaded some by other means than a copy.
-        """
+        """Evaluate the trace. vLLM may load some of the parameters that it reports by other means than a copy."""
         reported = loaded if isinstance(loaded, set) else set()
         unobserved = reported & set(self._sizes) - set(self._copied)
         sent = dict.fromkeys(tensor.name for tensor in self._registered)
@@ -171,10 +156,7 @@ class LoadTrace(TorchDispatchMode):
         self.copies_to[owner].append(copy)
 
     def _origin(self, source: torch.Tensor) -> _Sent | None:
-        """Return the sent tensor that `source` is a part of.
-
-        The newest ones are searched first, because memory of freed tensors is reused.
-        """
+        """Return the sent tensor that `source` is a part of, the newest one: memory of freed tensors is reused."""
         storage = source.untyped_storage().data_ptr()
         begin = _begin(source)
         for sent in reversed(self._registered):
@@ -184,10 +166,7 @@ class LoadTrace(TorchDispatchMode):
 
 
 def is_partly_unwritten(size: int, row: int, copied: Collection[Place], filled: Collection[Place]) -> bool:
-    """Return True if a part of a parameter of this size was not written, apart from padding.
-
-    `row`: the number of elements under one index of its first dimension.
-    """
+    """Return True if a part was not written, apart from padding. `row`: elements under an index of dimension 0."""
     stacked = row < size and all(place.offset // row == place.last // row for place in copied)
     if stacked:  # experts: each may be padded, all in the same way
         of_row = Counter({index: 0 for index in range(size // row)})
@@ -195,13 +174,6 @@ def is_partly_unwritten(size: int, row: int, copied: Collection[Place], filled: 
             of_row[place.offset // row] += place.numel
         return len(set(of_row.values())) > 1 or not copied
     return sum(place.numel for place in (*copied, *filled)) < size
-
-
-_FILLS = {
-    torch.ops.aten.fill_.Scalar,
-    torch.ops.aten.fill_.Tensor,
-    torch.ops.aten.zero_.default,
-}
 
 
 def _begin(tensor: torch.Tensor) -> int:

@@ -23,19 +23,16 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 _PROCESSED = "_already_called_process_weights_after_loading"  # vLLM's mark of a layer that is quantized
-
-
 _EXPERTS = ("w13_weight", "w2_weight")
 
 
 def online_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> list[VllmOnlineLayer]:
     """Return the layers of a loaded model that quantize what they load."""
-    found = [
-        VllmOnlineLayer(name, module, vllm_config)
-        for name, module in model.named_modules()
-        if _quantizes_online(vars(module).get("quant_method"))
-    ]
-    layers = [layer for layer in found if layer.parameters]
+    layers = []
+    for name, module in model.named_modules():
+        method = vars(module).get("quant_method")
+        if isinstance(method, QuantizeMethodBase) and method.uses_meta_device:
+            layers.append(VllmOnlineLayer(name, module, vllm_config))
     covered = {name for layer in layers for name in layer.parameters}
     eight_bits = {name for name, value in model.named_parameters() if value.itemsize == 1}
     if missed := sorted(eight_bits - covered):
@@ -43,11 +40,7 @@ def online_layers(model: torch.nn.Module, vllm_config: VllmConfig) -> list[VllmO
             f"vLLM holds {missed[0]} in 8 bits, and not by quantizing what it loads, so it cannot load the weights "
             "that the trainer sends; use a checkpoint in bfloat16"
         )
-    return layers
-
-
-def _quantizes_online(method: object) -> bool:
-    return isinstance(method, QuantizeMethodBase) and bool(method.uses_meta_device)
+    return [layer for layer in layers if layer.parameters]
 
 
 class VllmOnlineLayer:
@@ -60,22 +53,17 @@ class VllmOnlineLayer:
         self._kernel_tensors: dict[str, torch.nn.Parameter | None] | None = None  # while the model's loaders run
         before, _ = get_layerwise_info(module).restore_metadata
         self._as_loaded = {*before, "bias"}  # not what quantizing adds; a bias is registered late
-        self._before = {key: meta for key, meta in before.items() if self._is_quantized(key, meta)}
-
-    def _is_quantized(self, key: str, before: torch.Tensor) -> bool:
-        """Return True unless the layer holds this parameter as it was loaded, such as a bias."""
-        now = self._module._parameters.get(key)
-        return now is None or now.dtype != before.dtype or now.shape != before.shape
-
-    @property
-    def parameters(self) -> Sequence[str]:
-        return [self._full(key) for key in self._before]
+        self._before = {}  # without parameters that the layer holds as they were loaded, such as a bias
+        for key, meta in before.items():
+            now = module._parameters.get(key)
+            if now is None or now.dtype != meta.dtype or now.shape != meta.shape:
+                self._before[key] = meta
+        self.parameters: Sequence[str] = [self._full(key) for key in self._before]
 
     def _full(self, key: str) -> str:
         return f"{self.name}.{key}" if self.name else key
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """Return the parameters as they are before quantizing. They are zero where loaders leave padding."""
         device = next(value.device for value in self._now.values() if value is not None)
         return {self._full(key): self._like(meta, device).zero_() for key, meta in self._before.items()}
 
@@ -88,8 +76,7 @@ class VllmOnlineLayer:
         return restored
 
     @contextmanager
-    def loading(self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]) -> Iterator[None]:
-        """Let the model's loaders write to staging tensors inside the context: see OnlineLayer."""
+    def loading(self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[], None]) -> Iterator[None]:
         parameters = self._module._parameters
         placeholders = {key: self._placeholder(key, tensor, loaded) for key in self._before}
         self._kernel_tensors = kernel_tensors = dict(parameters)
@@ -111,13 +98,8 @@ class VllmOnlineLayer:
         """Return the parameters of the layer as before it was quantized, with these for those that are quantized."""
         return {key: value for key, value in self._now.items() if key in self._as_loaded} | dict(before)
 
-    def _placeholder(
-        self, key: str, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]
-    ) -> Any:
-        """Return a parameter without memory, whose loader writes to the staging tensor instead.
-
-        A loader that is called for what another worker holds, such as its experts, writes nothing.
-        """
+    def _placeholder(self, key: str, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[], None]) -> Any:
+        """Return a parameter without memory, whose loader writes to the staging tensor, or nowhere without one."""
         placeholder: Any = self._like(self._before[key], torch.device("meta"))
         loader = _get_original_loader(placeholder)
         name = self._full(key)
@@ -127,7 +109,7 @@ class VllmOnlineLayer:
             staged = tensor(name)
             result = loader(placeholder if staged is None else staged, *args, **kwargs)
             if staged is not None:
-                loaded(name)
+                loaded()
             return result
 
         placeholder.weight_loader = load
@@ -159,28 +141,23 @@ class VllmOnlineLayer:
         if value is now or value is None:
             return
         if now is None or now.shape != value.shape or now.dtype != value.dtype:
-            raise RuntimeError(
-                f"vLLM has quantized {self._full(key)} to {_described(value)}, and its kernels read {_described(now)}"
-            )
+            made, read = ("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in (value, now))
+            raise RuntimeError(f"vLLM has quantized {self._full(key)} to {made}, and its kernels read {read}")
         now.data.copy_(value)
 
 
 def process_loaded(layer: Any) -> None:
-    """Run the quantization method of a layer on the weights that it has loaded."""
-    if isinstance(layer.quant_method, Fp8PtpcOnlineMoEMethod):
-        _process_as_one_expert(layer)
-    else:
-        layer.quant_method.process_weights_after_loading(layer)
+    """Run the quantization method of a layer on the weights that it has loaded.
 
-
-def _process_as_one_expert(layer: Any) -> None:
-    """Quantize the weights [experts, channels, inputs] of a layer in one call, where vLLM makes one for each expert.
-
+    Weights of experts [experts, channels, inputs] are quantized in one call, where vLLM makes one for each expert.
     Every output channel has a separate scale, so the experts of a layer can be quantized as one expert that has the
     channels of all: the bits are the same. A sync of 48 layers of 128 experts has 96 matrices to quantize instead of
     12,288. Both 8-bit copies of all experts' w13 exist for a moment, before the result is copied to its place.
     """
     method = layer.quant_method
+    if not isinstance(method, Fp8PtpcOnlineMoEMethod):
+        method.process_weights_after_loading(layer)
+        return
     experts = layer.local_num_experts
     set_up_kernel = method._setup_kernel
     loaded = {name: layer._parameters[name] for name in _EXPERTS}
@@ -197,15 +174,8 @@ def _process_as_one_expert(layer: Any) -> None:
     del method._setup_kernel  # a cycle, which would hold the loaded weights until Python collects garbage
 
 
-def _described(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
 def _copy_derived(new: object, now: object, seen: set[int]) -> None:
-    """Copy tensors that a quantization method has derived, such as a kernel's table of strides, to where they were.
-
-    Memory of vLLM's that is not a parameter or a buffer is lost when it sleeps at level 2.
-    """
+    """Copy tensors that a method has derived, such as a table of strides, to where they were: sleep discards them."""
     if new is now or type(new) is not type(now) or id(new) in seen:
         return
     seen.add(id(new))

@@ -8,10 +8,9 @@ from typing import Any
 from swift_megatron_grpo.types import Quantization
 from swift_megatron_grpo.weights.load.staging import OnlineLayer
 
-# vLLM's names of what each kind of layer becomes. fp8_per_channel: e4m3 with one scale per row of a weight, which
-# depends neither on which projections vLLM fuses nor on the other rows; activations get one scale per token.
-FP8_LINEAR = "fp8_per_channel"
-FP8_EXPERTS = "fp8_per_channel"
+# vLLM's name of what linear layers and experts become: e4m3 with one scale per row of a weight, which depends neither
+# on which projections vLLM fuses nor on the other rows; activations get one scale per token.
+FP8 = "fp8_per_channel"
 
 # Layers that stay as they are, by regular expressions of their names: routers, whose choice of experts the trainer
 # compares or replays; the small projections of gates and decay rates in linear attention; parts for images.
@@ -29,7 +28,7 @@ def engine_settings(quantization: Quantization) -> dict[str, Any]:
     if quantization == "none":
         return {}
     # vLLM quantizes embeddings, the output layer and norms in no case.
-    config = {"linear": FP8_LINEAR, "moe": FP8_EXPERTS, "ignore": list(_KEPT)}
+    config = {"linear": FP8, "moe": FP8, "ignore": list(_KEPT)}
     return {"quantization": _ONLINE, "quantization_config": config}
 
 
@@ -44,21 +43,14 @@ def layers_that_quantize(model: Any, vllm_config: Any) -> Sequence[OnlineLayer]:
 
 def refusal_of_device(capability: tuple[int, int] | None, has_experts: bool) -> str | None:
     """Return why a device cannot run a model quantized; None: it can. `capability`: of a GPU; None: a CPU."""
-    if capability is None:
-        if not has_experts:
-            return None  # torch multiplies in FP8 on a CPU, slowly: for a test of a script
-        return "vLLM has no FP8 mixture of experts on a CPU"
+    if capability is None:  # torch multiplies in FP8 on a CPU, slowly: for a test of a script
+        return "vLLM has no FP8 mixture of experts on a CPU" if has_experts else None
     if capability >= _OLDEST:
         return None
     return f"this GPU has compute capability {capability[0]}.{capability[1]}, and FP8 needs {_OLDEST[0]}.{_OLDEST[1]}"
 
 
-def check_quantization(
-    quantization: Quantization,
-    adapter_only: bool,
-    dtype: str | None,
-    device: str | None,
-) -> None:
+def check_quantization(quantization: Quantization, adapter_only: bool, dtype: str | None, device: str | None) -> None:
     """Raise ValueError if vLLM cannot run quantized with the other flags.
 
     `adapter_only`: vLLM runs the checkpoint with an adapter; `dtype`: --torch_dtype, if it is known; `device`: why the

@@ -16,33 +16,30 @@ from typing import Protocol
 
 import torch
 
-from swift_megatron_grpo.weights.load.direct_load import Target
 from swift_megatron_grpo.weights.load.load_tracer import Place, TracedCopy
 from swift_megatron_grpo.weights.transport.held_weights import HeldSlice, TensorSlice, checksum, to_integers
+
+Target = tuple[TensorSlice, Callable[[], torch.Tensor]]  # a slice of a sent tensor, and the place that holds it
 
 
 class OnlineLayer(Protocol):
     """A layer that quantizes weights after they are loaded."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def parameters(self) -> Sequence[str]:
-        """Names, in the model, of the parameters that are quantized."""
+    name: str
+    parameters: Sequence[str]  # names, in the model, of those that are quantized
 
     def allocate(self) -> dict[str, torch.Tensor]:
-        """Return those parameters as they are before quantizing, with zeros."""
+        """Return those parameters as they are before quantizing, with zeros, because loaders leave padding."""
 
     def quantize(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Quantize loaded parameters into the memory of the layer that vLLM's kernels read."""
 
     def loading(
-        self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[str], None]
+        self, tensor: Callable[[str], torch.Tensor | None], loaded: Callable[[], None]
     ) -> AbstractContextManager[None]:
         """Let the model's loaders write to staging tensors inside the context.
 
-        `tensor` returns the staging tensor of a parameter, or None once its layer is quantized; `loaded` is called
+        `tensor` returns the staging tensor of a parameter, or None once the layer is quantized; `loaded` is called
         after each loader that may have written to it.
         """
 
@@ -51,14 +48,13 @@ class Staging:
     """The staging tensors of a model's layers during one load after another."""
 
     def __init__(self, layers: Iterable[OnlineLayer], dtype: torch.dtype) -> None:
-        self.layers = tuple(layers)
+        self.layers = {layer.name: layer for layer in layers}
         self._dtype = dtype  # of the run: checksums of wider tensors are taken in it
-        self._layer_of = {name: layer for layer in self.layers for name in layer.parameters}
+        self._layer_of = {name: layer for layer in self.layers.values() for name in layer.parameters}
         self.parameters = frozenset(self._layer_of)  # names of those that are quantized
-        self._by_name = {layer.name: layer for layer in self.layers}
         self._open: dict[str, dict[str, torch.Tensor]] = {}  # by layer
         self._copies: dict[str, list[TracedCopy]] = {}  # by layer, as a load has shown
-        self._layers_of: dict[str, list[str]] = {}  # by the name of a sent tensor
+        self._layers_of: dict[str, set[str]] = {}  # by the name of a sent tensor
         self._missing: dict[str, set[str]] = {}  # sent tensors that a layer waits for, in this load
         self._quantized: set[str] = set()  # layers, in this load
         self._collects = False
@@ -81,38 +77,27 @@ class Staging:
         """Free what a load has left behind."""
         self._open = {}
 
-    def tensor(self, parameter: str) -> torch.Tensor:
-        """Return the staging tensor of a parameter."""
-        return self.tensors_beside(parameter)[parameter]
+    def is_open(self, layer: OnlineLayer) -> bool:
+        return layer.name in self._open
 
-    def is_open(self, parameter: str) -> bool:
-        return self._layer_of[parameter].name in self._open
+    def is_quantized(self, layer: OnlineLayer) -> bool:
+        return layer.name in self._quantized
 
-    def is_quantized(self, parameter: str) -> bool:
-        return self._layer_of[parameter].name in self._quantized
-
-    def tensors_beside(self, parameter: str) -> dict[str, torch.Tensor]:
-        """Return the staging tensors of the parameter's layer, which this creates if it is the first."""
-        layer = self._layer_of[parameter]
+    def tensors(self, layer: OnlineLayer) -> dict[str, torch.Tensor]:
+        """Return the staging tensors of a layer, by parameter. They exist from the first slice of the layer on."""
         if layer.name in self._quantized:
             raise RuntimeError(f"weights of vLLM's layer {layer.name} have arrived after all its weights had")
         if layer.name not in self._open:
             self._open[layer.name] = layer.allocate()
         return self._open[layer.name]
 
-    def parameters_beside(self, parameter: str) -> Sequence[str]:
-        return self._layer_of[parameter].parameters
-
     def learn(self, copies: Mapping[str, Sequence[TracedCopy]]) -> None:
         """Remember, by parameter, where a load has written to."""
-        self._copies = {}
-        layers_of = defaultdict[str, dict[str, None]](dict)
-        for parameter, layer in self._layer_of.items():
-            self._copies.setdefault(layer.name, []).extend(copies.get(parameter, ()))
-        for name, of_layer in self._copies.items():
-            for copy in of_layer:
-                layers_of[copy.sent][name] = None
-        self._layers_of = {sent: list(names) for sent, names in layers_of.items()}
+        self._layers_of = defaultdict(set)
+        for name, layer in self.layers.items():
+            self._copies[name] = [copy for parameter in layer.parameters for copy in copies.get(parameter, ())]
+            for copy in self._copies[name]:
+                self._layers_of[copy.sent].add(name)
 
     def targets(self) -> dict[str, list[Target]]:
         """Return where each sent tensor goes that goes to a layer here."""
@@ -120,42 +105,35 @@ class Staging:
         for copies in self._copies.values():
             for copy in copies:
                 found[copy.sent].append((copy.slice, partial(self._staged, copy.place)))
-        return dict(found)
+        return found
 
     def _staged(self, place: Place) -> torch.Tensor:
-        """Return a place in a staging tensor, which exists from the first slice of its layer on."""
-        return place.view(self.tensor(place.parameter))
+        return place.view(self.tensors(self._layer_of[place.parameter])[place.parameter])
 
-    def complete_with(self, sent: str) -> list[str]:
+    def complete_with(self, sent: str) -> list[OnlineLayer]:
         """Note that a tensor has arrived. Return the layers whose last slice it was."""
-        complete = []
-        for name in self._layers_of.get(sent, ()):
+        layers = sorted(self._layers_of.get(sent, ()))
+        for name in layers:
             self._missing[name].discard(sent)
-            if not self._missing[name]:
-                complete.append(name)
-        return complete
+        return [self.layers[name] for name in layers if not self._missing[name]]
 
-    def quantize_layer_of(self, parameter: str, copies: Sequence[TracedCopy]) -> None:
-        """Quantize a layer, as `quantize` does, in a load that has made these copies."""
-        self.quantize(self._layer_of[parameter].name, copies)
-
-    def quantize(self, name: str, copies: Sequence[TracedCopy] | None = None) -> None:
+    def quantize(self, layer: OnlineLayer, copies: Sequence[TracedCopy] | None = None) -> None:
         """Take checksums of a layer's slices, quantize it and free its staging tensors.
 
         `copies`: where this load has written to; None: where the traced load had.
         """
-        tensors = self._open.pop(name)
+        tensors = self._open.pop(layer.name)
         if self._collects:
-            for copy in self._copies[name] if copies is None else copies:
+            for copy in self._copies[layer.name] if copies is None else copies:
                 held = copy.place.view(tensors[copy.place.parameter])
                 self._checksums.append((copy.sent, copy.slice, checksum(held, self._dtype, copy.slice)))
-        self._by_name[name].quantize(tensors)
-        self._quantized.add(name)
+        layer.quantize(tensors)
+        self._quantized.add(layer.name)
 
-    def held(self) -> dict[str, tuple[HeldSlice, ...]]:
+    def held(self) -> dict[str, list[HeldSlice]]:
         """Return the checksums that this load has collected, by the name of the sent tensor."""
         found = defaultdict[str, list[HeldSlice]](list)
         numbers = to_integers(value for _, _, value in self._checksums)
         for (sent, part, _), number in zip(self._checksums, numbers, strict=True):
             found[sent].append(HeldSlice(part, number))
-        return {sent: tuple(slices) for sent, slices in found.items()}
+        return found

@@ -28,13 +28,8 @@ class Entry(NamedTuple):
 class Bucket:
     """Packed tensors."""
 
-    entries: tuple[Entry, ...]
+    header: dict[str, Any]  # the entries in JSON types, which `unpack` needs
     data: torch.Tensor  # [bytes] uint8
-
-    @property
-    def header(self) -> dict[str, Any]:
-        """The entries in JSON types, which `unpack` needs."""
-        return {"entries": self.entries}
 
 
 def buckets(weights: NamedWeights, nbytes: int, device: torch.device | None = None) -> Iterator[Bucket]:
@@ -61,7 +56,7 @@ def pack(weights: Sequence[tuple[str, torch.Tensor]], device: torch.device | Non
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     data = torch.empty(end, dtype=torch.uint8, device=device or weights[0][1].device)
     copy_all(_views(entries, data), [tensor for _, tensor in weights])
-    return Bucket(tuple(entries), data)
+    return Bucket({"entries": entries}, data)
 
 
 def unpack(header: dict[str, Any], data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -85,16 +80,13 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def _views(entries: Sequence[Entry], data: torch.Tensor) -> list[torch.Tensor]:
     of_dtype = {name: data.view(_dtype(name)) for name in {entry.dtype for entry in entries}}
     return [
-        of_dtype[entry.dtype].as_strided(
-            entry.shape, _contiguous(entry.shape), entry.offset // of_dtype[entry.dtype].itemsize
-        )
-        for entry in entries
+        of_dtype[dtype].as_strided(shape, contiguous_strides(shape), offset // of_dtype[dtype].itemsize)
+        for _, dtype, shape, offset in entries
     ]
 
 
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor."""
-    return [prod(shape[place + 1 :]) for place in range(len(shape))]
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 @cache

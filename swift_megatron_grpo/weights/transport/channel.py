@@ -13,8 +13,6 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from struct import Struct
 from typing import Any
@@ -27,9 +25,7 @@ from swift_megatron_grpo.weights.transport.rendezvous import Rendezvous, authent
 _TRAINER = 0
 _PROOF_BYTES = 32
 _SIZES = Struct("<qq")  # bytes of a message's header and of its payload
-_FRAME_BYTES = (
-    2**15
-)  # sizes and header, which has 90 bytes for each tensor; the rest of a longer header is sent separately
+_FRAME_BYTES = 2**15  # sizes and header, which has 90 bytes for each tensor; the rest of a longer header follows
 _TEXT_IN_FRAME = _FRAME_BYTES - _SIZES.size
 # Groups closed during a transfer. A gloo transfer cannot be interrupted, and destroying its group would wait for it.
 _abandoned: list[Any] = []
@@ -44,11 +40,10 @@ class Channel:
         self._size = rendezvous.size
         timeout = timedelta(seconds=rendezvous.timeout)
         with shared_store(rendezvous) as (store, address):
-            self._group: Any = (
-                _nccl_group(store, rank, rendezvous.size, timeout)
-                if device.type == "cuda"
-                else _gloo_group(store, rank, rendezvous.size, timeout, address)
-            )
+            if device.type == "cuda":
+                self._group: Any = _nccl_group(store, rank, rendezvous.size, timeout)
+            else:
+                self._group = _gloo_group(store, rank, rendezvous.size, timeout, address)
             try:
                 self._check_members(rendezvous.secret.encode())
             except BaseException:
@@ -62,9 +57,9 @@ class Channel:
         rest = text[_TEXT_IN_FRAME:]
         _SIZES.pack_into(frame, 0, len(text), 0 if payload is None else payload.numel())
         frame[_SIZES.size : _SIZES.size + len(text) - len(rest)] = text[:_TEXT_IN_FRAME]
-        parts = [self._on_device(frame)]
-        parts += [self._on_device(bytearray(rest))] if rest else []
-        parts += [] if payload is None else [payload]
+        parts = [self._on_device(part) for part in (frame, bytearray(rest)) if part]
+        if payload is not None:
+            parts.append(payload)
         for work in [self._start(part) for part in parts]:  # the workers wait in between, to learn the next size
             self._finish(work)
 
@@ -89,11 +84,7 @@ class Channel:
             group.abort()
 
     def _check_members(self, secret: bytes) -> None:
-        """Raise ConnectionError unless every rank of the group proves that it has the secret.
-
-        The rendezvous has checked the ranks that exchanged addresses there; the group's own connections, which gloo
-        and NCCL open, authenticate nobody.
-        """
+        """Raise ConnectionError unless every rank proves that it has the secret: gloo and NCCL authenticate nobody."""
         nonces = b"".join(self._from_each_rank(secrets.token_bytes(_PROOF_BYTES)))
         own = authenticate(secret, b"rank %d" % self._rank, nonces)
         for rank, proof in enumerate(self._from_each_rank(own)):
@@ -102,10 +93,8 @@ class Channel:
 
     def _from_each_rank(self, own: bytes) -> list[bytes]:
         """Return the 32 bytes that each rank contributes."""
-        received = []
-        for rank in range(self._size):
-            received.append(bytes(self._broadcast(self._on_device(bytearray(own)), rank).cpu().numpy()))
-        return received
+        parts = [self._broadcast(self._on_device(bytearray(own)), rank) for rank in range(self._size)]
+        return [bytes(part.cpu().numpy()) for part in parts]
 
     def _broadcast(self, tensor: torch.Tensor, root: int = _TRAINER) -> torch.Tensor:
         self._finish(self._start(tensor, root))
@@ -151,27 +140,17 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta, address:
 
 
 def _nccl_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Create a group whose wait() raises if a peer is gone. Otherwise NCCL's watchdog would kill this process."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with _blocking_wait():
-        return ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    """Make wait() of groups built inside the context raise if a peer is gone.
-
-    Otherwise NCCL's watchdog kills this process. The trainer's other groups are not affected.
-    """
-    name = "TORCH_NCCL_BLOCKING_WAIT"
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is created; the trainer's other groups keep theirs
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        yield
+        return ProcessGroupNCCL(store, rank, size, options)
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
+        del os.environ[name]
+        if before is not None:
             os.environ[name] = before

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
+from swift_megatron_grpo.weights.transport.buckets import contiguous_strides
+
 _CHUNK = 2**22  # elements processed at a time: their products with positions take 8 bytes each
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MODULUS = 2**64
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSlice:
+class TensorSlice(NamedTuple):
     """A slice of a tensor: the positions of its elements in the whole tensor, which is counted row by row."""
 
     offset: int
@@ -29,27 +30,21 @@ class TensorSlice:
     @classmethod
     def whole(cls, shape: Sequence[int]) -> TensorSlice:
         """Return the slice that is the whole tensor."""
-        strides = []
-        size = 1
-        for length in reversed(shape):
-            strides.append(size)
-            size *= length
-        return cls(0, tuple(shape), tuple(reversed(strides)))
+        return cls(0, tuple(shape), contiguous_strides(shape))
 
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldSlice:
+class HeldSlice(NamedTuple):
     """A slice of a tensor that an engine holds, and its checksum."""
 
     slice: TensorSlice
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkerWeights:
     """Weights that one worker's model holds, by the names under which they were sent. Strings and numbers only."""
 
@@ -61,12 +56,7 @@ class WorkerWeights:
 
     def to_json(self) -> dict[str, Any]:
         """Return the weights in JSON types."""
-        held = {
-            name: [[s.slice.offset, s.slice.shape, s.slice.strides, s.checksum] for s in slices]
-            for name, slices in self.held.items()
-        }
-        lists = {"ignored": self.ignored, "unwritten": self.unwritten, "unreadable": self.unreadable}
-        return {"engine": self.engine, "held": held, **{name: list(names) for name, names in lists.items()}}
+        return dict(vars(self))
 
     @classmethod
     def from_json(cls, message: dict[str, Any]) -> WorkerWeights:
@@ -74,9 +64,9 @@ class WorkerWeights:
         held = {
             name: tuple(
                 HeldSlice(TensorSlice(offset, tuple(shape), tuple(strides)), value)
-                for offset, shape, strides, value in rows
+                for (offset, shape, strides), value in slices
             )
-            for name, rows in message["held"].items()
+            for name, slices in message["held"].items()
         }
         lists = (tuple(message[name]) for name in ("ignored", "unwritten", "unreadable"))
         return cls(message["engine"], held, *lists)
@@ -100,7 +90,7 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype, part: TensorSlice | None 
 def to_integers(checksums: Iterable[torch.Tensor]) -> list[int]:
     """Return checksums as integers, with one transfer from the device."""
     on_device = list(checksums)
-    return [value % _MODULUS for value in torch.stack(on_device).tolist()] if on_device else []
+    return [value % 2**64 for value in torch.stack(on_device).tolist()] if on_device else []
 
 
 def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -120,10 +110,7 @@ def _chunks(tensor: torch.Tensor, part: TensorSlice) -> Iterator[tuple[torch.Ten
 
 
 def _weight(positions: torch.Tensor) -> torch.Tensor:
-    """Return a pseudo-random odd weight per position, so that one changed element always changes the sum.
-
-    Several changed elements do not cancel out either.
-    """
+    """Return a pseudo-random odd weight per position: one changed element always changes the sum."""
     mixed = positions * -7046029254386353131
     mixed = (mixed ^ (mixed >> 29)) * -4658895280553007687
     return (mixed ^ (mixed >> 32)) | 1

@@ -49,10 +49,7 @@ def new_secret() -> str:
 
 
 class Hub:
-    """The server's end: admits the ranks of one group, and copies the keys that each of them writes to the others.
-
-    It stops listening once all ranks have left, which they do when the group has formed.
-    """
+    """The server's end: copies keys among the ranks of one group, and stops listening once all of them have left."""
 
     def __init__(self, host: str, port: int, size: int, secret: str) -> None:
         """Listen on this address only. Port 0: any free port."""
@@ -110,10 +107,9 @@ class Hub:
         """Challenge the client, and prove in return that this end has the secret."""
         nonce = secrets.token_bytes(_NONCE_BYTES)
         connection.send_bytes(nonce)
-        answer = connection.recv_bytes(_NONCE_BYTES + _MAC_BYTES)
-        client_nonce = answer[:_NONCE_BYTES]
-        mac = answer[_NONCE_BYTES:]
-        if not hmac.compare_digest(mac, authenticate(self._secret, b"client", nonce, client_nonce)):
+        response = connection.recv_bytes(_NONCE_BYTES + _MAC_BYTES)
+        client_nonce = response[:_NONCE_BYTES]
+        if not hmac.compare_digest(response[_NONCE_BYTES:], authenticate(self._secret, b"client", nonce, client_nonce)):
             return False
         connection.send_bytes(authenticate(self._secret, b"hub", client_nonce, nonce))
         return True
@@ -219,8 +215,7 @@ def _share(store: Store, connection: Connection, finished: threading.Event) -> N
 
 def _limit_waiting(connection: Connection, seconds: float) -> None:
     """Limit how long a read or a write on the connection may take; 0: no limit."""
-    duplicate = socket.socket(fileno=socket.dup(connection.fileno()))
-    with duplicate:
+    with socket.socket(fileno=socket.dup(connection.fileno())) as duplicate:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             duplicate.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
 

@@ -72,7 +72,7 @@ def test_quantization_that_vllm_refuses_is_named(config: VllmConfig, monkeypatch
 
     check_engine_settings(replace(config, quantization="fp8"))
     assert "--torch_dtype is float32" in refuse(config, quantization="fp8", dtype=torch.float32)
-    monkeypatch.setattr(quantization, "FP8_LINEAR", "fp8_per_row")
+    monkeypatch.setattr(quantization, "FP8", "fp8_per_row")
     message = refuse(config, quantization="fp8")
     assert message.startswith("--rollout_quantization fp8: this vLLM refuses it: ") and "fp8_per_row" in message
     assert message.endswith("install vLLM 0.25.1, or use --rollout_quantization none")

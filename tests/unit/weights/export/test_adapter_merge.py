@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from swift_megatron_grpo.weights.export.adapter_merge import merge
+from swift_megatron_grpo.weights.export.export import merge
 
 EXPERTS, OUT, IN, RANK, SCALING = 3, 40, 24, 4, 1.7
 Weights = list[torch.Tensor]

@@ -7,8 +7,7 @@ import re
 import pytest
 
 from swift_megatron_grpo.weights.load.quantization import (
-    FP8_EXPERTS,
-    FP8_LINEAR,
+    FP8,
     check_quantization,
     engine_settings,
     mismatch,
@@ -70,7 +69,7 @@ def test_the_settings_are_those_that_vllm_knows() -> None:
     settings = engine_settings("fp8")
     resolved = resolve_quantization_config(settings["quantization"], settings["quantization_config"])
     assert resolved is not None and resolved.ignore == settings["quantization_config"]["ignore"]
-    assert FP8_LINEAR == FP8_EXPERTS == "fp8_per_channel"
+    assert FP8 == "fp8_per_channel"
     for spec in (resolved.linear, resolved.moe):
         assert spec is not None and spec.weight == QUANT_KEY_NAMES["fp8_per_channel_static"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.weights.load import direct_load
+from swift_megatron_grpo.weights.load import loaded_weights
 from swift_megatron_grpo.weights.load.loaded_weights import LoadedWeights
 from tests.unit.loop.two_workers import Engine, Model, tensors
 
@@ -41,7 +41,7 @@ def recorded_engine(finish: Any = lambda model: None) -> tuple[Engine, list[Reco
 def test_after_a_trace_the_model_loads_only_what_it_pads(
     collect_checksums: bool, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(direct_load, "BATCH_BYTES", batch)
+    monkeypatch.setattr(loaded_weights, "BATCH_BYTES", batch)
     (engine, models), expected, weights = recorded_engine(), Engine(), tensors()
     for model in models:  # as after vLLM has slept without its weights
         for parameter in model.parameters():
