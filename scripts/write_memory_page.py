@@ -13,7 +13,7 @@ from pathlib import Path
 
 from scripts.write_settings_page import Shapes, engine_of, read_shapes
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
-from swift_megatron_grpo.cli.estimate.memory import PHASES, Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, Training, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.layout import Layout
@@ -32,50 +32,50 @@ SAMPLE, TRAINED, SAMPLES, SHOWN, PROMPTS = 1052, 256, 15, 3, 16
 COLUMNS_OF_IMAGES = ("states", "activations", "logits", "train")
 
 
-def base(shapes: Shapes) -> tuple[Training, Vllm]:
+def base(shapes: Shapes) -> tuple[Training, Engine]:
     """Return all weights trained by data-parallel ranks, and vLLM with 0.4 of each GPU."""
     tokens = Tokens(BUDGET, BUDGET, BUDGET * COMPLETION // (PROMPT + COMPLETION))
-    return Training(Layout(GPUS), tokens, micro_batches=20), Vllm(engine_of(shapes, 1, 0.4), 2)
+    return Training(Layout(GPUS), tokens, micro_batches=20), engine_of(shapes, 1, 0.4)
 
 
-def runs(shapes: Shapes) -> Iterator[tuple[str, Training, Vllm]]:
+def runs(shapes: Shapes) -> Iterator[tuple[str, Training, Engine]]:
     """Yield one change at a time, as flags."""
-    training, vllm = base(shapes)
+    training, engine = base(shapes)
     full = Recompute("full", "uniform", 1)
-    yield "none of the below", training, vllm
-    yield "`--max_tokens_per_micro_batch 8192`", with_budget(training, 8192), vllm
-    yield "`--recompute_elementwise true`", replace(training, recompute=Recompute(elementwise=True)), vllm
+    yield "none of the below", training, engine
+    yield "`--max_tokens_per_micro_batch 8192`", with_budget(training, 8192), engine
+    yield "`--recompute_elementwise true`", replace(training, recompute=Recompute(elementwise=True)), engine
     yield (
         "`--recompute_granularity full --recompute_method uniform --recompute_num_layers 1`",
         replace(training, recompute=full),
-        vllm,
+        engine,
     )
     tensor = replace(training.layout, tensor_model_parallel_size=2, sequence_parallel=True)
-    yield "`--tensor_model_parallel_size 2 --sequence_parallel true`", replace(training, layout=tensor), vllm
+    yield "`--tensor_model_parallel_size 2 --sequence_parallel true`", replace(training, layout=tensor), engine
     pipeline = replace(training.layout, pipeline_model_parallel_size=2)
-    yield "`--pipeline_model_parallel_size 2`", replace(training, layout=pipeline), vllm
-    yield "`--optimizer_cpu_offload true`", replace(training, optimizer_on_cpu=1.0), vllm
-    yield "`--vllm_gpu_memory_utilization 0.3`", training, replace(vllm, engine=engine_of(shapes, 1, 0.3))
+    yield "`--pipeline_model_parallel_size 2`", replace(training, layout=pipeline), engine
+    yield "`--optimizer_cpu_offload true`", replace(training, optimizer_on_cpu=1.0), engine
+    yield "`--vllm_gpu_memory_utilization 0.3`", training, engine_of(shapes, 1, 0.3)
     offloads = dict.fromkeys(("offload_model", "offload_optimizer", "offload_grad"), True)
     for name in offloads:
-        yield f"`--{name} true`", replace(training, **{name: True}), vllm  # type: ignore[arg-type]
+        yield f"`--{name} true`", replace(training, **{name: True}), engine  # type: ignore[arg-type]
     yield (
         f"`{' '.join(f'--{name} true' for name in offloads)}`",
         replace(training, **offloads),  # type: ignore[arg-type]
-        vllm,
+        engine,
     )
-    yield "`--sleep_level 0`", training, replace(vllm, sleep_level=0)
-    yield "`--beta 0.04`", replace(training, frozen_reference=True), vllm
+    yield "`--sleep_level 0`", training, replace(engine, sleep_level=0)
+    yield "`--beta 0.04`", replace(training, frozen_reference=True), engine
     yield (
         "`--tuner_type lora --lora_rank 16 --target_modules all-linear`",
         replace(training, lora_rank=16),
-        vllm,
+        engine,
     )
 
 
-def row(shapes: Shapes, flags: str, training: Training, vllm: Vllm) -> str:
+def row(shapes: Shapes, flags: str, training: Training, engine: Engine) -> str:
     """Return a row in GB, with the largest value of the pipeline stages in each column."""
-    ranks = plan_memory(shapes.tensors, shapes.decoder, training, vllm, find_gpu(GPU).memory_bytes)
+    ranks = plan_memory(shapes.tensors, shapes.decoder, training, engine, find_gpu(GPU).memory_bytes)
     values = [(rank.states, rank.activations, rank.in_backward, rank.vllm, *rank.phases.values()) for rank in ranks]
     return f"| {flags} | {' | '.join(f'{max(column) / 1e9:.0f}' for column in zip(*values, strict=True))} |"
 

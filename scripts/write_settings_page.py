@@ -19,12 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from swift_megatron_grpo.cli.check.model import cached_channels, decoder_of, flops_of, vision_tower_of
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens
 from swift_megatron_grpo.cli.estimate.advice import MARGIN
-from swift_megatron_grpo.cli.estimate.engine import Engine
-from swift_megatron_grpo.cli.estimate.memory import Training, Vllm, plan_memory
+from swift_megatron_grpo.cli.estimate.memory import Engine, Training, plan_memory
 from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
-from swift_megatron_grpo.cli.estimate.throughput import seconds_of_training
+from swift_megatron_grpo.cli.estimate.throughput import PassCounts, StepWork, seconds_of_training, work_of
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens, VisionTower
-from swift_megatron_grpo.cli.estimate.work import PassCounts, StepWork, work_of
 from swift_megatron_grpo.runtime.gpus import Gpu, find_gpu
 from swift_megatron_grpo.settings.layout import Layout
 
@@ -78,7 +76,7 @@ class Choice:
     """Settings, and their flags."""
 
     training: Training
-    vllm: Vllm
+    engine: Engine
     flags: list[str]
     seconds: float
 
@@ -90,13 +88,13 @@ def read_shapes(name: str) -> Shapes:
     config = AutoConfig.for_model(model_type, **values)
     with torch.device("meta"):
         model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors = tensors_of({name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     values = (config.text_config if sees_images else config).to_dict()
     tower = vision_tower_of(model_type, VISIONS[name], text["hidden_size"]) if sees_images else None
-    decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), shapes)
+    decoder = decoder_of(values, bool(text.get("tie_word_embeddings", False)), tensors)
     work = work_of([(PROMPT + COMPLETION, COMPLETION)] * COMPLETIONS, flops_of(values, decoder))
     cached = cached_channels(values, decoder)
-    return Shapes(tensors_of(shapes), decoder, work, cached, values["num_key_value_heads"], tower)
+    return Shapes(tensors, decoder, work, cached, values["num_key_value_heads"], tower)
 
 
 def choices(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> Iterator[Choice]:
@@ -155,7 +153,7 @@ def _choice(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu, tensor: int, pipeli
     seconds = seconds_of_training(shapes.work, gpu, shapes.decoder, layout, steps, PassCounts(lora, recompute), item=2)
     seconds *= (OFFLOADED if offload else 1) * (ON_CPU if on_cpu else 1) * ENGINE_RANKS ** (ranks.bit_length() - 1)
     seconds *= SMALL_BUDGET ** {32768: 0, 16384: 0.5, 8192: 1}[budget]
-    return Choice(training, Vllm(engine_of(shapes, ranks, 0.5), 2), flags, seconds)
+    return Choice(training, engine_of(shapes, ranks, 0.5), flags, seconds)
 
 
 def engine_of(shapes: Shapes, ranks: int, utilization: float) -> Engine:
@@ -188,12 +186,11 @@ def best_that_fits(shapes: Shapes, gpus: int, lora: bool, gpu: Gpu) -> tuple[str
 def _largest_share(shapes: Shapes, choice: Choice, gpu: Gpu) -> tuple[str, float] | None:
     """Return the largest share of vLLM with which settings fit, as a flag, and their peak."""
     for share in (0.6, 0.4, 0.3):
-        engine = replace(choice.vllm.engine, utilization=share)
+        engine = replace(choice.engine, utilization=share)
         if not engine.fits(gpu.memory_bytes) or engine.sequences(gpu.memory_bytes, PROMPT + COMPLETION) < 8:
             continue
-        vllm = replace(choice.vllm, engine=engine)
         ranks = plan_memory(
-            shapes.tensors, shapes.decoder, choice.training, vllm, gpu.memory_bytes, shapes.vision_tower
+            shapes.tensors, shapes.decoder, choice.training, engine, gpu.memory_bytes, shapes.vision_tower
         )
         peak = max(rank.peak for rank in ranks)
         if peak <= gpu.memory_bytes * (1 - MARGIN):

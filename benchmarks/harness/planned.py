@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from swift_megatron_grpo.cli.check.micro_batches import Sample, image_tokens_of, micro_batches
 from swift_megatron_grpo.cli.check.model import Model, read_model
 from swift_megatron_grpo.cli.estimate.activations import Recompute, Tokens
-from swift_megatron_grpo.cli.estimate.engine import Engine
-from swift_megatron_grpo.cli.estimate.memory import RankMemory, Training, Vllm, master_bytes, plan_memory
+from swift_megatron_grpo.cli.estimate.memory import Engine, RankMemory, Training, master_bytes, plan_memory
 from swift_megatron_grpo.cli.estimate.vision_tower import ImageTokens
 from swift_megatron_grpo.packing.plan import StepPlan
 from swift_megatron_grpo.runtime.gpus import find_gpu
@@ -45,12 +44,12 @@ class Planned:
 
     def memory_beside_vllm(self, device: str) -> list[RankMemory]:
         """Return the same with a vLLM that sleeps in the train phase. What it has while awake is not planned."""
-        return self._memory(device, Vllm(Engine(0, 0, 1, 0, ranks=1, utilization=1.0), 1))
+        return self._memory(device, Engine(0, 0, 1, 0, ranks=1, utilization=1.0))
 
-    def _memory(self, device: str, vllm: Vllm | None) -> list[RankMemory]:
+    def _memory(self, device: str, engine: Engine | None) -> list[RankMemory]:
         model = self.model
         return plan_memory(
-            model.tensors, model.decoder, self.training, vllm, find_gpu(device).memory_bytes, model.vision_tower
+            model.tensors, model.decoder, self.training, engine, find_gpu(device).memory_bytes, model.vision_tower
         )
 
 

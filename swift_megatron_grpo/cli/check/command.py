@@ -12,7 +12,7 @@ import argparse
 import os
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from swift_megatron_grpo.cli.command_line import FINE, FOUND, Refused
 
@@ -33,9 +33,11 @@ def run(options: argparse.Namespace) -> int:
 
 def check_flags(command_line: Sequence[str]) -> int:
     """Print the report and return the exit code."""
-    ranks = ranks_of(os.environ)
-    per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("NPROC_PER_NODE", "1")))
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(per_machine), "RANK": "0", "LOCAL_RANK": "0"}
+    # torchrun's world size, or that of a script for the `megatron` command
+    per_machine, machines = os.environ.get("NPROC_PER_NODE", "1"), os.environ.get("NNODES", "1")
+    os.environ.setdefault("WORLD_SIZE", str(int(per_machine) * int(machines)))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", per_machine)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     from swift_megatron_grpo.arguments.resume import RunFinished
     from swift_megatron_grpo.cli.check.check import check
 
@@ -51,10 +53,3 @@ def check_flags(command_line: Sequence[str]) -> int:
         raise Refused(f"this run would fail: {type(problem).__name__}: {problem}") from problem
     print(report)
     return FINE if passed else FOUND
-
-
-def ranks_of(environment: Mapping[str, str]) -> int:
-    """Return the world size: torchrun's, or that of a script for the `megatron` command."""
-    if "WORLD_SIZE" in environment:
-        return int(environment["WORLD_SIZE"])
-    return int(environment.get("NPROC_PER_NODE", "1")) * int(environment.get("NNODES", "1"))

@@ -21,23 +21,19 @@ def micro_batches(
     batch: BatchSizes, packing: MicroBatches, model: Model, samples: Sequence[Sample]
 ) -> tuple[StepPlan, Tokens]:
     """Plan a step as training/planner.py does, on numbers alone. Returns the plan and its largest micro batch."""
-    layout, work, groups = batch.layout, _work(model, samples), _groups(batch, samples)
-    align = Alignment.of_layout(
-        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
-    )
-    multiple = 1
-    if layout.virtual_pipeline_model_parallel_size > 1:
-        multiple = layout.microbatch_group_size_per_vp_stage or layout.pipeline_model_parallel_size
-    if not _can_share(layout, model):
-        groups = []
-    share_from = packing.share_prompts_from
-    budget = packing.max_tokens_per_micro_batch
+    layout, work, share_from = batch.layout, _work(model, samples), packing.share_prompts_from
+    # Whether completions can share a prompt: training/layers/shared_prompts.py decides it in a run.
+    can_share = layout.context_parallel_size == 1 and not model.repeats_prompts
+    groups = _groups(batch, samples) if can_share else []
+    budget, multiple = packing.max_tokens_per_micro_batch, 1
     if budget is None:
         plan = plan_by_count(len(samples), layout.data_parallel, batch.micro_batch_size)
         if share_from is not None and groups:
             plan = shared_if_worth_it(plan, work, groups, share_from)
     else:
-        plan = plan_within(budget, work, groups, layout.data_parallel, align, multiple, share_from)
+        if layout.virtual_pipeline_model_parallel_size > 1:
+            multiple = layout.microbatch_group_size_per_vp_stage or layout.pipeline_model_parallel_size
+        plan = plan_within(budget, work, groups, layout.data_parallel, _alignment(layout), multiple, share_from)
     sizes = [_tokens(micro_batch, plan, samples, groups) for rank in plan.assignment for micro_batch in rank]
     return plan, max(sizes, key=lambda tokens: tokens.packed + tokens.keys)
 
@@ -52,12 +48,9 @@ def fullest(
     """
     if packing.max_tokens_per_micro_batch is None:
         return largest.packed
-    layout, groups = batch.layout, _groups(batch, samples)
-    align = Alignment.of_layout(
-        layout.tensor_model_parallel_size, layout.context_parallel_size, layout.sequence_parallel
-    )
+    groups, room = _groups(batch, samples), room_of(packing.max_tokens_per_micro_batch, _alignment(batch.layout))
     of_rank = max(sum(_tokens(part, plan, samples, groups).packed for part in rank) for rank in plan.assignment)
-    return max(largest.packed, min(room_of(packing.max_tokens_per_micro_batch, align), of_rank))
+    return max(largest.packed, min(room, of_rank))
 
 
 def image_tokens_of(plan: StepPlan, batch: BatchSizes, tokens: Sequence[int]) -> ImageTokens:
@@ -92,9 +85,9 @@ def _groups(batch: BatchSizes, samples: Sequence[Sample]) -> list[Group]:
     return [Group(range(start, start + size), samples[start][0] - samples[start][1]) for start in starts]
 
 
-def _can_share(layout: Layout, model: Model) -> bool:
-    """Return True if completions can share a prompt: training/layers/shared_prompts.py decides it in a run."""
-    return layout.context_parallel_size == 1 and not model.repeats_prompts
+def _alignment(layout: Layout) -> Alignment:
+    sizes = layout.tensor_model_parallel_size, layout.context_parallel_size
+    return Alignment.of_layout(*sizes, layout.sequence_parallel)
 
 
 def _tokens(micro_batch: Sequence[int], plan: StepPlan, samples: Sequence[Sample], groups: Sequence[Group]) -> Tokens:

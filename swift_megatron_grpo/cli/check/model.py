@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.auto import modeling_auto as auto
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder
-from swift_megatron_grpo.cli.estimate.parameters import Tensor, tensors_of
+from swift_megatron_grpo.cli.estimate.parameters import Part, Tensor, tensors_of
 from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.generation.protocol.model_identity import language_config, read_model_config
 from swift_megatron_grpo.packing.flops import DeltaNets, FlopsModel
@@ -51,12 +51,12 @@ def read_model(folder: str | Path) -> Model:
     """Read the sizes. Raises ValueError if transformers cannot build the model."""
     config = read_model_config(folder)
     text = language_config(config)
-    shapes = shapes_of(folder)
+    tensors = tensors_of(shapes_of(folder))
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    decoder = decoder_of(text, tied, shapes)
+    decoder = decoder_of(text, tied, tensors)
     return Model(
         name=str((config.get("architectures") or [config.get("model_type")])[0]),
-        tensors=tensors_of(shapes),
+        tensors=tensors,
         decoder=decoder,
         flops=flops_of(text, decoder),
         cached=cached_channels(text, decoder),
@@ -77,47 +77,40 @@ def shapes_of(folder: str | Path) -> dict[str, tuple[int, ...]]:
     if not sees_images and config.model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(f"transformers has no model class for {config.model_type}: memory cannot be estimated")
     with torch.device("meta"):
-        factory = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
-        model = factory.from_config(config)
+        model = (AutoModelForImageTextToText if sees_images else AutoModelForCausalLM).from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def decoder_of(text: Mapping[str, Any], tied: bool, names: Iterable[str]) -> Decoder:
-    """Return the sizes in the config of a language model, under the names that transformers uses.
-
-    `names`: of the checkpoint's tensors.
-    """
-    layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
-    head = text.get("head_dim") or hidden // heads
+def decoder_of(text: Mapping[str, Any], tied: bool, tensors: Sequence[Tensor]) -> Decoder:
+    """Return the sizes in the config of a language model, under the names that transformers uses."""
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    head, latent = text.get("head_dim") or hidden // heads, "kv_lora_rank" in text
     queries, keys = heads * head, (text.get("num_key_value_heads") or heads) * head
-    if "kv_lora_rank" in text:  # multi-latent attention: keys of all heads exist for the kernel
+    if latent:  # multi-latent attention: keys of all heads exist for the kernel
         queries = keys = heads * (text["qk_nope_head_dim"] + text["qk_rope_head_dim"])
-    latent = "kv_lora_rank" in text
     rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kinds = text.get("layer_types") or ["full_attention"] * layers
-    delta = frozenset(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
-    experts = _first(text, "num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts") or 0
+    kinds = enumerate(text.get("layer_types") or ())
     expert_ffn = text.get("moe_intermediate_size") or text.get("intermediate_size", 0)
-    shared = (
-        text.get("shared_expert_intermediate_size")
-        or (_first(text, "n_shared_experts", "moe_num_shared_experts") or 0) * expert_ffn
-    )
+    number_shared = _first(text, "n_shared_experts", "moe_num_shared_experts") or 0
+    shared = text.get("shared_expert_intermediate_size") or number_shared * expert_ffn
     return Decoder(
-        layers=layers,
+        layers=text["num_hidden_layers"],
         hidden=hidden,
         queries=queries,
         keys=keys,
         ffn=text.get("intermediate_size") or 0,
         vocabulary=text["vocab_size"],
         tied=tied,
-        normed_heads=latent or any(".self_attn.q_norm." in name for name in names),
+        normed_heads=latent or any(".self_attn.q_norm." in tensor.name for tensor in tensors),
         rotary=2 * sum(rotary.get("mrope_section") or ()),
-        experts=experts,
-        expert_layers=_expert_layers(text, layers) if experts else frozenset(),
-        expert_ffn=expert_ffn if experts else 0,
+        experts=_first(text, "num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts") or 0,
+        expert_layers=frozenset(
+            tensor.layer for tensor in tensors if tensor.part is Part.EXPERTS and tensor.layer is not None
+        ),
+        expert_ffn=expert_ffn,
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk", "moe_k", "top_k") or 0,
-        shared_ffn=shared if experts else 0,
-        delta_layers=delta,
+        shared_ffn=shared,
+        delta_layers=frozenset(layer for layer, kind in kinds if kind == "linear_attention"),
         delta_keys=text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0),
         delta_values=text.get("linear_num_value_heads", 0) * text.get("linear_value_head_dim", 0),
     )
@@ -130,7 +123,16 @@ def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Vi
     # config.json need not have what is as in the class.
     sizes = AutoConfig.for_model(model_type, vision_config=dict(vision)).vision_config.to_dict()
     if model_type == "internvl":
-        return _vision_tower_of_tiles(sizes, rows)
+        return VisionTower(
+            layers=sizes["num_hidden_layers"],
+            hidden=sizes["hidden_size"],
+            ffn=sizes["intermediate_size"],
+            feed_forward=_FEED_FORWARD["internvl"],
+            rms_norms=sizes["norm_type"] == "rms_norm",
+            values=sizes["num_channels"] * prod(sizes["patch_size"]),
+            rows=rows,
+            shuffles=True,
+        )
     is_oldest, convolves = model_type == "qwen2_vl", model_type in _WITH_CONVOLUTION
     hidden = sizes["embed_dim"] if is_oldest else sizes["hidden_size"]
     return VisionTower(
@@ -146,19 +148,6 @@ def vision_tower_of(model_type: str, vision: Mapping[str, Any], rows: int) -> Vi
     )
 
 
-def _vision_tower_of_tiles(sizes: Mapping[str, Any], rows: int) -> VisionTower:
-    return VisionTower(
-        layers=sizes["num_hidden_layers"],
-        hidden=sizes["hidden_size"],
-        ffn=sizes["intermediate_size"],
-        feed_forward=_FEED_FORWARD["internvl"],
-        rms_norms=sizes["norm_type"] == "rms_norm",
-        values=sizes["num_channels"] * prod(sizes["patch_size"]),
-        rows=rows,
-        shuffles=True,
-    )
-
-
 def cached_channels(text: Mapping[str, Any], decoder: Decoder) -> int:
     """Return the channels that the cache has for a token: keys and values, or the latent of multi-latent attention."""
     of_layer = 2 * decoder.keys
@@ -167,17 +156,9 @@ def cached_channels(text: Mapping[str, Any], decoder: Decoder) -> int:
     return int(of_layer * (decoder.layers - len(decoder.delta_layers)))
 
 
-def _expert_layers(text: Mapping[str, Any], layers: int) -> frozenset[int]:
-    first_sparse = _first(text, "first_k_dense_replace", "moe_layer_start_index") or 0
-    dense = set(text.get("mlp_only_layers") or []) | set(range(first_sparse))
-    step = _first(text, "decoder_sparse_step", "moe_layer_interval") or 1
-    return frozenset(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0)
-
-
 def flops_of(text: Mapping[str, Any], decoder: Decoder) -> FlopsModel:
     """Return the FLOPs of a sequence; of a mixture of experts, those of the experts that a token takes."""
-    heads = text["num_attention_heads"]
-    nets = None
+    heads, nets = text["num_attention_heads"], None
     if decoder.delta_layers:
         names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
         nets = DeltaNets(len(decoder.delta_layers), *(text[name] for name in names))

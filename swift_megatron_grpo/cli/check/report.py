@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from swift_megatron_grpo.cli.check.estimate import Estimate
 from swift_megatron_grpo.cli.check.model import Model
@@ -17,13 +18,13 @@ _LABEL = 12  # columns
 def report(notes: Sequence[str], rows: Rows, rewards: Sequence[Reward], model: Model | str, result: Estimate | None,
            gpu: Gpu) -> str:  # fmt: skip
     """Return the text of the report. `model`: the reason, if its sizes are unknown; then there is no result."""
-    sections = [[*notes], [*_dataset(rows), *_rewards(rewards)]]
+    sections = [[*notes], [_dataset(rows), *map(_reward, rewards)]]
     if isinstance(model, str):
         sections.append([_row("memory", f"unknown: {model}")])
     elif result is not None:
         sections[1].insert(0, _row("model", f"{model.name}, {_count(model.parameters)} parameters"))
         sections[1].extend(_micro_batches(result))
-        sections += [_memory(gpu, result), [*_time(result), *_stages(result)], _verdict(gpu, result)]
+        sections += [_memory(gpu, result), _time(result), _verdict(gpu, result)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -31,36 +32,23 @@ def _row(label: str, text: str) -> str:
     return f"{label:<{_LABEL}}{text}"
 
 
-def _dataset(rows: Rows) -> list[str]:
+def _dataset(rows: Rows) -> str:
     sampled = "" if len(rows.prompts) == rows.total else f", by the first {len(rows.prompts)}"
-    return [
-        _row(
-            "dataset",
-            f"{rows.total:,} rows; prompts of {rows.median:,} tokens at the median, {rows.longest:,} at most{sampled}",
-        )
-    ]
+    middle, longest = int(median(rows.lengths)), max(rows.lengths)
+    prompts = f"prompts of {middle:,} tokens at the median, {longest:,} at most{sampled}"
+    return _row("dataset", f"{rows.total:,} rows; {prompts}")
 
 
-def _rewards(rewards: Sequence[Reward]) -> list[str]:
-    lines = []
-    for reward in rewards:
-        if reward.problem is not None:
-            lines.append(_row("reward", reward.problem))
-            continue
-        scores = ", ".join("none" if score is None else f"{score:g}" for score in reward.scores)
-        lines.append(_row("reward", f"{reward.name}: {scores} for made-up responses, in {reward.seconds:.2f} s"))
-    return lines
+def _reward(reward: Reward) -> str:
+    scores = ", ".join("none" if score is None else f"{score:g}" for score in reward.scores)
+    graded = f"{reward.name}: {scores} for made-up responses, in {reward.seconds:.2f} s"
+    return _row("reward", reward.problem or graded)
 
 
 def _micro_batches(result: Estimate) -> list[str]:
     shared = "; completions share their prompt" if result.plan.share_prompts else ""
-    lines = [
-        _row(
-            "step",
-            f"{result.plan.num_micro_batches} micro batches on each data-parallel rank, at full length; the largest "
-            f"has {result.largest.packed:,} tokens{shared}",
-        )
-    ]
+    number = f"{result.plan.num_micro_batches} micro batches on each data-parallel rank, at full length"
+    lines = [_row("step", f"{number}; the largest has {result.largest.packed:,} tokens{shared}")]
     if result.fullest > result.largest.packed:
         lines.append(_row("", f"memory is for one of {result.fullest:,} tokens, which shorter completions can fill"))
     if result.plan.over_budget:
@@ -80,11 +68,11 @@ def _memory(gpu: Gpu, result: Estimate) -> list[str]:
                  rank.vllm, rank.offloaded, *(rank.phases[phase] for phase in PHASES))  # fmt: skip
         lines.append(f"{rank.pipeline_rank:>12}" + "".join(f"{size / 1e9:>12.1f}" for size in sizes))
     if result.engine is not None:
-        engine = result.engine
+        engine, gpu_bytes = result.engine, gpu.memory_bytes
         lines.append(
-            f"vLLM's share holds {engine.weights() / 1e9:.1f} GB of weights and "
-            f"{max(0, engine.cache(gpu.memory_bytes)) / 1e9:.1f} GB of cache: {result.at_once:,} sequences of "
-            f"{engine.longest:,} tokens at one time"
+            f"vLLM's share holds {engine.weights / 1e9:.1f} GB of weights and "
+            f"{max(0, engine.cache(gpu_bytes)) / 1e9:.1f} GB of cache: "
+            f"{engine.sequences(gpu_bytes, engine.longest):,} sequences of {engine.longest:,} tokens at one time"
         )
     return lines
 
@@ -93,27 +81,19 @@ def _time(result: Estimate) -> list[str]:
     """Return a first guess, with the shares of the peak that dense models reach on one H200."""
     train = f"train phase {result.train_seconds:.3g} s"
     if result.generation_seconds is None:
-        return [_row("time", f"a guess: {train}, for completions of half the maximal length, without generation")]
-    both = result.train_seconds + result.generation_seconds
-    rate = result.work.completion_tokens / both
-    return [
-        _row(
-            "time",
-            f"a guess: {train}, generation {result.generation_seconds:.3g} s per step, "
-            f"{rate:,.0f} completion tokens/s; completions of half the maximal length, the longest at it",
-        )
-    ]
-
-
-def _stages(result: Estimate) -> list[str]:
-    even = result.even_stages
-    if even is None:
-        return []
-    now, then = (round(100 * (share - 1)) for share in (even.fullest_before, even.fullest))
-    return [
-        _row("", f"the pipeline waits for the stage with the output layer, which has {now} % more work than the mean;"),
-        _row("", f"with --decoder_last_pipeline_num_layers {even.layers} the fullest has {then} % more"),
-    ]
+        lines = [_row("time", f"a guess: {train}, for completions of half the maximal length, without generation")]
+    else:
+        rate = result.completion_tokens / (result.train_seconds + result.generation_seconds)
+        phases = f"{train}, generation {result.generation_seconds:.3g} s per step, {rate:,.0f} completion tokens/s"
+        lines = [_row("time", f"a guess: {phases}; completions of half the maximal length, the longest at it")]
+    if (even := result.even_stages) is not None:
+        now, then = (round(100 * (share - 1)) for share in (even.fullest_before, even.fullest))
+        waits = "the pipeline waits for the stage with the output layer"
+        lines += [
+            _row("", f"{waits}, which has {now} % more work than the mean;"),
+            _row("", f"with --decoder_last_pipeline_num_layers {even.layers} the fullest has {then} % more"),
+        ]
+    return lines
 
 
 def _verdict(gpu: Gpu, result: Estimate) -> list[str]:
@@ -125,11 +105,8 @@ def _verdict(gpu: Gpu, result: Estimate) -> list[str]:
     lines.append(f"The run does not fit: {peak:.1f} GB, of which {limit:.1f} can be used on a {gpu.name}.")
     if not result.changes:
         return [*lines, "No change of one kind makes it fit: use more GPUs, with pipeline or expert parallelism."]
-    return [
-        *lines,
-        "Any of these makes it fit:",
-        *(f"  {change.flags}    ({change.cost})" for change in result.changes),
-    ]
+    changes = (f"  {change.flags}    ({change.cost})" for change in result.changes)
+    return [*lines, "Any of these makes it fit:", *changes]
 
 
 def _small_engine(gpu: Gpu, result: Estimate) -> list[str]:
@@ -137,7 +114,7 @@ def _small_engine(gpu: Gpu, result: Estimate) -> list[str]:
     engine = result.engine
     assert engine is not None
     found = [
-        f"vLLM does not fit: {engine.weights() / 1e9:.1f} GB of weights and a sequence of {engine.longest:,} tokens",
+        f"vLLM does not fit: {engine.weights / 1e9:.1f} GB of weights and a sequence of {engine.longest:,} tokens",
         f"need more than its {engine.utilization * gpu.memory_gb:.1f} GB, which are --vllm_gpu_memory_utilization "
         f"{engine.utilization:g}.",
     ]

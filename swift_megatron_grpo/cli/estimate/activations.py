@@ -5,8 +5,8 @@ without dropout, with attention whose scores are never stored. tests/unit/cli/es
 were measured on H200 and H100.
 
 Rows of experts: t tokens with k experts each are t * k rows, and a row is kept where its expert is. With expert
-parallelism a rank sends rows and receives others, the fullest one more (experts.py), and what it keeps of a row is the
-same as with one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
+parallelism a rank sends rows and receives others, the fullest one more, and what it keeps of a row is the same as with
+one rank. The rows before the all-to-all, those after it and before they are copied or sorted by local
 expert, and the outputs on their way back are freed in forward: only indices are kept of these steps.
 tests/dist/test_saved_by_experts.py counts the tensors that the real layers save.
 """
@@ -15,11 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import sqrt
 
-from swift_megatron_grpo.cli.estimate.experts import share_of_fullest
 from swift_megatron_grpo.settings.layout import Layout
 
 _HEAD_CHUNK_BYTES = 5 * 2**28  # of logits that exist at one time: training/head/fused.py
+# Of the loads of single experts, relative to their mean: a token's experts are drawn at random, each with a load of its
+# own. Fitted to the memory of adapters of Qwen3-30B-A3B, 128 experts, on two and four H200. Its routers had random
+# weights (the loads of a layer: benchmarks/random_routers.py); training balances loads.
+SPREAD = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,6 @@ class Decoder:
     ffn: int  # of a dense layer
     vocabulary: int
     tied: bool
-    gated: bool = True  # the feed-forward has a gate
     normed_heads: bool = True  # queries and keys have a norm
     rotary: int = 0  # channels of a head with positions of three axes, for which there is no fused kernel
     experts: int = 0  # of a layer; 0: their number is unknown, and they have even loads
@@ -74,31 +77,21 @@ class LayerBytes:
     recomputed: float = 0.0  # at one time, during backward
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Bytes per token of one layer."""
+def share_of_fullest(experts: int, ranks: int) -> float:
+    """Return the rows of the fullest rank, relative to the mean: 1 without expert parallelism.
 
-    inputs: int  # of the layer: what full recomputation keeps
-    norms: int  # outputs of the two norms
-    residual: int  # between attention and feed-forward
-    attention: int
-    angles: int  # cosines and sines, which every tensor-parallel rank has
-    gathered: int  # per gathered key, in place of the packed ones
-    expert_inputs: float  # rows of experts; every expert-tensor-parallel rank has all of them
-    feed_forward: float
-    activation: float  # the output of the feed-forward's activation function
+    The loads of a rank's experts add up, so the more experts a rank has, the more even ranks are.
+    """
+    return 1.0 if ranks == 1 or not experts else 1 + SPREAD * sqrt((ranks - 1) / experts)
 
 
 def bytes_of_layers(decoder: Decoder, layers: Sequence[int], tokens: Tokens, layout: Layout, how: Recompute,
                     item: int = 2) -> LayerBytes:  # fmt: skip
     """Return the bytes of these layers of one rank. `item`: bytes of a number."""
-    ordered = sorted(layers)
-    fullest = share_of_fullest(decoder.experts, layout.expert_model_parallel_size)
-    kept = [_kept(decoder, layer, item, fullest) for layer in ordered]
     if how.granularity != "full":
-        return LayerBytes(sum(_without(one, tokens, layout, how) for one in kept))
-    whole = [_without(one, tokens, layout, Recompute()) for one in kept]
-    inputs = [one.inputs * tokens.packed / _split_of_inputs(layout) for one in kept]
+        return LayerBytes(sum(_numbers(decoder, layer, tokens, layout, how) for layer in sorted(layers)) * item)
+    whole = [_numbers(decoder, layer, tokens, layout, Recompute()) * item for layer in sorted(layers)]
+    inputs = [decoder.hidden * tokens.packed / _split_of_inputs(layout) * item] * len(whole)
     step = how.num_layers or 1
     if how.method == "block":  # the first layers of the rank are recomputed, the others kept
         return LayerBytes(sum(inputs[:step]) + sum(whole[step:]), max(whole[:step], default=0.0))
@@ -133,24 +126,13 @@ def _split_of_inputs(layout: Layout) -> int:
     return layout.context_parallel_size * (layout.tensor_model_parallel_size if layout.sequence_parallel else 1)
 
 
-def _without(kept: _Kept, tokens: Tokens, layout: Layout, how: Recompute) -> float:
-    """Return the bytes of a layer, less what is recomputed."""
-    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+def _numbers(decoder: Decoder, layer: int, tokens: Tokens, layout: Layout, how: Recompute) -> float:
+    """Return the numbers that a layer keeps, less what is recomputed."""
     selected = how.modules if how.granularity == "selective" else ()
-    norms = 0 if how.elementwise or "layernorm" in selected else kept.norms
-    activation = 0 if how.elementwise or "moe_act" in selected else kept.activation
-    # Each of the ETP ranks gathers the rows of all of them, [rows * ETP, hidden], and computes 1 / ETP of their width.
-    feed_forward = kept.expert_inputs * layout.expert_tensor_parallel_size + kept.feed_forward + activation
-    if "mlp" in selected or "moe" in selected:
-        feed_forward = 0
-    outside = (kept.inputs + kept.residual + norms) * tokens.packed / _split_of_inputs(layout)
-    extra_keys = (tokens.keys - tokens.packed if tokens.keys > tokens.packed else 0) * kept.gathered
-    inside = (kept.attention + feed_forward) * tokens.packed + extra_keys
-    return outside + (inside / tensor + kept.angles * tokens.packed) / context
-
-
-def _kept(decoder: Decoder, layer: int, item: int, fullest: float) -> _Kept:
-    hidden, queries, keys = decoder.hidden, decoder.queries, decoder.keys
+    # The input, the sum between attention and feed-forward, and the outputs of the two norms.
+    hidden_states = 2 if how.elementwise or "layernorm" in selected else 4
+    activations = 0 if how.elementwise or "moe_act" in selected else 1
+    queries, keys = decoder.queries, decoder.keys
     if layer in decoder.delta_layers:
         # Inputs of the convolution and its output, the gate, the rule's output and the gated norm of it.
         mixed = 2 * decoder.delta_keys + decoder.delta_values
@@ -159,27 +141,20 @@ def _kept(decoder: Decoder, layer: int, item: int, fullest: float) -> _Kept:
         # Copies of queries and keys for their norm, the same with positions, a copy of the values, the output.
         copies = queries + keys if decoder.normed_heads else 0
         attention, gathered = copies + (queries + keys) + keys + queries, 2 * keys
-        angles = 4 * decoder.rotary  # of queries, and again of keys
-    factor = 2 if decoder.gated else 1
-    if layer in decoder.expert_layers:
-        taken = decoder.experts_per_token
+        angles = 4 * decoder.rotary  # cosines and sines of queries, and again of keys, on every tensor-parallel rank
+    if "mlp" in selected or "moe" in selected:
+        feed_forward = 0.0
+    elif layer in decoder.expert_layers:
         # Of t tokens: inputs of experts [t * k, hidden], sorted by expert; products of gate and up projection
         # [t * k, 2 * ffn]; the activation [t * k, ffn]; shared experts as in a dense layer. Outputs are not kept: the
-        # router's probabilities weight the activation.
-        rows = taken * fullest
-        expert_inputs = rows * hidden
-        feed_forward = factor * (rows * decoder.expert_ffn + decoder.shared_ffn)
-        activation = rows * decoder.expert_ffn + decoder.shared_ffn
+        # router's probabilities weight the activation. Each of the ETP ranks gathers the rows of all of them,
+        # [t * k * ETP, hidden], and computes 1 / ETP of their width.
+        rows = decoder.experts_per_token * share_of_fullest(decoder.experts, layout.expert_model_parallel_size)
+        width = rows * decoder.expert_ffn + decoder.shared_ffn
+        feed_forward = rows * layout.expert_tensor_parallel_size * decoder.hidden + (2 + activations) * width
     else:
-        expert_inputs, feed_forward, activation = 0, factor * decoder.ffn, decoder.ffn
-    return _Kept(
-        inputs=hidden * item,
-        norms=2 * hidden * item,
-        residual=hidden * item,
-        attention=attention * item,
-        angles=angles * item,
-        gathered=gathered * item,
-        expert_inputs=expert_inputs * item,
-        feed_forward=feed_forward * item,
-        activation=activation * item,
-    )
+        feed_forward = (2 + activations) * decoder.ffn
+    outside = hidden_states * decoder.hidden * tokens.packed / _split_of_inputs(layout)
+    inside = (attention + feed_forward) * tokens.packed + max(0, tokens.keys - tokens.packed) * gathered
+    tensor, context = layout.tensor_model_parallel_size, layout.context_parallel_size
+    return outside + (inside / tensor + angles * tokens.packed) / context

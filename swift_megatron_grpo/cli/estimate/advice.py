@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute
-from swift_megatron_grpo.cli.estimate.memory import PHASES, Training, Vllm, plan_memory, with_budget
+from swift_megatron_grpo.cli.estimate.memory import PHASES, Engine, RankMemory, Training, plan_memory, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import Tensor
 from swift_megatron_grpo.cli.estimate.vision_tower import VisionTower
 from swift_megatron_grpo.settings.layout import Layout
 
 MARGIN = 0.04  # of the GPU, for fragmentation and for what the estimate misses
 _SMALLEST_BUDGET = 1024  # tokens
-_LARGEST_TENSOR_PARALLEL = 8  # GPUs of one machine
+_GPUS_OF_MACHINE = 8  # the most that divide layers, or vLLM
 _MOST_GPUS = 4096
+_MOST_UTILIZATION = 0.9
+_WITH_VLLM = ("weight sync", "generation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +28,24 @@ class Run:
     tensors: Sequence[Tensor]
     decoder: Decoder
     training: Training
-    vllm: Vllm | None
+    engine: Engine | None  # None: servers generate
     longest_sample: int  # tokens; a micro batch has at least one
     vision_tower: VisionTower | None = None  # of a model that takes images
 
-    def peak(self, phase: str, gpu_bytes: float) -> float:
-        ranks = plan_memory(self.tensors, self.decoder, self.training, self.vllm, gpu_bytes, self.vision_tower)
-        return max(rank.phases[phase] for rank in ranks)
+    def memory(self, gpu_bytes: float) -> list[RankMemory]:
+        return plan_memory(self.tensors, self.decoder, self.training, self.engine, gpu_bytes, self.vision_tower)
 
-    def fits(self, phase: str, gpu_bytes: float) -> bool:
-        return self.peak(phase, gpu_bytes) <= gpu_bytes * (1 - MARGIN)
+    def fits(self, gpu_bytes: float, *phases: str) -> bool:
+        """Return True if all of these phases fit on every rank."""
+        peaks = [rank.phases for rank in self.memory(gpu_bytes)]
+        return all(peak[phase] <= gpu_bytes * (1 - MARGIN) for peak in peaks for phase in phases)
 
     def engine_fits(self, gpu_bytes: float) -> bool:
         """Return whether vLLM's share has room for its weights and the longest sequence."""
-        return self.vllm is None or self.vllm.engine.fits(gpu_bytes)
+        return self.engine is None or self.engine.fits(gpu_bytes)
+
+    def with_training(self, **changes: Any) -> Run:
+        return replace(self, training=replace(self.training, **changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +62,21 @@ def settings_that_fit(run: Run, gpu_bytes: float, allows: Callable[[Layout], boo
 
     `allows`: whether the model can be divided by a layout.
     """
-    if run.vllm is None or _fits_vllm(run, gpu_bytes):
-        base = Change("", "", run)
-    else:
+    base = Change("", "", run)
+    if run.engine is not None and not run.fits(gpu_bytes, *_WITH_VLLM):
         smaller = (
             change
-            for change in _less_generation(run)
-            if _fits_vllm(change.run, gpu_bytes) and change.run.engine_fits(gpu_bytes)
+            for change in [*_smaller_shares(run, run.engine), *_offloaded(run)]
+            if change.run.fits(gpu_bytes, *_WITH_VLLM) and change.run.engine_fits(gpu_bytes)
         )
-        base = next(smaller, next(_offloaded(run), Change("", "", run)))
-    kinds = (_nothing, _awake_no_more, _smaller_budgets, _recomputed_elementwise, _recomputed, _larger_tensor_parallel,
-             _divided_engine, _more_gpus, _optimizer_on_cpu, _adapters)  # fmt: skip
+        base = next(smaller, next(_offloaded(run), base))
     found = []
-    for kind in kinds:
-        for change in kind(base.run):
-            layout = change.run.training.layout
-            if allows(layout) and all(change.run.fits(phase, gpu_bytes) for phase in PHASES):
+    for kind in _kinds(base.run):
+        for change in kind:
+            if allows(change.run.training.layout) and change.run.fits(gpu_bytes, *PHASES):
                 found.append(_joined(base, change))
                 break
     return [change for change in found if change.flags]
-
-
-def _fits_vllm(run: Run, gpu_bytes: float) -> bool:
-    return run.fits("weight sync", gpu_bytes) and run.fits("generation", gpu_bytes)
 
 
 def _joined(first: Change, second: Change) -> Change:
@@ -84,40 +84,58 @@ def _joined(first: Change, second: Change) -> Change:
     return Change(" ".join(flags for flags, _ in parts), "; ".join(cost for _, cost in parts), second.run)
 
 
-# ---- kinds of changes, each from the smallest cost on
-
-
-def _nothing(run: Run) -> Iterator[Change]:
-    yield Change("", "", run)
-
-
-def _awake_no_more(run: Run) -> Iterator[Change]:
-    if run.vllm is not None and run.vllm.sleep_level == 0:
-        vllm = replace(run.vllm, sleep_level=2)
-        yield Change("--sleep_level 2", "vLLM sleeps and wakes in every rollout", replace(run, vllm=vllm))
-
-
-def _less_generation(run: Run) -> Iterator[Change]:
-    """Free memory while vLLM generates."""
-    assert run.vllm is not None
-    engine = run.vllm.engine
+def _smaller_shares(run: Run, engine: Engine) -> Iterator[Change]:
     for percent in range(int(engine.utilization * 100) // 10 * 10, 10, -10):
-        share = percent / 100
-        if share < engine.utilization:
-            vllm = replace(run.vllm, engine=replace(engine, utilization=share))
-            yield Change(f"--vllm_gpu_memory_utilization {share:g}", "a smaller cache", replace(run, vllm=vllm))
-    yield from _offloaded(run)
+        smaller = replace(engine, utilization=percent / 100)
+        if smaller.utilization < engine.utilization:
+            flag = f"--vllm_gpu_memory_utilization {smaller.utilization:g}"
+            yield Change(flag, "a smaller cache", replace(run, engine=smaller))
 
 
 def _offloaded(run: Run) -> Iterator[Change]:
-    training = replace(run.training, offload_model=True, offload_optimizer=True, offload_grad=True)
-    vllm = None if run.vllm is None else replace(run.vllm, sleep_level=run.vllm.sleep_level or 2)
-    if (training, vllm) == (run.training, run.vllm):
-        return
+    offloading = run.with_training(offload_model=True, offload_optimizer=True, offload_grad=True)
     flags = "--offload_model true --offload_optimizer true --offload_grad true"
-    if run.vllm is not None and run.vllm.sleep_level == 0:
-        flags += " --sleep_level 2"
-    yield Change(flags, "copies to the host in every rollout", replace(run, training=training, vllm=vllm))
+    if run.engine is not None and run.engine.sleep_level == 0:
+        offloading, flags = replace(offloading, engine=replace(run.engine, sleep_level=2)), f"{flags} --sleep_level 2"
+    if offloading != run:
+        yield Change(flags, "copies to the host in every rollout", offloading)
+
+
+def _kinds(run: Run) -> Iterator[Iterable[Change]]:
+    """Yield the changes of each kind, from the smallest cost on."""
+    training, engine, layout = run.training, run.engine, run.training.layout
+    yield [Change("", "", run)]
+    if engine is not None and engine.sleep_level == 0:
+        asleep = replace(run, engine=replace(engine, sleep_level=2))
+        yield [Change("--sleep_level 2", "vLLM sleeps and wakes in every rollout", asleep)]
+    yield _smaller_budgets(run)
+    if training.recompute == Recompute():
+        recomputing = run.with_training(recompute=Recompute(elementwise=True))
+        yield [Change("--recompute_elementwise true", "about 1 % of a step", recomputing)]
+    if training.recompute.granularity != "full":
+        flags = "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1"
+        recomputing = run.with_training(recompute=Recompute("full", "uniform", 1))
+        yield _and_smaller_budgets(Change(flags, "a third more FLOPs", recomputing))
+    yield _larger_tensor_parallel(run)
+    if engine is not None:  # vLLM's weights leave room for the trainer's while they are sent
+        cost = "all-reduces in every layer of generation"
+        yield [
+            Change(f"--vllm_tensor_parallel_size {size}", cost, replace(run, engine=replace(engine, ranks=size)))
+            for size in _doubled(engine.ranks, _GPUS_OF_MACHINE)
+            if layout.world_size % size == 0
+        ]
+    if training.shards_optimizer and training.lora_rank is None:  # data-parallel ranks share the optimizer's states
+        yield [
+            Change(f"{ranks} GPUs", "GPUs", run.with_training(layout=replace(layout, world_size=ranks)))
+            for ranks in _doubled(layout.world_size, _MOST_GPUS)
+        ]
+    if training.lora_rank is None:
+        if training.optimizer_on_cpu == 0:
+            cost = "a slower optimizer step, and memory of the host"
+            yield [Change("--optimizer_cpu_offload true", cost, run.with_training(optimizer_on_cpu=1.0))]
+        flags = "--tuner_type lora --lora_rank 16 --target_modules all-linear"
+        adapted = run.with_training(lora_rank=16, frozen_reference=False)
+        yield _and_smaller_budgets(Change(flags, "adapters are trained instead of all weights", adapted))
 
 
 def _smaller_budgets(run: Run) -> Iterator[Change]:
@@ -129,80 +147,37 @@ def _smaller_budgets(run: Run) -> Iterator[Change]:
         yield Change(f"--max_tokens_per_micro_batch {budget}", "smaller matrix products", change)
 
 
-def _recomputed_elementwise(run: Run) -> Iterator[Change]:
-    if run.training.recompute == Recompute():
-        training = replace(run.training, recompute=Recompute(elementwise=True))
-        yield Change("--recompute_elementwise true", "about 1 % of a step", replace(run, training=training))
-
-
-def _recomputed(run: Run) -> Iterator[Change]:
-    if run.training.recompute.granularity == "full":
-        return
-    training = replace(run.training, recompute=Recompute("full", "uniform", 1))
-    whole = Change(
-        "--recompute_granularity full --recompute_method uniform --recompute_num_layers 1",
-        "a third more FLOPs",
-        replace(run, training=training),
-    )
-    yield whole
-    for change in _smaller_budgets(whole.run):
-        yield _joined(whole, change)
+def _and_smaller_budgets(change: Change) -> Iterator[Change]:
+    yield change
+    for budget in _smaller_budgets(change.run):
+        yield _joined(change, budget)
 
 
 def _larger_tensor_parallel(run: Run) -> Iterator[Change]:
     layout = run.training.layout
-    size = layout.tensor_model_parallel_size * 2
-    while size <= _LARGEST_TENSOR_PARALLEL:
+    for size in _doubled(layout.tensor_model_parallel_size, _GPUS_OF_MACHINE):
         ranks = max(layout.world_size, size * layout.pipeline_model_parallel_size * layout.context_parallel_size)
         divided = replace(layout, tensor_model_parallel_size=size, sequence_parallel=True, world_size=ranks)
-        flags = f"--tensor_model_parallel_size {size} --sequence_parallel true{_gpus(layout, ranks)}"
-        yield Change(flags, "all-gathers in every layer", _with_layout(run, divided))
-        size *= 2
+        flags = f"--tensor_model_parallel_size {size} --sequence_parallel true"
+        flags += "" if ranks == layout.world_size else f" on {ranks} GPUs"
+        yield Change(flags, "all-gathers in every layer", run.with_training(layout=divided))
 
 
-def _divided_engine(run: Run) -> Iterator[Change]:
-    """Divide vLLM's weights over more ranks, which leaves room for the trainer's while they are sent."""
-    if run.vllm is None:
-        return
-    world, size = run.training.layout.world_size, run.vllm.engine.ranks * 2
-    while size <= _LARGEST_TENSOR_PARALLEL and world % size == 0:
-        vllm = replace(run.vllm, engine=replace(run.vllm.engine, ranks=size))
-        cost = "all-reduces in every layer of generation"
-        yield Change(f"--vllm_tensor_parallel_size {size}", cost, replace(run, vllm=vllm))
-        size *= 2
+def _doubled(size: int, most: int) -> Iterator[int]:
+    """Yield twice the size, four times, and so on."""
+    while (size := 2 * size) <= most:
+        yield size
 
 
-def _more_gpus(run: Run) -> Iterator[Change]:
-    """Add data-parallel ranks, which share the optimizer's states."""
-    if not run.training.shards_optimizer or run.training.lora_rank is not None:
-        return
-    layout = run.training.layout
-    ranks = layout.world_size * 2
-    while ranks <= _MOST_GPUS:
-        yield Change(f"{ranks} GPUs", "GPUs", _with_layout(run, replace(layout, world_size=ranks)))
-        ranks *= 2
-
-
-def _optimizer_on_cpu(run: Run) -> Iterator[Change]:
-    if run.training.optimizer_on_cpu == 0 and run.training.lora_rank is None:
-        training = replace(run.training, optimizer_on_cpu=1.0)
-        cost = "a slower optimizer step, and memory of the host"
-        yield Change("--optimizer_cpu_offload true", cost, replace(run, training=training))
-
-
-def _adapters(run: Run) -> Iterator[Change]:
-    if run.training.lora_rank is None:
-        training = replace(run.training, lora_rank=16, frozen_reference=False)
-        flags = "--tuner_type lora --lora_rank 16 --target_modules all-linear"
-        whole = Change(flags, "adapters are trained instead of all weights", replace(run, training=training))
-        yield whole
-        for change in _smaller_budgets(whole.run):
-            yield _joined(whole, change)
-
-
-def _gpus(layout: Layout, ranks: int) -> str:
-    return "" if ranks == layout.world_size else f" on {ranks} GPUs"
-
-
-def _with_layout(run: Run, layout: Layout) -> Run:
-    return replace(run, training=replace(run.training, layout=layout))
+def engines_that_fit(engine: Engine, gpu_bytes: float, ranks: int) -> Iterator[tuple[str, Engine]]:
+    """Yield flags with which the longest sequence fits, the nearest first: a larger share, then more ranks."""
+    for percent in range(math.ceil(engine.utilization * 10) * 10, round(_MOST_UTILIZATION * 100) + 1, 10):
+        larger = replace(engine, utilization=percent / 100)
+        if percent / 100 > engine.utilization and larger.fits(gpu_bytes):
+            yield f"--vllm_gpu_memory_utilization {percent / 100:g}", larger
+            break
+    for size in _doubled(engine.ranks, min(_GPUS_OF_MACHINE, ranks)):
+        divided = replace(engine, ranks=size)
+        if ranks % size == 0 and divided.fits(gpu_bytes):
+            yield f"--vllm_tensor_parallel_size {size}", divided
+            break

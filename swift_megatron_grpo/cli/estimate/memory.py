@@ -1,7 +1,8 @@
-"""Estimate the memory of every rank in every phase of a step. Pure Python."""
+"""Estimate the memory of every rank in every phase of a step, and what vLLM's share of it holds. Pure Python."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,6 @@ from swift_megatron_grpo.cli.estimate.activations import (
     bytes_of_layers,
     micro_batches_in_flight,
 )
-from swift_megatron_grpo.cli.estimate.engine import Engine
 from swift_megatron_grpo.cli.estimate.parameters import Count, Stage, Tensor, adapters, held, stages_of
 from swift_megatron_grpo.cli.estimate.vision_tower import (
     ImageTokens,
@@ -31,6 +31,7 @@ OUTSIDE_BYTES = 1.8e9  # CUDA's context, kernels and NCCL, which are not PyTorch
 # 5.6 GiB of each of four H100 with Qwen3.5-35B-A3B, whose delta nets have kernels of their own.
 OUTSIDE_BYTES_WITH_EXPERTS = 6.0e9
 ASLEEP_BYTES = 1.2e9  # what vLLM keeps while it sleeps: CUDA graphs and buffers
+_BESIDE_CACHE_BYTES = 2.0e9  # activations of its largest batch, CUDA graphs, sampler: what vLLM's profile takes off
 PHASES = ("weight sync", "generation", "train")
 
 
@@ -65,11 +66,45 @@ class Training:
 
 
 @dataclass(frozen=True, slots=True)
-class Vllm:
-    """vLLM in the training processes."""
+class Engine:
+    """A vLLM engine in the training processes."""
 
-    engine: Engine
-    sleep_level: int
+    weight_bytes: float  # of the whole model
+    cache_bytes_per_token: float  # of all layers, on one rank that has all heads
+    key_heads: int  # ranks beyond their number keep copies
+    longest: int  # tokens of a sequence, at most
+    ranks: int  # --vllm_tensor_parallel_size
+    utilization: float
+    given_cache: float | None = None  # bytes: kv_cache_memory_bytes of --vllm_engine_kwargs
+    sleep_level: int = 2  # 0: it stays awake
+
+    @property
+    def weights(self) -> float:
+        """Return the bytes of the weights on one GPU."""
+        return self.weight_bytes / self.ranks
+
+    @property
+    def cache_per_token(self) -> float:
+        """Return the bytes of keys and values of a token on one GPU."""
+        return self.cache_bytes_per_token / min(self.ranks, self.key_heads)
+
+    def memory(self, gpu_bytes: float) -> float:
+        """Return the bytes of one GPU that it takes while it is awake."""
+        if self.given_cache is not None:
+            return self.weights + self.given_cache + _BESIDE_CACHE_BYTES
+        return self.utilization * gpu_bytes
+
+    def cache(self, gpu_bytes: float) -> float:
+        """Return the bytes for keys and values on one GPU; negative if the weights do not fit."""
+        return self.memory(gpu_bytes) - self.weights - _BESIDE_CACHE_BYTES
+
+    def sequences(self, gpu_bytes: float, length: float) -> int:
+        """Return how many sequences of this length the cache holds at one time."""
+        of_sequence = self.cache_per_token * length
+        return max(0, math.floor(self.cache(gpu_bytes) / of_sequence)) if of_sequence else 0
+
+    def fits(self, gpu_bytes: float) -> bool:
+        return self.sequences(gpu_bytes, self.longest) >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +124,6 @@ class RankMemory:
     outside: float  # of PyTorch
     offloaded: float  # while vLLM generates
     returned: float  # of what is offloaded, the weights, while they are sent to vLLM
-    parameters: Count
 
     @property
     def states(self) -> float:
@@ -102,9 +136,8 @@ class RankMemory:
         weight_sync = self.states - self.offloaded + self.returned + self.vllm_syncing
         generation = self.states - self.offloaded + self.vllm
         train = self.states + self.activations + self.in_backward + self.vllm_asleep
-        return {
-            phase: used + self.outside for phase, used in zip(PHASES, (weight_sync, generation, train), strict=True)
-        }
+        used = (weight_sync, generation, train)
+        return {phase: size + self.outside for phase, size in zip(PHASES, used, strict=True)}
 
     @property
     def peak(self) -> float:
@@ -115,91 +148,63 @@ def plan_memory(
     tensors: Sequence[Tensor],
     decoder: Decoder,
     training: Training,
-    vllm: Vllm | None,
+    engine: Engine | None,
     gpu_bytes: float,
     vision_tower: VisionTower | None = None,
 ) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline stage. `vllm`: None with servers."""
-    layout = training.layout
-    stages = stages_of(layout, decoder.layers)
-    return [
-        _of_rank(rank, stages[rank], tensors, decoder, training, vllm, gpu_bytes, vision_tower)
-        for rank in range(len(stages))
-    ]
+    """Return the memory of one rank of each pipeline stage. `engine`: None with servers."""
+    layout, item = training.layout, training.weight_bytes
+    ranks = []
+    sleeps = engine is not None and engine.sleep_level > 0
+    awake = 0.0 if engine is None else engine.memory(gpu_bytes)
+    asleep = min(ASLEEP_BYTES, awake) if sleeps else awake
+    for rank, stage in enumerate(stages_of(layout, decoder.layers)):
+        parameters = held(tensors, layout, stage, decoder.tied)
+        trained = _trained(tensors, training, stage, decoder.tied)
+        adapter = 0.0 if training.lora_rank is None else trained.total
+        weights, gradients = (parameters.total + adapter) * item, trained.total * GRADIENT_BYTES
+        optimizer = _optimizer_states(trained, training) * (1 - training.optimizer_on_cpu)
+        layers = bytes_of_layers(decoder, sorted(stage.layers), training.tokens, layout, training.recompute, item)
+        tower = vision_tower if stage.has_embedding else None
+        of_tower, in_block, rows = _bytes_of_images(tower, training) if tower is not None else (0.0, 0.0, 0.0)
+        in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
+        head = bytes_of_head(decoder, training.tokens, layout, item) if stage.has_head else 0.0
+        returned = weights if sleeps and training.offload_model else 0.0
+        dropped = gradients if sleeps and training.offload_grad else 0.0
+        moved = optimizer if sleeps and training.offload_optimizer else 0.0
+        ranks.append(
+            RankMemory(
+                pipeline_rank=rank,
+                weights=weights,
+                gradients=gradients,
+                optimizer=optimizer,
+                reference=parameters.total * item if training.frozen_reference else 0.0,
+                activations=(layers.kept + of_tower) * in_flight + rows,
+                # A vision tower computes before the layers of this micro batch keep something, or after all is freed.
+                in_backward=max(head, layers.recomputed, in_block - layers.kept),
+                vllm=awake,
+                vllm_asleep=asleep,
+                vllm_syncing=engine.weights + asleep if engine is not None and sleeps else awake,
+                outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
+                offloaded=returned + dropped + moved,
+                returned=returned,
+            )
+        )
+    return ranks
 
 
-def _of_rank(
-    rank: int,
-    stage: Stage,
-    tensors: Sequence[Tensor],
-    decoder: Decoder,
-    training: Training,
-    vllm: Vllm | None,
-    gpu_bytes: float,
-    vision_tower: VisionTower | None,
-) -> RankMemory:
-    layout = training.layout
-    parameters = held(tensors, layout, stage, decoder.tied)
-    trained = trained_parameters(tensors, training, stage, decoder.tied)
-    adapter = trained if training.lora_rank is not None else Count()
-    weights = (parameters.total + adapter.total) * training.weight_bytes
-    gradients = trained.total * GRADIENT_BYTES
-    optimizer = _optimizer_states(trained, training) * (1 - training.optimizer_on_cpu)
-    layers = bytes_of_layers(
-        decoder, sorted(stage.layers), training.tokens, layout, training.recompute, training.weight_bytes
-    )
-    in_flight = micro_batches_in_flight(layout, rank, training.micro_batches)
-    seen = (
-        _vision_tower_bytes(vision_tower, training)
-        if vision_tower is not None and stage.has_embedding
-        else _VisionTowerBytes()
-    )
-    head = bytes_of_head(decoder, training.tokens, layout, training.weight_bytes) if stage.has_head else 0.0
-    sleeps = vllm is not None and vllm.sleep_level > 0
-    returned = weights if sleeps and training.offload_model else 0.0
-    dropped = gradients if sleeps and training.offload_grad else 0.0
-    moved = optimizer if sleeps and training.offload_optimizer else 0.0
-    awake = 0.0 if vllm is None else vllm.engine.memory(gpu_bytes)
-    asleep = 0.0 if vllm is None else (min(ASLEEP_BYTES, awake) if vllm.sleep_level else awake)
-    return RankMemory(
-        pipeline_rank=rank,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        reference=parameters.total * training.weight_bytes if training.frozen_reference else 0.0,
-        activations=(layers.kept + seen.kept) * in_flight + seen.rows,
-        # A vision tower computes when the layers of this micro batch have nothing kept yet, or nothing any more.
-        in_backward=max(head, layers.recomputed, seen.in_block - layers.kept),
-        vllm=awake,
-        vllm_asleep=asleep,
-        vllm_syncing=0.0 if vllm is None else (vllm.engine.weights() + asleep if sleeps else awake),
-        outside=OUTSIDE_BYTES if layout.expert_model_parallel_size == 1 else OUTSIDE_BYTES_WITH_EXPERTS,
-        offloaded=returned + dropped + moved,
-        returned=returned,
-        parameters=parameters,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _VisionTowerBytes:
-    """Bytes of an image part on a rank of the first stage."""
-
-    kept: float = 0.0  # from forward to backward of a micro batch
-    in_block: float = 0.0  # at one time, in its own forward or backward
-    rows: float = 0.0
-
-
-def _vision_tower_bytes(vision_tower: VisionTower, training: Training) -> _VisionTowerBytes:
+def _bytes_of_images(vision_tower: VisionTower, training: Training) -> tuple[float, float, float]:
+    """Return what a vision tower keeps for backward of a micro batch, what a block needs at one time, and its rows."""
     images, item = training.images, training.weight_bytes
     trained = training.trains_vision_tower, training.trains_aligner
-    return _VisionTowerBytes(
-        kept=bytes_of_vision_tower(vision_tower, images.distinct, *trained, training.vision_tower_checkpointing, item),
-        in_block=bytes_of_block(vision_tower, images.distinct, item),
-        rows=bytes_of_rows(vision_tower, images, not any(trained), item),
+    return (
+        bytes_of_vision_tower(vision_tower, images.distinct, *trained, training.vision_tower_checkpointing, item),
+        bytes_of_block(vision_tower, images.distinct, item),
+        bytes_of_rows(vision_tower, images, not any(trained), item),
     )
 
 
-def trained_parameters(tensors: Sequence[Tensor], training: Training, stage: Stage, tied: bool) -> Count:
+def _trained(tensors: Sequence[Tensor], training: Training, stage: Stage, tied: bool) -> Count:
     """Count the parameters of a rank that have gradients."""
     trained = [tensor for tensor in tensors if training.trains(tensor)]
     if training.lora_rank is not None:

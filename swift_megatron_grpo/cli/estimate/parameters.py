@@ -11,11 +11,8 @@ from math import prod
 from swift_megatron_grpo.settings.layout import Layout, parse_stages
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_VISION_TOWER = re.compile(r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\.")
 # The part of a vision tower that turns its output into rows of the language model, with its own flags.
 _ALIGNER = re.compile(r"(?:^|\.)(merger|deepstack_merger_list|multi_modal_projector|mlp1)\.")
-_EMBEDDING = re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\.")
-_HEAD = re.compile(r"(?:^|\.)(lm_head|output)\.weight$")
 # Matrices that every tensor-parallel rank has a copy of: routers, and the projections to a latent space.
 _COPIED = re.compile(r"\.(gate|shared_expert_gate|router|q_a_proj|kv_a_proj_with_mqa)\.weight$")
 
@@ -28,6 +25,16 @@ class Part(Enum):
     EXPERTS = "experts"
     LAYERS = "layers"
     VISION_TOWER = "tower"  # of images or audio
+
+
+_PARTS = {  # the first pattern that a name has; all others are LAYERS
+    Part.VISION_TOWER: re.compile(
+        r"(?:^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mlp1|vit\w*|talker|token2wav)\."
+    ),
+    Part.EMBEDDING: re.compile(r"(?:^|\.)(embed_tokens|word_embeddings|wte)\."),
+    Part.HEAD: re.compile(r"(?:^|\.)(lm_head|output)\.weight$"),
+    Part.EXPERTS: re.compile(r"\.experts\."),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +89,13 @@ class Stage:
 
 
 def tensors_of(shapes: Mapping[str, Sequence[int]]) -> list[Tensor]:
-    """Assign every tensor to its part."""
-    return [_tensor(name, tuple(shape)) for name, shape in shapes.items()]
-
-
-def _tensor(name: str, shape: tuple[int, ...]) -> Tensor:
-    if _VISION_TOWER.search(name):
-        return Tensor(name, shape, Part.VISION_TOWER, None)
-    if _EMBEDDING.search(name):
-        return Tensor(name, shape, Part.EMBEDDING, None)
-    if _HEAD.search(name):
-        return Tensor(name, shape, Part.HEAD, None)
-    layer = _LAYER.search(name)
-    part = Part.EXPERTS if ".experts." in name else Part.LAYERS
-    return Tensor(name, shape, part, int(layer[1]) if layer else None)
+    """Assign every tensor to its part, and to its layer of the language model."""
+    tensors = []
+    for name, shape in shapes.items():
+        part = next((part for part, pattern in _PARTS.items() if pattern.search(name)), Part.LAYERS)
+        layer = _LAYER.search(name) if part in (Part.LAYERS, Part.EXPERTS) else None
+        tensors.append(Tensor(name, tuple(shape), part, int(layer[1]) if layer else None))
+    return tensors
 
 
 def held(tensors: Iterable[Tensor], layout: Layout, stage: Stage, tied: bool) -> Count:
@@ -124,11 +124,12 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
     """Count the parameters of LoRA adapters on a rank. `names`: endings of the adapted modules; empty: all of them."""
     total = Count()
     for tensor in tensors:
-        if tensor.is_vision_tower and stage.has_embedding and _is_linear(tensor, names):
-            total += Count(rank * sum(tensor.shape))
-        if tensor.layer not in stage.layers or len(tensor.shape) < 2 or _COPIED.search(tensor.name):
+        if names and not tensor.name.removesuffix(".weight").endswith(tuple(names)):
             continue
-        if not _has_name(tensor, names):
+        is_linear = len(tensor.shape) == 2 and "embed" not in tensor.name
+        if tensor.is_vision_tower and stage.has_embedding and is_linear:
+            total += Count(rank * sum(tensor.shape))
+        if tensor.layer not in stage.layers or tensor.is_copied:
             continue
         *copies, rows, columns = tensor.shape
         size = prod(copies) * rank * (rows + columns)
@@ -137,14 +138,6 @@ def adapters(tensors: Iterable[Tensor], layout: Layout, stage: Stage, rank: int,
         else:
             total += Count(size / layout.tensor_model_parallel_size)
     return total
-
-
-def _is_linear(tensor: Tensor, names: Sequence[str]) -> bool:
-    return len(tensor.shape) == 2 and "embed" not in tensor.name and _has_name(tensor, names)
-
-
-def _has_name(tensor: Tensor, names: Sequence[str]) -> bool:
-    return not names or tensor.name.removesuffix(".weight").endswith(tuple(names))
 
 
 def stages_of(layout: Layout, layers: int) -> list[Stage]:

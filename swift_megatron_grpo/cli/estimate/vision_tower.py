@@ -31,11 +31,6 @@ class VisionTower:
     aligner_ffn: int = 0  # of an aligner with a gated feed-forward, behind a convolution (GLM-V); 0: two matrices
     shuffles: bool = False  # the aligner takes four patches as one, and is two matrices of a row's width (InternVL)
 
-    @property
-    def row_channels(self) -> int:
-        """Return the channels of all rows of a token."""
-        return self.rows * (1 + self.deepstack)
-
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
@@ -52,30 +47,23 @@ def bytes_of_vision_tower(tower: VisionTower, tokens: int, trains_tower: bool, t
 
     The aligner ("merger") turns the outputs of blocks into rows. `checkpointing`: blocks keep their inputs alone.
     """
-    if tower.aligner_ffn:
-        return _bytes_behind_convolution(tower, tokens, trains_tower, trains_aligner, checkpointing, item)
+    if not trains_tower and not trains_aligner:
+        return 0.0
     hidden, mergers = tower.hidden, 1 + tower.deepstack
-    if tower.shuffles:
-        aligner = tokens * (_LAYER_NORM * PATCHES * hidden + 2 * tower.rows) if trains_aligner or trains_tower else 0
-        kept = tokens * PATCHES * (tower.values + _numbers_of_blocks(tower, checkpointing)) if trains_tower else 0
-        return float((aligner + kept) * item)
-    if not trains_tower:
-        return tokens * PATCHES * 4 * hidden * mergers * item if trains_aligner else 0.0
-    blocks = _numbers_of_blocks(tower, checkpointing)
-    aligner = (_RMS_NORM + 2) * hidden if tower.rms_norms else hidden + 3 * hidden * mergers
-    return float(tokens * PATCHES * (tower.values + blocks + aligner) * item)
-
-
-def _bytes_behind_convolution(tower: VisionTower, tokens: int, trains_tower: bool, trains_aligner: bool,
-                              checkpointing: bool, item: int) -> float:  # fmt: skip
-    """Return what such a vision tower keeps: its aligner works on tokens, and has one row for four patches."""
-    aligner = 4 * tower.rows + 4 * tower.aligner_ffn if trains_aligner or trains_tower else 0
-    if not trains_tower:
-        return float(tokens * aligner * item)
-    # Norms before and behind the blocks, of which the first is only added to, and the input of the convolution.
-    around = (2 * _RMS_NORM - 1 + 1) * tower.hidden
-    of_patch = tower.values + _numbers_of_blocks(tower, checkpointing) + around
-    return float(tokens * (PATCHES * of_patch + aligner) * item)
+    blocks = tower.layers * (hidden if checkpointing else _numbers_of_block(tower))
+    if tower.aligner_ffn:
+        # Norms before and behind the blocks, of which the first is only added to, and the input of the convolution.
+        # The aligner works on tokens, and has one row for four patches.
+        blocks += (2 * _RMS_NORM - 1 + 1) * hidden
+        aligner = 4 * tower.rows + 4 * tower.aligner_ffn
+    elif tower.shuffles:
+        aligner = _LAYER_NORM * PATCHES * hidden + 2 * tower.rows
+    elif not trains_tower:
+        aligner = PATCHES * 4 * hidden * mergers
+    else:
+        aligner = PATCHES * hidden * (_RMS_NORM + 2 if tower.rms_norms else 1 + 3 * mergers)
+    of_tower = PATCHES * (tower.values + blocks) if trains_tower else 0
+    return float(tokens * (of_tower + aligner) * item)
 
 
 def bytes_of_block(tower: VisionTower, tokens: int, item: int = 2) -> float:
@@ -85,13 +73,9 @@ def bytes_of_block(tower: VisionTower, tokens: int, item: int = 2) -> float:
 
 def bytes_of_rows(tower: VisionTower, images: ImageTokens, frozen: bool, item: int = 2) -> float:
     """Return the bytes of rows: those a frozen vision tower keeps for a rollout, and those that layers add."""
-    kept = images.of_rollout * tower.row_channels if frozen else 0
-    added = images.shown * tower.rows * tower.deepstack
-    return float((kept + added) * item)
-
-
-def _numbers_of_blocks(tower: VisionTower, checkpointing: bool) -> int:
-    return tower.layers * (tower.hidden if checkpointing else _numbers_of_block(tower))
+    kept = images.of_rollout * (1 + tower.deepstack) if frozen else 0
+    added = images.shown * tower.deepstack
+    return float((kept + added) * tower.rows * item)
 
 
 def _numbers_of_block(tower: VisionTower) -> int:

@@ -29,7 +29,7 @@ Outcome = tuple[str, str, str]  # type and text of the error, and what following
 PARSE = r"""
 import contextlib, io, json, os, re, signal, sys
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-from swift_megatron_grpo.cli.check.arguments import Inputs, parse_flags
+from swift_megatron_grpo.cli.check.check import Inputs, parse_flags
 from swift_megatron_grpo.cli.check.check import gpu_of
 
 def too_long(*_):

@@ -8,8 +8,7 @@ import pytest
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Tokens, micro_batches_in_flight
 from swift_megatron_grpo.cli.estimate.advice import Run, settings_that_fit
-from swift_megatron_grpo.cli.estimate.engine import Engine
-from swift_megatron_grpo.cli.estimate.memory import Training, Vllm, with_budget
+from swift_megatron_grpo.cli.estimate.memory import Engine, Training, with_budget
 from swift_megatron_grpo.cli.estimate.parameters import tensors_of
 from swift_megatron_grpo.runtime.gpus import NAMES, find_gpu
 from swift_megatron_grpo.settings.layout import Layout
@@ -19,13 +18,13 @@ ENGINE = Engine(weight_bytes=16e9, cache_bytes_per_token=1e5, key_heads=8, longe
 DECODER = Decoder(layers=36, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=151936, tied=False)
 
 
-def run(layout: Layout, packed: int = 16384, vllm: Vllm | None = None) -> Run:
+def run(layout: Layout, packed: int = 16384, engine: Engine | None = None) -> Run:
     """Return a full-parameter run of an 8B model."""
     shapes = {"model.embed_tokens.weight": (151936, 4096), "lm_head.weight": (151936, 4096)}
     for layer in range(36):
         shapes[f"model.layers.{layer}.self_attn.q_proj.weight"] = (4096, 2 * 4096 + 2 * 1024)
         shapes[f"model.layers.{layer}.mlp.down_proj.weight"] = (3 * 12288, 4096)
-    return Run(tensors_of(shapes), DECODER, Training(layout, Tokens(packed, packed, packed // 2), 8), vllm, 2560)
+    return Run(tensors_of(shapes), DECODER, Training(layout, Tokens(packed, packed, packed // 2), 8), engine, 2560)
 
 
 def changes(run: Run) -> dict[str, Run]:
@@ -33,10 +32,10 @@ def changes(run: Run) -> dict[str, Run]:
 
 
 def test_a_run_that_does_not_fit_gets_settings_that_do() -> None:
-    found = changes(run(Layout(4), vllm=Vllm(replace(ENGINE, utilization=0.4), 2)))
+    found = changes(run(Layout(4), engine=replace(ENGINE, utilization=0.4)))
     assert len(found) >= 3
     for flags, changed in found.items():
-        assert changed.fits("train", H100) and changed.fits("generation", H100), flags
+        assert changed.fits(H100, "train") and changed.fits(H100, "generation"), flags
     assert any("--tuner_type lora" in flags for flags in found)
     assert any("--tensor_model_parallel_size" in flags for flags in found)
 
@@ -46,8 +45,8 @@ def test_a_smaller_budget_is_the_first_and_the_largest_that_fits() -> None:
     flags, changed = next(iter(changes(sixteen).items()))
     assert flags.startswith("--max_tokens_per_micro_batch")
     budget = int(flags.split()[1])
-    assert changed.fits("train", H100)
-    assert not replace(sixteen, training=with_budget(sixteen.training, 2 * budget)).fits("train", H100)
+    assert changed.fits(H100, "train")
+    assert not replace(sixteen, training=with_budget(sixteen.training, 2 * budget)).fits(H100, "train")
 
 
 def test_the_smallest_budget_is_that_of_the_longest_sample() -> None:
@@ -65,19 +64,19 @@ def test_layouts_that_the_model_does_not_allow_are_left_out() -> None:
 )
 def test_generation_that_does_not_fit_gets_a_smaller_cache_or_offloads(weight_bytes: float, flag: str) -> None:
     """A share of 0.2 is 17 GB, which hold weights of 8 GB, but not of 16 with a sequence."""
-    large = run(Layout(16), packed=4096, vllm=Vllm(replace(ENGINE, weight_bytes=weight_bytes), 2))
+    large = run(Layout(16), packed=4096, engine=replace(ENGINE, weight_bytes=weight_bytes))
     assert changes(large) and all(flags.startswith(flag) for flags in changes(large))
 
 
 def test_a_weight_sync_that_does_not_fit_divides_the_weights_of_vllm() -> None:
     """While they are sent, 16 GB of trained weights and 66 GB of vLLM's are on a GPU."""
-    small = run(Layout(16), packed=4096, vllm=Vllm(replace(ENGINE, weight_bytes=66e9), 2))
+    small = run(Layout(16), packed=4096, engine=replace(ENGINE, weight_bytes=66e9))
     offloading = replace(small.training, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True)
     large = replace(small, training=offloading)
-    assert large.fits("generation", H100) and not large.fits("weight sync", H100)
+    assert large.fits(H100, "generation") and not large.fits(H100, "weight sync")
     found = changes(large)
     divided = found["--vllm_tensor_parallel_size 2"]  # the flags for offloading are set already
-    assert divided.fits("weight sync", H100) and divided.vllm is not None and divided.vllm.engine.weights() == 33e9
+    assert divided.fits(H100, "weight sync") and divided.engine is not None and divided.engine.weights == 33e9
 
 
 @pytest.mark.parametrize(

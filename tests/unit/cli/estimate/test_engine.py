@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swift_megatron_grpo.cli.estimate.engine import Engine, engines_that_fit
+from swift_megatron_grpo.cli.estimate.advice import engines_that_fit
+from swift_megatron_grpo.cli.estimate.memory import Engine
 
 GPU = 80e9
 # 16 GB of weights, 0.2 MB of cache per token: 40 GB - 16 GB - 2 GB hold 110,000 tokens.

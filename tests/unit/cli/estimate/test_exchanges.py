@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder
-from swift_megatron_grpo.cli.estimate.exchanges import ROWS_GB, TENSOR_GB, seconds_of_exchanges
-from swift_megatron_grpo.cli.estimate.experts import rows_that_leave
-from swift_megatron_grpo.cli.estimate.work import PassCounts, StepWork
+from swift_megatron_grpo.cli.estimate.throughput import (
+    ROWS_GB,
+    TENSOR_GB,
+    PassCounts,
+    StepWork,
+    rows_that_leave,
+    seconds_of_exchanges,
+)
 from swift_megatron_grpo.settings.layout import Layout
 
 DECODER = Decoder(4, 64, 64, 64, 0, 256, False, experts=8, expert_layers=frozenset([1, 2, 3]), experts_per_token=2)

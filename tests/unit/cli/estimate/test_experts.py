@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from swift_megatron_grpo.cli.estimate.experts import rows_that_leave, share_of_fullest
+from swift_megatron_grpo.cli.estimate.activations import share_of_fullest
+from swift_megatron_grpo.cli.estimate.throughput import rows_that_leave
 
 
 @pytest.mark.parametrize(("experts", "taken", "ranks"), [(128, 8, 4), (128, 8, 2), (64, 6, 8), (8, 1, 4)])

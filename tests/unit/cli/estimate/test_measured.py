@@ -11,8 +11,7 @@ from benchmarks.harness.planned import flag, planned
 from benchmarks.harness.results import Process, Run
 from benchmarks.harness.shapes import SHAPES, Shape
 from swift_megatron_grpo.cli.check.micro_batches import saved_by_sharing
-from swift_megatron_grpo.cli.estimate.throughput import seconds_of_training
-from swift_megatron_grpo.cli.estimate.work import PassCounts, work_of
+from swift_megatron_grpo.cli.estimate.throughput import PassCounts, seconds_of_training, work_of
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from tests.paths import REPOSITORY
 

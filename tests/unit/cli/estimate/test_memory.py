@@ -7,15 +7,14 @@ from dataclasses import replace
 import pytest
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Tokens
-from swift_megatron_grpo.cli.estimate.engine import Engine
 from swift_megatron_grpo.cli.estimate.memory import (
     ASLEEP_BYTES,
     BESIDE_BYTES,
     OUTSIDE_BYTES,
     OUTSIDE_BYTES_WITH_EXPERTS,
+    Engine,
     RankMemory,
     Training,
-    Vllm,
     master_bytes,
     plan_memory,
 )
@@ -26,28 +25,27 @@ GPU = 85e9
 DECODER = Decoder(layers=1, hidden=4096, queries=4096, keys=1024, ffn=12288, vocabulary=1024, tied=False)
 TENSORS = tensors_of({"model.layers.0.mlp.down_proj.weight": (10**6, 10**4)})  # 20 GB in bf16
 ENGINE = Engine(60e9, 1e5, key_heads=8, longest=4096, ranks=2, utilization=0.5)  # 30 GB on a GPU
-SLEEPING = Vllm(ENGINE, 2)
 OFFLOADING = Training(
     Layout(1), Tokens(64, 64, 32), 1, lora_rank=8, offload_model=True, offload_optimizer=True, offload_grad=True
 )
 
 
-def planned(vllm: Vllm | None, training: Training = OFFLOADING) -> RankMemory:
-    [rank] = plan_memory(TENSORS, DECODER, training, vllm, GPU)
+def planned(engine: Engine | None, training: Training = OFFLOADING) -> RankMemory:
+    [rank] = plan_memory(TENSORS, DECODER, training, engine, GPU)
     return rank
 
 
 def test_the_weights_of_both_are_on_the_gpu_in_the_weight_sync() -> None:
-    rank = planned(SLEEPING)
+    rank = planned(ENGINE)
     beside = BESIDE_BYTES + OUTSIDE_BYTES
     assert rank.phases["generation"] == pytest.approx(0.5 * GPU + beside)
     assert rank.phases["weight sync"] == pytest.approx(rank.weights + 30e9 + ASLEEP_BYTES + beside)
-    kept = planned(SLEEPING, replace(OFFLOADING, offload_model=False, offload_optimizer=False, offload_grad=False))
+    kept = planned(ENGINE, replace(OFFLOADING, offload_model=False, offload_optimizer=False, offload_grad=False))
     assert kept.phases["weight sync"] == pytest.approx(kept.states + 30e9 + ASLEEP_BYTES + OUTSIDE_BYTES)
 
 
 def test_a_vllm_that_stays_awake_has_its_cache_in_the_weight_sync() -> None:
-    rank = planned(replace(SLEEPING, sleep_level=0))
+    rank = planned(replace(ENGINE, sleep_level=0))
     assert (
         rank.phases["weight sync"]
         == rank.phases["generation"]
@@ -58,7 +56,7 @@ def test_a_vllm_that_stays_awake_has_its_cache_in_the_weight_sync() -> None:
 
 def test_a_given_cache_takes_the_place_of_the_share() -> None:
     given = replace(ENGINE, given_cache=8e9)
-    assert planned(Vllm(given, 2)).vllm == 30e9 + 8e9 + 2e9 and given.cache(GPU) == 8e9
+    assert planned(given).vllm == 30e9 + 8e9 + 2e9 and given.cache(GPU) == 8e9
 
 
 def test_experts_on_several_gpus_need_more_outside_of_pytorch() -> None:

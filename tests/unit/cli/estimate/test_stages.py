@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder
-from swift_megatron_grpo.cli.estimate.stages import EvenStages, bubble, even_stages, fullest_stage
-from swift_megatron_grpo.cli.estimate.work import StepWork
+from swift_megatron_grpo.cli.estimate.throughput import EvenStages, StepWork, bubble, even_stages, fullest_stage
 from swift_megatron_grpo.settings.layout import Layout
 
 DECODER = Decoder(8, 64, 64, 64, 128, 256, False)

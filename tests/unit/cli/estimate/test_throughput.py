@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swift_megatron_grpo.cli.estimate.activations import Decoder
-from swift_megatron_grpo.cli.estimate.throughput import seconds_of_training
-from swift_megatron_grpo.cli.estimate.work import PassCounts, StepWork
+from swift_megatron_grpo.cli.estimate.throughput import PassCounts, StepWork, seconds_of_training
 from swift_megatron_grpo.runtime.gpus import find_gpu
 from swift_megatron_grpo.settings.layout import Layout
 
