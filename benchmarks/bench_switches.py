@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, launch, task
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 
 WARM_UP = 2

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import Task, base_flags, task
-from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Task, Variant, base_flags, task
 from tests.forking.client import fork_server
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.command import compare
 from tests.dist.conftest import LEARNING_RATE, Ranks
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script

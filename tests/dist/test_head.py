@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.command import compare
 from tests.dist.conftest import TIED_LAYOUTS, Ranks
 
 pytestmark = pytest.mark.dist

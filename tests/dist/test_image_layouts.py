@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
-from swift_megatron_grpo.cli.check_layouts.launch import task
+from swift_megatron_grpo.cli.check_layouts.command import compare
+from swift_megatron_grpo.cli.check_layouts.layouts import task
 from tests.dist.conftest import EVERYTHING, LEARNING_RATE, Ranks
 from tests.dist.test_gradients import torch_weights
 from tests.forking.client import run_script

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
-from swift_megatron_grpo.cli.check_layouts.launch import task
+from swift_megatron_grpo.cli.check_layouts.command import compare
+from swift_megatron_grpo.cli.check_layouts.layouts import task
 from tests.dist.conftest import LAYOUTS, RUN_LAYOUT, TUNERS, Ranks
 
 pytestmark = pytest.mark.dist

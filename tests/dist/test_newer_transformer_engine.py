@@ -8,9 +8,8 @@ import pytest
 from megatron.core import __version__
 from packaging.version import Version
 
-from swift_megatron_grpo.cli.check_layouts.compare import Difference, compare
-from swift_megatron_grpo.cli.check_layouts.launch import task
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.command import Difference, compare
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant, task
 from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist

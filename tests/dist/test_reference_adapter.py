@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import task
+from swift_megatron_grpo.cli.check_layouts.layouts import task
 from tests.dist.conftest import Ranks
 
 

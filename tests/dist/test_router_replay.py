@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from tests.dist.conftest import Ranks
 

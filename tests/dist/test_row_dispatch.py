@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import task
+from swift_megatron_grpo.cli.check_layouts.layouts import task
 from tests.dist.conftest import Ranks
 
 pytestmark = pytest.mark.dist

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import task
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant, task
 from swift_megatron_grpo.cli.estimate.activations import Decoder, Recompute, Tokens, bytes_of_layers
 from swift_megatron_grpo.settings.layout import Layout
 from tests.dist.conftest import Ranks

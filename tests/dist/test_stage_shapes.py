@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import task
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import Variant, task
 from swift_megatron_grpo.training.stage_shapes import SENDS_END_BEFORE_MEMORY_IS_FREED
 from tests.dist.conftest import Ranks
 

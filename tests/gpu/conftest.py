@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, layout_tasks, task
+from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, launch, layout_tasks, task
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 LAYOUTS = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, launch, task
 from tests.dist.test_flat_optimizer import ALL_EXPERTS, LONGER, UNCLIPPED
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 

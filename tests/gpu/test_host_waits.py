@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, launch, task
 from tests.support.runs import SIZE_FOR_GPUS, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

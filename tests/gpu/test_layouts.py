@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.compare import compare
+from swift_megatron_grpo.cli.check_layouts.command import compare
 from swift_megatron_grpo.cli.check_layouts.layouts import Variant
 from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
 from tests.gpu.conftest import LAYOUTS, Gpus

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.launch import base_flags, launch, task
+from swift_megatron_grpo.cli.check_layouts.layouts import base_flags, launch, task
 from tests.paths import REPOSITORY
 
 pytestmark = pytest.mark.gpu

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from swift_megatron_grpo import SWITCH
-from swift_megatron_grpo.cli.check_layouts.launch import template_for_images
+from swift_megatron_grpo.cli.check_layouts.layouts import template_for_images
 from tests.forking.client import ForkedProcess, fork_server, run_script
 from tests.paths import PROGRAMS, REPOSITORY
 

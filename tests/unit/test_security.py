@@ -28,7 +28,7 @@ READS_PICKLED_DATA = {
     "data/encoded_rows.py": {"all_gather_object"},
     "arguments/resume.py": {"all_gather_object"},
     "generation/local/conversations.py": {"broadcast_object_list"},
-    "cli/check_layouts/compare.py": {"load"},  # what its own ranks have written, with weights_only
+    "cli/check_layouts/command.py": {"load"},  # what its own ranks have written, with weights_only
 }
 LISTENERS = {"create_server", "start_server", "bind", "HTTPServer", "TCPServer", "TCPStore", "TCPSite"}
 LISTENS = {

@@ -14,16 +14,57 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from swift_megatron_grpo.cli.check_layouts.compare import Difference, compare
-from swift_megatron_grpo.cli.check_layouts.launch import Task, base_flags, launch, layout_tasks, task
-from swift_megatron_grpo.cli.check_layouts.layouts import DENSE, MOE, Variant
+from swift_megatron_grpo.cli.check_layouts.layouts import (
+    DENSE,
+    MOE,
+    Task,
+    Variant,
+    base_flags,
+    launch,
+    layout_tasks,
+    task,
+)
 from swift_megatron_grpo.cli.command_line import FINE, FOUND, Refused
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest differences between a layout and one rank."""
+
+    layout: str
+    loss: float  # absolute
+    grad_norm: float  # relative
+    weights: float  # absolute, the largest of all
+    seconds: float
+
+    @property
+    def worst(self) -> float:
+        values = (self.loss, self.grad_norm, self.weights)
+        return math.inf if any(math.isnan(v) for v in values) else max(values)
+
+
+def compare(name: str, folder: str) -> Difference:
+    """Compare the results of a layout with those of one rank."""
+    import torch
+
+    run, reference = (json.loads(Path(folder, f"{layout}.json").read_text()) for layout in (name, "one"))
+    pairs = list(zip(run["metrics"], reference["metrics"], strict=True))
+    weights, expected = torch.load(run["weights"]), torch.load(reference["weights"])
+    if set(weights) != set(expected):
+        raise Refused(f"{name}: weights differ from those of one rank: {sorted(set(weights) ^ set(expected))[:5]}")
+    return Difference(
+        layout=name,
+        loss=max(abs(a[key] - b[key]) for a, b in pairs for key in b if key != "grad_norm"),
+        grad_norm=max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in pairs),
+        weights=max((weights[key] - expected[key]).abs().max().item() for key in expected),
+        seconds=run["seconds"],
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,30 +124,21 @@ def tasks_of(flags: list[str], names: Sequence[str], folder: str, has_adapter: b
 
 def run_all(tasks: dict[int, list[Task]], names: Sequence[str], folder: Path, tolerance: float) -> list[Difference]:
     """Run the tasks, fewest ranks first, and print a row for each layout."""
-    print_row(["layout", "loss", "grad norm", "weights", "seconds"])
+    print_row("layout", "loss", "grad norm", "weights", "seconds")
     differences = []
     for ranks in sorted(tasks):
         launch(ranks, tasks[ranks], folder)
         if ranks == 1:
-            print_reference(json.loads((folder / "one.json").read_text()))
-        for difference in (compare(name, str(folder)) for name in names if Variant.parse(name).ranks == ranks):
-            differences.append(difference)
-            print_difference(difference, tolerance)
+            one = json.loads((folder / "one.json").read_text())
+            loss, norm = (f"{one['metrics'][0][name]:.6g}" for name in ("loss", "grad_norm"))
+            print_row("one rank", loss, norm, "-", f"{one['seconds']:.1f}")
+        for found in (compare(name, str(folder)) for name in names if Variant.parse(name).ranks == ranks):
+            differences.append(found)
+            values = (f"{value:.1e}" for value in (found.loss, found.grad_norm, found.weights))
+            mark = ["FAR OFF"] if found.worst > tolerance else []
+            print_row(found.layout, *values, f"{found.seconds:.1f}", *mark)
     return differences
 
 
-def print_row(cells: Sequence[str]) -> None:
-    print(f"{cells[0]:24}" + "".join(f"{cell:>13}" for cell in cells[1:]), flush=True)
-
-
-def print_reference(run: dict[str, Any]) -> None:
-    """Print the row of one rank."""
-    first = run["metrics"][0]
-    print_row(["one rank", f"{first['loss']:.6g}", f"{first['grad_norm']:.6g}", "-", f"{run['seconds']:.1f}"])
-
-
-def print_difference(difference: Difference, tolerance: float) -> None:
-    """Print the row of a layout."""
-    values = [f"{value:.1e}" for value in (difference.loss, difference.grad_norm, difference.weights)]
-    mark = ["FAR OFF"] if difference.worst > tolerance else []
-    print_row([difference.layout, *values, f"{difference.seconds:.1f}", *mark])
+def print_row(name: str, *cells: str) -> None:
+    print(f"{name:24}" + "".join(f"{cell:>13}" for cell in cells), flush=True)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import math
+import os
 import random
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.cli.check_layouts.compare import Run
-from swift_megatron_grpo.cli.check_layouts.launch import Task
-from swift_megatron_grpo.cli.check_layouts.layouts import Variant
-from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.layouts import Task, Variant
 
 
 def fixed_samples(
@@ -47,10 +46,40 @@ def fixed_samples(
         )
         if one_prompt:
             first = samples[i // 4 * 4]
-            shared = first.tokens[: first.completion_mask.index(True)]
-            samples[i].tokens[:prompt] = shared
-            samples[i].completion_mask[:prompt] = [False] * len(shared)
+            shared = first.completion_mask.index(True)
+            samples[i].tokens[:prompt] = first.tokens[:shared]
+            samples[i].completion_mask[:prompt] = [False] * shared
     return samples
+
+
+@contextmanager
+def megatron_torn_down() -> Iterator[None]:
+    """Destroy Megatron's groups on exit, because every layout creates them again; torch's process group stays."""
+    try:
+        yield
+    finally:
+        import torch.distributed as dist
+        from mcore_bridge.bridge import gpt_bridge
+        from megatron.core import mpu
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+
+        mpu.destroy_model_parallel()
+        gpt_bridge.EP_PP_GROUP = None  # mcore-bridge creates it once per process
+        unset_num_microbatches_calculator()
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):  # Megatron refuses other backends
+            os.environ.pop(name, None)
+        # A layout leaves about 20 groups, and gloo gives each three threads, of which one wakes up a hundred times a
+        # second: after forty layouts this took most of two cores. A group is destroyed once torch and the model release
+        # it, and the model once its hooks do, whose references Python's garbage collector cannot see.
+        gc.unfreeze()  # frozen objects are neither listed nor collected
+        for candidate in gc.get_objects():
+            if type(candidate) is DistributedDataParallel:
+                vars(candidate).clear()
+        for group in list(dist.distributed_c10d._world.pg_names):
+            if group is not dist.group.WORLD and dist.get_backend(group) == "gloo":
+                dist.destroy_process_group(group)
+        gc.collect()
 
 
 def run_tasks(tasks: Sequence[Task]) -> None:
@@ -72,8 +101,8 @@ def run_layout(name: str, flags: list[str], batches: list[str], folder: str, one
     metrics, weights = train([*flags, *Variant.parse(name).flags()], batches, one_prompt)
     if torch.distributed.get_rank() == 0:
         path = str(Path(folder, f"{name}.pt"))
-        torch.save(weights, path)
-        result = {**asdict(Run(name, metrics, path)), "seconds": time.perf_counter() - start}
+        torch.save(weights, path)  # after the steps, under the checkpoint's names
+        result = {"metrics": metrics, "weights": path, "seconds": time.perf_counter() - start}
         Path(folder, f"{name}.json").write_text(json.dumps(result))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.ranks import megatron_torn_down
 from swift_megatron_grpo.training import engine
 from swift_megatron_grpo.training.optimizer import flat_optimizer
 from tests.programs.dist.offloading import EVERYTHING, Run, Step, differing

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples
-from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.ranks import fixed_samples, megatron_torn_down
 from swift_megatron_grpo.settings.config import LossConfig
 from swift_megatron_grpo.settings.trained import Offloading
 from swift_megatron_grpo.training.loss import make_loss

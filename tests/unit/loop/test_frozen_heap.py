@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swift_megatron_grpo.cli.check_layouts.torn_down import megatron_torn_down
+from swift_megatron_grpo.cli.check_layouts.ranks import megatron_torn_down
 from swift_megatron_grpo.loop import assemble
 from swift_megatron_grpo.loop.assemble import freeze_heap
 
