@@ -49,10 +49,9 @@ def run(options: argparse.Namespace) -> int:
 
 def check_script(script: Path, folder: Path, ranks: int, steps: int) -> None:
     """Check the script's flags, and train the rehearsal unless `steps` is 0. Raises Refused if either fails."""
-    from swift_megatron_grpo.cli.check.arguments import parse_flags
-    from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal
+    from swift_megatron_grpo.cli.check.check import parse_flags
+    from swift_megatron_grpo.cli.check_script.rehearsal import make_rehearsal, train
     from swift_megatron_grpo.cli.check_script.stand_ins import differences, typed
-    from swift_megatron_grpo.cli.check_script.training import train
 
     text, environment = script.read_text(), dict(os.environ)
     try:

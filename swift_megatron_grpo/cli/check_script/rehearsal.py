@@ -1,10 +1,17 @@
-"""The tiny run that is trained in place of a script's."""
+"""The tiny run that is trained in place of a script's, with a rollout server if the script has one."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +24,16 @@ from swift_megatron_grpo.cli.check_script.stand_ins import (
     read_flags,
     reduce,
     replace_inputs,
+    typed,
 )
+from swift_megatron_grpo.cli.command_line import Refused
+from swift_megatron_grpo.cli.doctor.machine import free_port
 
 _SERVER_FLAGS = (  # of `swift rollout`, that a script's server keeps
     "multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "enable_thinking", "template", "system",
     "vllm_enable_lora", "vllm_max_lora_rank",
 )  # fmt: skip
+_SECONDS_TO_START = 300
 _CACHE = {"kv_cache_memory_bytes": 2**26}
 
 
@@ -43,13 +54,14 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
     from swift_megatron_grpo.cli.tiny_models.by_type import save_large_config, save_tiny_model
 
     found = launches(script, environment)
-    runs = [launch for launch in found if launch.kind == "rlhf" and _is_grpo(launch)]
+    runs = [(launch, read_flags(launch.arguments)) for launch in found if launch.kind == "rlhf"]
+    runs = [(launch, flags) for launch, flags in runs if flags.get("rlhf_type") == ["grpo"]]
     if not runs:
         raise NoStandIn(
             "the script has no `megatron rlhf --rlhf_type grpo`; only such commands are checked. If it calls another "
             "script, run it with `--check true` instead"
         )
-    flags = read_flags(runs[0].arguments)
+    run, flags = runs[0]
     if flags.get("vllm_server_base_url") == []:  # the script splits a variable; the run has a server of its own
         flags["vllm_server_base_url"] = ["http://127.0.0.1:8000"]
     architecture = architecture_of(flags)
@@ -72,15 +84,7 @@ def make_rehearsal(script: str, folder: Path, ranks: int, steps: int, environmen
         server = _server(rollouts[0] if rollouts else published, reduced)  # another script may start the server
         for name in ("vllm_server_host", "vllm_server_port"):
             reduced.pop(name, None)
-    return Rehearsal(_world_size(runs[0]), published, ranks, reduced, server, replaced)
-
-
-def _is_grpo(launch: Launch) -> bool:
-    return read_flags(launch.arguments).get("rlhf_type") == ["grpo"]
-
-
-def _world_size(launch: Launch) -> int:
-    return math.prod(_count(launch, name) for name in ("NPROC_PER_NODE", "NNODES"))
+    return Rehearsal(_count(run, "NPROC_PER_NODE") * _count(run, "NNODES"), published, ranks, reduced, server, replaced)
 
 
 def _count(launch: Launch, name: str) -> int:
@@ -111,3 +115,52 @@ def _server(given: Flags, trainer: Flags) -> Flags:
     length = int(trainer.get("max_length", ["256"])[0]) + int(trainer["max_completion_length"][0])
     sizes = {"vllm_max_model_len": [str(length)], "vllm_enforce_eager": ["true"], "torch_dtype": ["bfloat16"]}
     return kept | shared | sizes | _on_cpu({})
+
+
+def train(rehearsal: Rehearsal, folder: Path) -> None:
+    """Run the rehearsal and print the losses of its steps. Raises Refused if it fails."""
+    environment = {**os.environ, "NPROC_PER_NODE": str(rehearsal.ranks), "MASTER_PORT": str(free_port())}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODELSCOPE_OFFLINE": "1"}
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NNODES", "NODE_RANK"):
+        environment.pop(name, None)  # the check of the flags has set some
+    with ExitStack() as stack:
+        address: Flags = {}
+        if rehearsal.server is not None:
+            address = stack.enter_context(_running_server(rehearsal.server, folder, environment))
+        command = [sys.executable, "-P", "-m", "swift.cli._megatron.main", "rlhf", *typed(rehearsal.reduced | address)]
+        code = subprocess.run(command, env=environment, cwd=folder).returncode
+    log = folder / "output" / "logging.jsonl"
+    steps = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
+    for step in steps:
+        if "loss" in step:
+            print(f"check-script: loss {step['loss']:.6f}, grad_norm {step['grad_norm']:.6f}, reward {step['reward']}")
+    if code:
+        raise Refused(f"the run ended with exit code {code}")
+
+
+@contextmanager
+def _running_server(flags: Flags, folder: Path, environment: Mapping[str, str]) -> Iterator[Flags]:
+    """Start the rollout server of a script and yield the trainer's flags with its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "swift_megatron_grpo.generation.server", *typed(flags | {"port": [str(port)]})]
+    with (folder / "rollout.log").open("w") as log:
+        server = subprocess.Popen(command, env=dict(environment), cwd=folder, stdout=log, stderr=subprocess.STDOUT,
+                                  start_new_session=True)  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_for(url, server, folder / "rollout.log")
+        yield {"vllm_server_base_url": [url]}
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + _SECONDS_TO_START
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health/", timeout=5)
+            return
+        except (urllib.error.URLError, ConnectionError):
+            time.sleep(0.5)
+    raise Refused(f"the rollout server did not start:\n{log.read_text()[-4000:]}")

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-COMMANDS = {"rlhf": (("megatron", "rlhf"), ("swift", "megatron", "rlhf")), "rollout": (("swift", "rollout"),)}
+COMMANDS = {("megatron", "rlhf"): "rlhf", ("swift", "megatron", "rlhf"): "rlhf", ("swift", "rollout"): "rollout"}
 _WRAPPERS = {"exec", "nohup", "env", "time", "sudo"}
 _DECLARATIONS = {"export", "declare", "readonly", "local"}
 _KEYWORDS = {"then", "do", "else", "{", "if", "while", "until"}
@@ -29,44 +29,23 @@ _IN_BRACES = re.compile(r"([A-Za-z_]\w*)(\[[@*]\])?(?:(:?[-?])(.*))?", re.DOTALL
 class Launch:
     """One command of a script, with the environment that the script gives it."""
 
-    kind: str  # key of COMMANDS
+    kind: str  # rlhf, rollout
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Words:
-    """The commands of a script, and what its variables are at its end."""
-
-    commands: list[list[str]]
-    arrays: Mapping[str, list[str]]
-    variables: Mapping[str, str]
-
-
 def launches(script: str, environment: Mapping[str, str] | None = None) -> list[Launch]:
     """Return the launches of a script that is started in this environment, in order."""
-    shell = _Shell(environment)
-    found = (_launch(values, given) for values, given in shell.run(script))
-    return [launch for launch in found if launch is not None]
+    return [
+        Launch(kind, tuple(words[len(command) :]), given)
+        for words, given in Shell(environment).run(script)
+        for command, kind in COMMANDS.items()
+        if tuple(words[: len(command)]) == command
+    ]
 
 
-def words_of(script: str, environment: Mapping[str, str] | None = None) -> Words:
-    """Return all commands of the script but assignments."""
-    shell = _Shell(environment)
-    commands = [values for values, _ in shell.run(script)]
-    return Words(commands, shell.arrays, shell.variables)
-
-
-def _launch(values: list[str], environment: Mapping[str, str]) -> Launch | None:
-    for kind, commands in COMMANDS.items():
-        for command in commands:
-            if tuple(values[: len(command)]) == command:
-                return Launch(kind, tuple(values[len(command) :]), environment)
-    return None
-
-
-class _Shell:
-    """The variables of a script while its commands are read."""
+class Shell:
+    """The variables and arrays of a script while its commands are read."""
 
     def __init__(self, environment: Mapping[str, str] | None) -> None:
         self.variables = dict(environment or {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,7 @@ Flags = dict[str, list[str]]  # by name, without dashes; no value for a bare boo
 ROWS = 32
 _LONGEST_PROMPT, _LONGEST_COMPLETION = 256, 12
 _TRACKERS = {"wandb", "swanlab", "tensorboard"}
-_NEEDED_PACKAGES = {"accuracy": "math_verify", "cosine": "math_verify"}  # rewards of ms-swift
+_WITH_MATH_VERIFY = ("accuracy", "cosine")  # rewards of ms-swift that need this package
 _PLUGIN = '''"""Rewards and environments in place of those that cannot run on this machine."""
 
 from swift.rewards import ORM, orms
@@ -119,6 +119,10 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
 
     `environments`: the values of --gym_env, of the trainer and of servers.
     """
+    from swift.rewards import orms
+    from swift.rollout.gym_env import envs
+    from swift.utils import import_external_file
+
     flags, notes = dict(flags), []
     missing = [path for path in flags.get("dataset", []) if not Path(path.split("#")[0]).expanduser().is_file()]
     if not missing and "dataset" in flags:
@@ -136,8 +140,11 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
         notes.append(f"--system {flags['system'][0]}: a made-up line, because it is not on this machine")
         flags["system"] = ["Answer briefly."]
     plugins = [os.path.abspath(path) for path in flags.pop("external_plugins", []) if Path(path).is_file()]
-    rewards = [name for name in flags.get("reward_funcs", []) if not _can_run(name, plugins)]
-    unknown = [name for name in environments if not _is_environment(name)]
+    for plugin in plugins:
+        import_external_file(plugin)
+    lacking = _WITH_MATH_VERIFY if find_spec("math_verify") is None else ()
+    rewards = [name for name in flags.get("reward_funcs", []) if name not in orms or name in lacking]
+    unknown = [name for name in environments if name not in envs]
     if rewards or unknown:
         stand_in = folder / "stand_ins.py"
         stand_in.write_text(_PLUGIN.format(rewards=rewards, environments=unknown))
@@ -153,23 +160,6 @@ def replace_inputs(flags: Flags, folder: Path, environments: Sequence[str]) -> t
         if name in flags and not all(Path(path).expanduser().is_dir() for path in flags[name]):
             notes.append(f"--{name} {' '.join(flags.pop(name))}: left out, because it is not on this machine")
     return flags, notes
-
-
-def _can_run(name: str, plugins: Sequence[str]) -> bool:
-    """Return True if a reward function is ms-swift's or of one of these plugins, with the packages that it needs."""
-    from swift.rewards import orms
-    from swift.utils import import_external_file
-
-    for plugin in plugins:
-        import_external_file(plugin)
-    package = _NEEDED_PACKAGES.get(name)
-    return name in orms and (package is None or find_spec(package) is not None)
-
-
-def _is_environment(name: str) -> bool:
-    from swift.rollout.gym_env import envs
-
-    return name in envs
 
 
 def _has_images(dataset: str) -> bool:
@@ -195,33 +185,37 @@ def _write_rows(path: Path, images: bool) -> Path:
 
 def reduce(flags: Flags, ranks: int, steps: int) -> Flags:
     """Return the flags with sizes for this many ranks of a small machine and for this many steps."""
-    reduced = dict(flags) | _layout(flags, ranks)
-    for name in _SIZES_OF_CLUSTERS:
-        reduced.pop(name, None)
-    if reduced["pipeline_model_parallel_size"] == ["1"]:
-        for name in ("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"):
-            reduced.pop(name, None)
-    reduced |= _batch(flags, reduced, ranks) | _lengths(flags)
-    reduced |= {
-        "train_iters": [str(steps)],
-        "save_strategy": ["steps"],
-        "save_steps": [str(steps)],
-        "eval_steps": [str(steps)],
-        "logging_steps": ["1"],
-        "dataset_num_proc": ["1"],
-        "dataloader_num_workers": ["0"],
-        "load_from_cache_file": ["false"],
-        "check_model": ["false"],
-        "add_version": ["false"],
-        "vllm_gpu_memory_utilization": ["0.3"],
-        "vllm_enforce_eager": ["true"],
-    }
-    reduced.pop("lora_rank", None)
-    if "lora_rank" in flags:
-        reduced["lora_rank"] = [str(min(_number(flags, "lora_rank", 8), 8))]
-    return reduced
+
+    def number(name: str, default: int) -> int:
+        return int(flags[name][0]) if flags.get(name) else default
+
+    sizes = _layout(number, ranks)
+    sizes |= _batch(number, ranks, sizes) | dict.fromkeys(("train_iters", "save_steps", "eval_steps"), steps)
+    prompt = min(number("max_length", _LONGEST_PROMPT), _LONGEST_PROMPT)
+    completion = sizes["max_completion_length"] = min(number("max_completion_length", 512), _LONGEST_COMPLETION)
+    if "vllm_max_model_len" in flags:
+        needed = number("max_length", 1) + number("max_completion_length", 512)
+        sizes["vllm_max_model_len"] = prompt + completion - (4 if number("vllm_max_model_len", 0) < needed else 0)
+    most = {"max_length": prompt, "max_turns": 2, "lora_rank": 8}
+    sizes |= {name: min(number(name, size), size) for name, size in most.items() if name in flags}
+    left_out = {*_SIZES_OF_CLUSTERS}
+    if sizes["pipeline_model_parallel_size"] == 1:
+        left_out |= {"virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"}
+    kept = {name: values for name, values in flags.items() if name not in left_out}
+    return kept | {name: [str(size)] for name, size in sizes.items()} | _OF_SMALL_RUNS
 
 
+_OF_SMALL_RUNS: Flags = {
+    "save_strategy": ["steps"],
+    "logging_steps": ["1"],
+    "dataset_num_proc": ["1"],
+    "dataloader_num_workers": ["0"],
+    "load_from_cache_file": ["false"],
+    "check_model": ["false"],
+    "add_version": ["false"],
+    "vllm_gpu_memory_utilization": ["0.3"],
+    "vllm_enforce_eager": ["true"],
+}
 _SIZES_OF_CLUSTERS = (
     "num_train_epochs", "generation_batch_size", "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
@@ -232,62 +226,30 @@ _SIZES_OF_CLUSTERS = (
 )  # fmt: skip
 
 
-def _layout(flags: Flags, ranks: int) -> Flags:
+def _layout(number: Callable[[str, int], int], ranks: int) -> dict[str, int]:
     """Halve what is parallel until it fits: every size becomes 2 or 1, context and pipeline first."""
-    order = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    sizes = dict.fromkeys(order, 1)
-    free = ranks
-    for name in order:
-        if _number(flags, name, 1) > 1 and free % 2 == 0:
-            sizes[name], free = 2, free // 2
-    experts, pipeline = _number(flags, "expert_model_parallel_size", 1), sizes["pipeline_model_parallel_size"]
-    sizes["expert_model_parallel_size"] = 2 if experts > 1 and ranks % (2 * pipeline) == 0 else 1
-    sizes["expert_tensor_parallel_size"] = 1
-    engine = _number(flags, "vllm_tensor_parallel_size", 1)
-    sizes["vllm_tensor_parallel_size"] = 2 if engine > 1 and ranks % 2 == 0 else 1
-    return {name: [str(size)] for name, size in sizes.items()}
+    sizes, free = {}, ranks
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        sizes[name] = 2 if number(name, 1) > 1 and free % 2 == 0 else 1
+        free //= sizes[name]
+    for name, group in {"expert_model": 2 * sizes["pipeline_model_parallel_size"], "vllm_tensor": 2}.items():
+        sizes[f"{name}_parallel_size"] = 2 if number(f"{name}_parallel_size", 1) > 1 and ranks % group == 0 else 1
+    return sizes | {"expert_tensor_parallel_size": 1}
 
 
-def _batch(flags: Flags, reduced: Flags, ranks: int) -> Flags:
-    model = math.prod(
-        _number(reduced, f"{kind}_parallel_size", 1) for kind in ("tensor_model", "pipeline_model", "context")
-    )
-    stages = _number(reduced, "pipeline_model_parallel_size", 1)
-    generations = min(_number(flags, "num_generations", 8), 4)
-    micro = min(_number(flags, "micro_batch_size", 1), 2)
-    if _number(flags, "micro_batch_size", 1) % _number(flags, "num_generations", 8) == 0:
+def _batch(number: Callable[[str, int], int], ranks: int, layout: Mapping[str, int]) -> dict[str, int]:
+    stages = layout["pipeline_model_parallel_size"]
+    model = layout["tensor_model_parallel_size"] * stages * layout["context_parallel_size"]
+    generations, micro = min(number("num_generations", 8), 4), min(number("micro_batch_size", 1), 2)
+    if number("micro_batch_size", 1) % number("num_generations", 8) == 0:
         micro = generations  # --loss_type real requires whole groups
-    step = math.lcm(generations, micro * (ranks // model) * stages)
-    several = _number(flags, "steps_per_generation", 1) > 1 or _number(flags, "generation_batch_size", 0) > _number(
-        flags, "global_batch_size", 16
-    )
+    rollout, step = number("generation_batch_size", 0), number("global_batch_size", 16)
     return {
-        "num_generations": [str(generations)],
-        "micro_batch_size": [str(micro)],
-        "global_batch_size": [str(step)],
-        "steps_per_generation": ["2" if several else "1"],
+        "num_generations": generations,
+        "micro_batch_size": micro,
+        "global_batch_size": math.lcm(generations, micro * (ranks // model) * stages),
+        "steps_per_generation": 2 if number("steps_per_generation", 1) > 1 or rollout > step else 1,
     }
-
-
-def _lengths(flags: Flags) -> Flags:
-    completion = min(_number(flags, "max_completion_length", 512), _LONGEST_COMPLETION)
-    lengths: Flags = {"max_completion_length": [str(completion)]}
-    prompt = _LONGEST_PROMPT
-    if "max_length" in flags:
-        prompt = min(_number(flags, "max_length", 0), _LONGEST_PROMPT)
-        lengths["max_length"] = [str(prompt)]
-    if "vllm_max_model_len" in flags:
-        needed = _number(flags, "max_length", 1) + _number(flags, "max_completion_length", 512)
-        cut = 4 if _number(flags, "vllm_max_model_len", 0) < needed else 0
-        lengths["vllm_max_model_len"] = [str(prompt + completion - cut)]
-    if "max_turns" in flags:
-        lengths["max_turns"] = [str(min(_number(flags, "max_turns", 2), 2))]
-    return lengths
-
-
-def _number(flags: Flags, name: str, default: int) -> int:
-    values = flags.get(name)
-    return int(values[0]) if values else default
 
 
 def differences(before: Flags, after: Flags) -> list[str]:
