@@ -23,43 +23,76 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from swift_megatron_grpo.cli.tiny_models.text import END_OF_TEXT, IM_END, Sizes, make_tokenizer
+from swift_megatron_grpo.cli.tiny_models.text import (
+    Sizes,
+    expert_values,
+    make_tokenizer,
+    shared_expert_values,
+    text_values,
+)
 
-VISION = ["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
-GLM_ROLES = ["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"]
-GLM_VISION = [f"<|{name}_{kind}|>" for kind in ("image", "video") for name in ("begin_of", "end_of")]
-GLM_PLACEHOLDERS = ["<|image|>", "<|video|>"]
-INTERNVL_VISION = {
-    "start_image_token": "<img>",
-    "end_image_token": "</img>",
-    "context_image_token": "<IMG_CONTEXT>",
-    "video_token": "<video>",
-}
 PLAIN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 VOCABULARY = 280  # 256 bytes, the added tokens and, as in real models, a few unused rows
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-GLM_CHAT_TEMPLATE = (
-    "[gMASK]<sop>"
-    "{% for message in messages %}"
-    "<|{{ message['role'] }}|>\n"
-    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}<|begin_of_image|><|image|><|end_of_image|>"
-    "{% elif part['type'] == 'video' %}<|begin_of_video|><|video|><|end_of_video|>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
-INTERNVL_CHAT_TEMPLATE = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>").replace(
-    "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
+
+
+def chat_template(before: str, turn: str, image: str, video: str, end: str, answer: str) -> str:
+    """Return a template of conversations, whose messages are texts or lists of parts."""
+    return (
+        before + "{% for message in messages %}" + turn + "{% if message['content'] is string %}"
+        "{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+        "{% if part['type'] == 'image' %}" + image + "{% elif part['type'] == 'video' %}" + video + "{% else %}"
+        "{{ part['text'] }}{% endif %}{% endfor %}{% endif %}" + end + "{% endfor %}"
+        "{% if add_generation_prompt %}" + answer + "{% endif %}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The tokens of types whose tokenizers are alike."""
+
+    special: list[str]
+    ids: dict[str, str]  # tokens that config.json has by number, by their names there
+    chat_template: str
+    named: dict[str, str] | None = None  # tokens that are attributes of the tokenizer, by the name of the attribute
+
+
+IM_TURN = "<|im_start|>{{ message['role'] }}\n", "<|im_end|>\n", "<|im_start|>assistant\n"
+QWEN = Family(
+    special=["<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"],
+    ids={
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    },
+    chat_template=chat_template("", IM_TURN[0], "<|vision_start|><|image_pad|><|vision_end|>",
+                                "<|vision_start|><|video_pad|><|vision_end|>", *IM_TURN[1:]),
+)  # fmt: skip
+GLM_IDS = {
+    "image_start_token_id": "<|begin_of_image|>",
+    "image_end_token_id": "<|end_of_image|>",
+    "video_start_token_id": "<|begin_of_video|>",
+    "video_end_token_id": "<|end_of_video|>",
+    "image_token_id": "<|image|>",
+    "video_token_id": "<|video|>",
+}
+GLM_FAMILY = Family(
+    special=["[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", *GLM_IDS.values()],
+    ids=GLM_IDS,
+    chat_template=chat_template("[gMASK]<sop>", "<|{{ message['role'] }}|>\n",
+                                "<|begin_of_image|><|image|><|end_of_image|>",
+                                "<|begin_of_video|><|video|><|end_of_video|>", "", "<|assistant|>\n"),
+)  # fmt: skip
+INTERNVL = Family(
+    special=[],
+    ids={"image_token_id": "<IMG_CONTEXT>"},
+    chat_template=chat_template("", IM_TURN[0], "<IMG_CONTEXT>", "<video>", *IM_TURN[1:]),
+    named={
+        "start_image_token": "<img>",
+        "end_image_token": "</img>",
+        "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
 )
 TILE = 56  # pixels per side of a tile of InternVL
 GLM = ("glm4v", "glm4v_moe")
@@ -68,24 +101,14 @@ WITH_EXPERTS = ("qwen3_5_moe", "qwen3_next", "qwen3_vl_moe")
 WITHOUT_HEAD_DIM = ("qwen2_vl", "qwen2_5_vl", "glm4v")  # a head has hidden / heads channels
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", *WITH_DELTA_NETS, *GLM, "internvl")
 
-
-@dataclass(frozen=True, slots=True)
-class Processors:
-    """Classes of transformers that a model's files name."""
-
-    processor: str
-    images: str
-    videos: str
-
-
-QWEN3_PROCESSORS = Processors("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")
-GLM_PROCESSORS = Processors("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor")
+FAMILIES = {**dict.fromkeys(KINDS, QWEN), **dict.fromkeys(GLM, GLM_FAMILY), "internvl": INTERNVL}
+# Beginnings of the names of three classes of transformers: the processor, and those of images and of videos in it.
 PROCESSORS = {
-    "qwen2_vl": Processors("Qwen2VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
-    "qwen2_5_vl": Processors("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
-    "glm4v": GLM_PROCESSORS,
-    "glm4v_moe": GLM_PROCESSORS,
-    "internvl": Processors("InternVLProcessor", "GotOcr2ImageProcessor", "InternVLVideoProcessor"),
+    **dict.fromkeys(KINDS, ("Qwen3VL", "Qwen2VL", "Qwen3VL")),
+    "qwen2_vl": ("Qwen2VL", "Qwen2VL", "Qwen2VL"),
+    "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL", "Qwen2VL"),
+    **dict.fromkeys(GLM, ("Glm4v", "Glm4v", "Glm4v")),
+    "internvl": ("InternVL", "GotOcr2", "InternVL"),
 }
 
 
@@ -101,70 +124,32 @@ class Shape:
 
 def tokenizer_for_images(kind: str) -> PreTrainedTokenizerFast:
     """Return the byte-level tokenizer with the tokens of the processors and templates of this type."""
-    if kind == "internvl":
-        tokenizer = make_tokenizer(INTERNVL_VISION)
-        tokenizer.add_tokens(PLAIN)
-        tokenizer.chat_template = INTERNVL_CHAT_TEMPLATE
-        tokenizer.model_max_length = 2048
-        return tokenizer
-    tokenizer = make_tokenizer()
-    special = [*GLM_ROLES, *GLM_VISION, *GLM_PLACEHOLDERS] if kind in GLM else VISION
-    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    family = FAMILIES[kind]
+    tokenizer = make_tokenizer(family.named)
+    if family.special:
+        tokenizer.add_special_tokens({"additional_special_tokens": family.special})
     tokenizer.add_tokens(PLAIN)
-    tokenizer.chat_template = GLM_CHAT_TEMPLATE if kind in GLM else CHAT_TEMPLATE
+    tokenizer.chat_template = family.chat_template
     tokenizer.model_max_length = 2048
     return tokenizer
 
 
 def text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": shape.sizes.hidden,
-        "intermediate_size": shape.sizes.intermediate,
-        "num_hidden_layers": shape.sizes.layers,
-        "num_attention_heads": shape.sizes.heads,
-        "num_key_value_heads": shape.sizes.kv_heads,
-        "max_position_embeddings": shape.sizes.positions,
-        "tie_word_embeddings": shape.tie,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|user|>" if shape.kind in GLM else IM_END),
-        "pad_token_id": tokenizer.convert_tokens_to_ids(END_OF_TEXT),
-    }
-    if shape.kind not in WITHOUT_HEAD_DIM:
-        config["head_dim"] = shape.sizes.head_dim
+    config = text_values(shape.sizes) | {"vocab_size": VOCABULARY, "tie_word_embeddings": shape.tie}
+    if shape.kind in WITHOUT_HEAD_DIM:
+        del config["head_dim"]
     if shape.kind == "internvl":
         return config | {"model_type": "qwen3", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     if shape.kind in GLM:
-        config["attention_bias"] = True
+        config |= {"attention_bias": True, "eos_token_id": tokenizer.convert_tokens_to_ids("<|user|>")}
     if shape.kind == "glm4v_moe":
-        config |= glm_experts_config(shape)
+        config |= shared_expert_values(shape.sizes, 1.5)
+        config["use_qk_norm"] = False  # which vLLM reads, and transformers does not
     if shape.kind in WITH_EXPERTS:
-        config |= {
-            "num_experts": shape.sizes.experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": shape.sizes.expert_ffn,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "router_aux_loss_coef": 0.0,
-        }
+        config |= expert_values(shape.sizes)
     if shape.kind in WITH_DELTA_NETS:
         config |= delta_net_config(shape)
     return config | rope_config(shape)
-
-
-def glm_experts_config(shape: Shape) -> dict[str, Any]:
-    """Return a dense layer before the mixtures, a shared expert, and sigmoid scores."""
-    return {
-        "first_k_dense_replace": 1,
-        "n_routed_experts": shape.sizes.experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": shape.sizes.expert_ffn,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "use_qk_norm": False,  # which vLLM reads, and transformers does not
-    }
 
 
 def delta_net_config(shape: Shape) -> dict[str, Any]:
@@ -233,23 +218,8 @@ def make_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Any:
         text_config=text,
         vision_config=vision_config(shape),
         tie_word_embeddings=shape.tie,
-        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in vision_tokens(shape.kind).items()},
+        **{name: tokenizer.convert_tokens_to_ids(token) for name, token in FAMILIES[shape.kind].ids.items()},
     )
-
-
-def vision_tokens(kind: str) -> dict[str, str]:
-    """Return the tokens that a config.json has by number."""
-    if kind == "internvl":
-        return {"image_token_id": "<IMG_CONTEXT>"}
-    if kind in GLM:
-        ends = [f"{kind}_{end}_token_id" for kind in ("image", "video") for end in ("start", "end")]
-        return dict(zip([*ends, "image_token_id", "video_token_id"], [*GLM_VISION, *GLM_PLACEHOLDERS], strict=True))
-    return {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    }
 
 
 def draw_weights(model: torch.nn.Module, shape: Shape, seed: int) -> None:
@@ -300,45 +270,29 @@ def add_prediction_layer(folder: Path, layers: int, hidden: int) -> None:
 
 
 def write_processor(folder: Path, kind: str) -> None:
-    """Write the files of the image and video processors, for images of up to 128 x 128 pixels."""
-    classes = PROCESSORS.get(kind, QWEN3_PROCESSORS)
+    """Write the files of the image and video processors, for images of up to 128 x 128 pixels, or of four tiles."""
+    processor, images, videos = PROCESSORS[kind]
+    common: dict[str, Any] = {
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "processor_class": f"{processor}Processor",
+    }
+    of_images: dict[str, Any] = {"image_processor_type": f"{images}ImageProcessor"}
+    files: dict[str, dict[str, Any]] = {}
     if kind == "internvl":
-        write_processor_of_tiles(folder, classes)
-        return
-    common = {
-        "patch_size": 16 if classes is QWEN3_PROCESSORS else 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": classes.processor,
-    }
-    size = {"shortest_edge": 32 * 32, "longest_edge": 128 * 128}
-    if kind in GLM:  # whose processor counts the pixels of the two frames that an image is for it
-        size = {edge: 2 * pixels for edge, pixels in size.items()}
-    files = {
-        "preprocessor_config.json": {**common, "size": size, "image_processor_type": classes.images},
-        "video_preprocessor_config.json": {**common, "size": size, "video_processor_type": classes.videos},
-        "chat_template.json": {"chat_template": GLM_CHAT_TEMPLATE if kind in GLM else CHAT_TEMPLATE},
-    }
-    for file, content in files.items():
-        (folder / file).write_text(json.dumps(content, indent=2) + "\n")
-
-
-def write_processor_of_tiles(folder: Path, classes: Processors) -> None:
-    """Write the files of processors that cut an image into up to four tiles."""
-    common = {
-        "size": {"height": TILE, "width": TILE},
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": classes.processor,
-    }
-    tiles = {"min_patches": 1, "max_patches": 4, "image_processor_type": classes.images}
-    files = {
-        "preprocessor_config.json": {**common, **tiles},
-        "video_preprocessor_config.json": {**common, "video_processor_type": classes.videos},
-        "processor_config.json": {"processor_class": classes.processor, "image_seq_length": (TILE // 28) ** 2},
-        "chat_template.json": {"chat_template": INTERNVL_CHAT_TEMPLATE},
+        common["size"] = {"height": TILE, "width": TILE}
+        of_images |= {"min_patches": 1, "max_patches": 4}
+        shared = {"processor_class": common["processor_class"], "image_seq_length": (TILE // 28) ** 2}
+        files["processor_config.json"] = shared
+    else:
+        frames = 2 if kind in GLM else 1  # GLM's processor counts the pixels of the two frames that an image is for it
+        common["size"] = {"shortest_edge": frames * 32 * 32, "longest_edge": frames * 128 * 128}
+        patch = 16 if processor == "Qwen3VL" else 14
+        common |= {"patch_size": patch, "temporal_patch_size": 2, "merge_size": 2}
+    files |= {
+        "preprocessor_config.json": common | of_images,
+        "video_preprocessor_config.json": common | {"video_processor_type": f"{videos}VideoProcessor"},
+        "chat_template.json": {"chat_template": FAMILIES[kind].chat_template},
     }
     for file, content in files.items():
         (folder / file).write_text(json.dumps(content, indent=2) + "\n")

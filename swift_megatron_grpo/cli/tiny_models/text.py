@@ -66,7 +66,8 @@ LARGE = Sizes(4096, 12288, 48, 64, 8, 64, 128, 1536, 262144)
 Values = dict[str, Any]  # of a config.json
 
 
-def _text(sizes: Sizes) -> Values:
+def text_values(sizes: Sizes) -> Values:
+    """Return what the configs of all types have."""
     tokenizer = make_tokenizer()
     return {
         "vocab_size": VOCABULARY,
@@ -84,8 +85,8 @@ def _text(sizes: Sizes) -> Values:
     }
 
 
-def _qwen3_moe(sizes: Sizes) -> Values:
-    return _text(sizes) | {
+def expert_values(sizes: Sizes) -> Values:
+    return {
         "num_experts": sizes.experts,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": sizes.expert_ffn,
@@ -96,37 +97,35 @@ def _qwen3_moe(sizes: Sizes) -> Values:
     }
 
 
-def _deepseek_v3(sizes: Sizes) -> Values:
-    """Latent attention, a dense layer before the mixtures, a shared expert, sigmoid scores, routing within groups."""
-    half = sizes.head_dim // 2
-    return _text(sizes) | {
-        "num_key_value_heads": sizes.heads,
-        "head_dim": half,
-        "q_lora_rank": sizes.hidden // 2,
-        "kv_lora_rank": sizes.hidden // 4,
-        "qk_nope_head_dim": half,
-        "qk_rope_head_dim": half,
-        "v_head_dim": half,
+def shared_expert_values(sizes: Sizes, scale: float) -> Values:
+    """Return a dense layer before the mixtures, a shared expert, and sigmoid scores that are scaled."""
+    return {
         "first_k_dense_replace": 1,
         "n_routed_experts": sizes.experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": sizes.expert_ffn,
-        "n_group": 2,
-        "topk_group": 1,
         "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-        # transformers does not read these two; in released checkpoints they announce the bias of the router
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
+        "routed_scaling_factor": scale,
     }
 
 
+def _deepseek_v3(sizes: Sizes) -> Values:
+    """Return latent attention, and routing within groups."""
+    half = sizes.head_dim // 2
+    latent = {"q_lora_rank": sizes.hidden // 2, "kv_lora_rank": sizes.hidden // 4}
+    heads = dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), half)
+    groups = {"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
+    # transformers does not read these two; in released checkpoints they announce the bias of the router
+    bias = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    attention = {"num_key_value_heads": sizes.heads, **latent, **heads}
+    return text_values(sizes) | attention | shared_expert_values(sizes, 2.5) | groups | bias
+
+
 TEXT_CONFIGS: Mapping[str, Callable[[Sizes], Values]] = {
-    "llama": _text,
-    "qwen2": _text,
-    "qwen3": _text,
-    "qwen3_moe": _qwen3_moe,
+    "llama": text_values,
+    "qwen2": text_values,
+    "qwen3": text_values,
+    "qwen3_moe": lambda sizes: text_values(sizes) | expert_values(sizes),
     "deepseek_v3": _deepseek_v3,
 }
