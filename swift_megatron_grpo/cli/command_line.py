@@ -24,12 +24,8 @@ class Parser(argparse.ArgumentParser):
     """A parser that accepts one spelling of an option, and suggests it for a misspelt one."""
 
     def __init__(self, prog: str, description: str) -> None:
-        super().__init__(
-            prog=prog,
-            description=description.strip(),
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, description=description.strip(), allow_abbrev=False, formatter_class=as_written)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         options, unknown = self.parse_known_args(args, namespace)
@@ -99,3 +95,9 @@ def print_verdict(findings: Sequence[Finding]) -> int:
     if problems:
         print(f"a run would fail: {', '.join(problems)}")
     return FOUND if problems else FINE
+
+
+def markdown(rows: Iterable[Sequence[str]]) -> str:
+    """Return a table whose first row is its head."""
+    head, *body = rows
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *body])

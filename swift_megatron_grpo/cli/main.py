@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from swift_megatron_grpo import __version__
 from swift_megatron_grpo.cli.command_line import FINE, FOUND, Parser, Refused, unknown_word
@@ -50,16 +51,15 @@ def run(name: str, words: Sequence[str]) -> int:
         words = ["--", *words]
     options = parser.parse_args(words)
     try:
-        code: int = import_module(_module(name)).run(options)
+        return int(_module(name).run(options))
     except Refused as refused:
         print(f"{name}: {refused}", file=sys.stderr)
         return FOUND
-    return code
 
 
 def parser_of(name: str) -> Parser:
     """Return the parser of a subcommand."""
-    module = import_module(_module(name))
+    module = _module(name)
     parser = Parser(f"{PROGRAM} {name}", module.__doc__ or "")
     module.add_arguments(parser)
     return parser
@@ -67,18 +67,14 @@ def parser_of(name: str) -> Parser:
 
 def overview() -> str:
     """Return the list of subcommands."""
-    lines = [f"  {name:18}{summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "Tools around `megatron rlhf --rlhf_type grpo`.",
-            "",
-            *lines,
-            "",
-            f"{PROGRAM} COMMAND --help explains one. Exit codes: 0 nothing was found, 1 something stands against the",
-            "run, 2 the command line is wrong.",
-        ]
-    )
+    commands = "\n".join(f"  {name:18}{summary}" for name, (_, summary) in COMMANDS.items())
+    return f"""Tools around `megatron rlhf --rlhf_type grpo`.
+
+{commands}
+
+{PROGRAM} COMMAND --help explains one. Exit codes: 0 nothing was found, 1 something stands against the
+run, 2 the command line is wrong."""
 
 
-def _module(name: str) -> str:
-    return f"swift_megatron_grpo.cli.{COMMANDS[name][0]}"
+def _module(name: str) -> Any:
+    return import_module(f"swift_megatron_grpo.cli.{COMMANDS[name][0]}")

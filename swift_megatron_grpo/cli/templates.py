@@ -59,8 +59,7 @@ def run(options: argparse.Namespace) -> int:
     target: Path | None = options.folder
     source = templates_folder()
     if target is not None:
-        for file in copy_templates(source, target):
-            print(file)
+        print(*copy_templates(source, target), sep="\n")
         return FINE
     scripts = [file for file in template_files(source) if file.suffix == ".sh"]
     width = max(len(str(script)) for script in scripts)

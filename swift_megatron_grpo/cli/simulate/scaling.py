@@ -14,11 +14,10 @@ import json
 import pickle
 import random
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from swift_megatron_grpo.cli.command_line import FINE
+from swift_megatron_grpo.cli.command_line import FINE, markdown
 from swift_megatron_grpo.cli.simulate.lengths import Lengths
 from swift_megatron_grpo.packing.flops import FlopsModel
 from swift_megatron_grpo.packing.plan import Alignment, plan_by_tokens
@@ -29,74 +28,43 @@ LENGTHS = "lognormal:700:0.9:4096"
 PER_RANK = 64  # completions
 
 
-@dataclass(frozen=True)
-class DenseModel:
-    """Sizes of a dense model whose output layer is not its embedding, as Megatron names them."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    vocab_size: int
-
-    def flops(self) -> FlopsModel:
-        return FlopsModel.of_transformer(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            vocab_size=self.vocab_size,
-            num_query_groups=self.num_query_groups,
-            kv_channels=self.kv_channels,
-        )
-
-    def weights(self) -> int:
-        """Return the number of weights, without norms."""
-        heads = 2 * self.num_attention_heads + 2 * self.num_query_groups
-        of_layer = self.hidden_size * (self.kv_channels * heads + 3 * self.ffn_hidden_size)
-        return self.num_layers * of_layer + 2 * self.vocab_size * self.hidden_size
+VOCABULARY = 151936
+COST = FlopsModel.of_transformer(
+    num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32, num_query_groups=8,
+    kv_channels=128, vocab_size=VOCABULARY,
+)  # fmt: skip
+# Without norms. A layer has queries and their output projection, keys and values, and three matrices of its MLP; the
+# output layer is not the embedding.
+WEIGHTS = 36 * 4096 * (128 * (2 * 32 + 2 * 8) + 3 * 12288) + 2 * VOCABULARY * 4096
+SPEEDS = {  # of one rank
+    "flops": 0.5 * 989e12,  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
+    "nvlink": 190e9,  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
+    "network": 50e9,  # bytes a second: one 400 Gbit/s adapter per GPU; not measured
+}
 
 
-QWEN3_8B = DenseModel(36, 4096, 12288, 32, 8, 128, 151936)
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Speeds of one rank."""
-
-    flops: float = 0.5 * 989e12  # a train phase at the MFU of dense models on one H200 (docs/performance.md)
-    nvlink: float = 190e9  # bytes a second of a reduce-scatter on four H200s: 1.7B fp32 gradients in 0.027 s
-    network: float = 50e9  # bytes a second: one 400 Gbit/s adapter per GPU; not measured
-
-
-def simulate(ranks: int, speeds: Speeds) -> dict[str, Any]:
+def simulate(ranks: int) -> dict[str, Any]:
     """Return what one step costs each rank, with `PER_RANK` completions on each."""
-    rng = random.Random(0)
-    completions = Lengths(LENGTHS).draw(ranks * PER_RANK, rng)
+    completions = Lengths(LENGTHS).draw(ranks * PER_RANK, random.Random(0))
     lengths = [PROMPT + tokens for tokens in completions]
-    cost = QWEN3_8B.flops()
     began = time.perf_counter()
-    plan = plan_by_tokens(lengths, ranks, BUDGET, cost, Alignment(1, 1), completion_lengths=completions)
+    plan = plan_by_tokens(lengths, ranks, BUDGET, COST, Alignment(1, 1), completion_lengths=completions)
     seconds = time.perf_counter() - began
     work = [
-        sum(cost.of_sequence(lengths[i], completions[i]) for i in samples) * 3 for samples in plan.samples_of_ranks()
+        sum(COST.of_sequence(lengths[i], completions[i]) for i in samples) * 3 for samples in plan.samples_of_ranks()
     ]
-    mean = sum(work) / ranks
-    weights = QWEN3_8B.weights()
-    exchanged = 2 * weights + 4 * weights  # gathered in bf16, reduced in fp32
-    link = speeds.nvlink if ranks <= 8 else speeds.network
+    exchanged = (2 * WEIGHTS + 4 * WEIGHTS) * (ranks - 1) / ranks  # gathered in bf16, reduced in fp32
+    link = SPEEDS["nvlink" if ranks <= 8 else "network"]
     return {
         "ranks": ranks,
         "completions": len(lengths),
         "planning_seconds": round(seconds, 3),
         "micro_batches": plan.num_micro_batches,
-        "balance": mean / max(work),
+        "balance": sum(work) / ranks / max(work),
         "fill": sum(lengths) / (ranks * plan.num_micro_batches * BUDGET),
-        "train_seconds": round(max(work) / speeds.flops, 2),
-        "gradient_bytes": exchanged * (ranks - 1) / ranks,
-        "gradient_seconds": round(exchanged * (ranks - 1) / ranks / link, 2),
+        "train_seconds": round(max(work) / SPEEDS["flops"], 2),
+        "gradient_bytes": exchanged,
+        "gradient_seconds": round(exchanged / link, 2),
         **measure_rollouts(completions),
     }
 
@@ -109,7 +77,7 @@ def measure_rollouts(completions: list[int]) -> dict[str, Any]:
 
     def rollout(tokens: int) -> Rollout:
         prompt = Prompt("0" * 32, {"messages": [{"role": "user", "content": "x" * 4 * PROMPT}]})
-        ids = [rng.randrange(QWEN3_8B.vocab_size) for _ in range(PROMPT + tokens)]
+        ids = [rng.randrange(VOCABULARY) for _ in range(PROMPT + tokens)]
         logprobs = [rng.random() for _ in range(tokens)]
         return Rollout(prompt, ids[:PROMPT], ids[PROMPT:], logprobs, "x" * 4 * tokens, "stop", 0)
 
@@ -117,11 +85,8 @@ def measure_rollouts(completions: list[int]) -> dict[str, Any]:
     message = pickle.dumps([rollout(tokens) for tokens in part])
     began = time.perf_counter()
     pickle.loads(message)
-    factor = sum(completions) / sum(part)
-    return {
-        "rollout_bytes": len(message) * factor,
-        "unpack_seconds": round((time.perf_counter() - began) * factor, 2),
-    }
+    seconds, factor = time.perf_counter() - began, sum(completions) / sum(part)
+    return {"rollout_bytes": len(message) * factor, "unpack_seconds": round(seconds * factor, 2)}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -139,8 +104,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "unpacking them": lambda r: f"{r['unpack_seconds']:.2f} s",
     }
     heads = ["ranks", *(str(row["ranks"]) for row in rows)]
-    body = [[name, *(show(row) for row in rows)] for name, show in lines.items()]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [heads, ["---"] * len(heads), *body])
+    return markdown([heads, *([name, *map(show, rows)] for name, show in lines.items())])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,17 +112,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    speeds = Speeds()
-    rows = [simulate(ranks, speeds) for ranks in RANKS]
+    rows = [simulate(ranks) for ranks in RANKS]
     if options.output_file is not None:
-        workload = {
-            "model": "Qwen3-8B",
-            "budget": BUDGET,
-            "prompt": PROMPT,
-            "lengths": LENGTHS,
-            "per_rank": PER_RANK,
-        }
-        result = {"workload": workload, "speeds": asdict(speeds), "rows": rows}
+        sizes = {"budget": BUDGET, "prompt": PROMPT, "lengths": LENGTHS, "per_rank": PER_RANK}
+        result = {"workload": {"model": "Qwen3-8B", **sizes}, "speeds": SPEEDS, "rows": rows}
         options.output_file.write_text(json.dumps(result, indent=1))
     print(table(rows))
     return FINE

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from swift_megatron_grpo.cli.command_line import FINE
+from swift_megatron_grpo.cli.command_line import FINE, markdown
 
 GPUS = (2, 4, 8)
 RATIOS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
@@ -44,7 +44,7 @@ def table() -> str:
     """Return the table in Markdown: servers and the gain over colocation, for each ratio, growth and number of GPUs."""
     columns = [(growth, gpus) for growth in GROWTHS for gpus in GPUS]
     head = ["generation / training", *(f"{gpus} GPUs, growth {growth:g}" for growth, gpus in columns)]
-    lines = [head, ["---"] * len(head)]
+    lines = [head]
     for ratio in RATIOS:
         cells = [f"{ratio:g}"]
         for growth, gpus in columns:
@@ -52,7 +52,7 @@ def table() -> str:
             servers = phases.best_split(gpus)
             cells.append(f"{servers}: {phases.colocated() / phases.split(gpus, servers):.2f}")
         lines.append(cells)
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,5 +60,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    print(table(), end="")
+    print(table())
     return FINE

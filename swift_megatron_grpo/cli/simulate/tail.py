@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swift_megatron_grpo.cli.command_line import FINE
+from swift_megatron_grpo.cli.command_line import FINE, markdown
 from swift_megatron_grpo.cli.simulate.lengths import Lengths
 from swift_megatron_grpo.loop.run_ahead import RunAhead
 
@@ -150,17 +150,16 @@ class Run:
         if self._started == rollout:
             self._start_rest(rollout)
         self._wait_for(rollout)
-        draws = self._draws()
         if self.case.draws_alone:
-            self._replace_groups(rollout, draws)
+            self._replace_groups(rollout)
         while self._rule.in_window(self._started, rollout):
-            if self._ahead:  # its weights are too old for the other groups, so they wait for newer ones
-                self._wait_until_idle()
+            while self._ahead and not self.server.is_idle:  # the other groups wait for newer weights
+                self.server.finish_next()
             if not self._rule.may_start(self._started, self._engine_version, rollout, self.server.is_idle):
                 break
             self._start_rest(rollout)
         if not self.case.draws_alone:
-            self._replace_groups(rollout, draws)
+            self._replace_groups(rollout)
 
     def _wait_for(self, rollout: int) -> None:
         while self.server.missing[rollout]:
@@ -168,10 +167,6 @@ class Run:
                 if self._rule.may_start(self._started, self._engine_version, rollout, idle=False):
                     self._within_bound.add(rollout)
                 self._start_ahead()
-            self.server.finish_next()
-
-    def _wait_until_idle(self) -> None:
-        while not self.server.is_idle:
             self.server.finish_next()
 
     def _start_ahead(self) -> None:
@@ -182,30 +177,27 @@ class Run:
 
     def _start_rest(self, newest: int) -> None:
         """Start what is left of the next rollout, with the newest weights if the server is idle."""
+        self._sync_if_idle(newest)
+        self._start(self._started, self.case.prompts - self._ahead)
+        self._started, self._ahead = self._started + 1, 0
+
+    def _sync_if_idle(self, newest: int) -> None:
         if self.server.is_idle and self._engine_version != newest:
             self.server.run(self.case.sync_seconds)
             self._engine_version = newest
-        self._start(self._started, self.case.prompts - self._ahead)
-        self._started, self._ahead = self._started + 1, 0
 
     def _start(self, rollout: int, groups: int, first: bool = False) -> None:
         count = groups * self.case.completions
         self._staleness[self._rule.staleness(rollout, self._engine_version)] += count
         self.server.start(rollout, Lengths(self.case.lengths).draw(count, self._rng), first)
 
-    def _draws(self) -> list[int]:
-        """Return the number of groups in each draw: those of the last one that were uniform."""
-        draws, groups = [], self.case.prompts
+    def _replace_groups(self, rollout: int) -> None:
+        """Draw groups in place of uniform ones, of which each draw has the same share again."""
+        groups = self.case.prompts
         for _ in range(self.case.most_draws):
-            groups = round(groups * self.case.uniform)
-            draws += [groups] if groups else []
-        return draws
-
-    def _replace_groups(self, rollout: int, draws: Sequence[int]) -> None:
-        for groups in draws:
-            if self.server.is_idle and self._engine_version != rollout:
-                self.server.run(self.case.sync_seconds)
-                self._engine_version = rollout
+            if not (groups := round(groups * self.case.uniform)):
+                return
+            self._sync_if_idle(rollout)
             self._start(rollout, groups, first=True)
             self._wait_for(rollout)
 
@@ -245,7 +237,7 @@ def table() -> str:
     """Return the seconds of a rollout as Markdown, for both models of a server and three times of training."""
     heads = ["settings", "staleness: mean, maximum"]
     heads += [f"{name}, {share:g}" for name in ("growing", "flat") for share in TRAINING]
-    lines = [heads, ["---"] * len(heads)]
+    lines = [heads]
     alone = {decode: tail_of(Case(decode=decode)).seconds for decode in (GROWING, FLAT)}
     for name, case in cases().items():
         results = [
@@ -255,7 +247,7 @@ def table() -> str:
         ]
         staleness = f"{results[0].staleness:.2f}, {results[0].most_stale}"
         lines.append([name, staleness, *(f"{result.seconds:.1f}" for result in results)])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    return markdown(lines)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -265,8 +257,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     for name, decode in {"growing": GROWING, "flat": FLAT}.items():
         one = tail_of(Case(decode=decode))
-        print(
-            f"{name}: {one.seconds:.1f} s, of which {one.tail:.1f} s in the tail with {one.busy:.0%} of the slots busy"
-        )
+        tail = f"{one.tail:.1f} s in the tail with {one.busy:.0%} of the slots busy"
+        print(f"{name}: {one.seconds:.1f} s, of which {tail}")
     print(table())
     return FINE
