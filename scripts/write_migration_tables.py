@@ -24,7 +24,7 @@ TITLES = {"verl and siiRL": VERL, "slime": SLIME, "ROLL": ROLL}
 def rows(table: Table) -> Iterator[tuple[str, str]]:
     """Yield keys, and what becomes of them. Neighbours with the same end share a row."""
     for group in table.together:
-        yield ", ".join(f"`{key}`" for key in group.keys), f"together: {_flags(group.flags)}"
+        yield ", ".join(f"`{key}`" for key in group.keys.values()), f"together: {_flags(group.flags)}"
     keys: list[str] = []
     last = ""
     for key, rule in table.rules.items():
@@ -38,8 +38,8 @@ def rows(table: Table) -> Iterator[tuple[str, str]]:
 
 def _described(rule: Rule) -> str:
     match rule:
-        case str():
-            return _flags([rule])
+        case str(names):
+            return _flags(names.split())
         case Needless(why):
             return f"not needed: {why}"
         case ByHand(what):

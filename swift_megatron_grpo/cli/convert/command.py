@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,12 @@ from typing import Any
 
 from swift_megatron_grpo.cli.command_line import FINE, Refused
 from swift_megatron_grpo.cli.convert.roll import ROLL
-from swift_megatron_grpo.cli.convert.script import script_of
 from swift_megatron_grpo.cli.convert.slime import SLIME
 from swift_megatron_grpo.cli.convert.sources import read_settings
-from swift_megatron_grpo.cli.convert.tables import Table, convert
+from swift_megatron_grpo.cli.convert.tables import Conversion, Table, convert
 from swift_megatron_grpo.cli.convert.verl import VERL
 
+FIRST = ["rlhf_type", "model", "tuner_type", "dataset", "val_dataset", "reward_funcs"]
 TABLES = {"verl": VERL, "siirl": VERL, "roll": ROLL, "slime": SLIME}
 
 
@@ -58,4 +59,34 @@ def run(options: argparse.Namespace) -> int:
 
 def table_of(settings: Mapping[str, Any]) -> Table | None:
     """Return the table of the trainer that has such keys; None if there is none."""
-    return next((table for table in TABLES.values() if table.is_of(settings)), None)
+    return next((table for table in TABLES.values() if any(key.startswith(table.marks) for key in settings)), None)
+
+
+def script_of(conversion: Conversion, trainer: str, source: str) -> str:
+    """Return a conversion as a script. What could not be converted is in its comments."""
+    flags = {"rlhf_type": "grpo", **conversion.flags}
+    flags.setdefault("vllm_mode", "colocate")
+    order = sorted(flags, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
+    command = " \\\n    ".join(["megatron rlhf", *(f"--{name} {_quoted(flags[name])}" for name in order)])
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in sorted(conversion.environment.items())]
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Converted from the settings of {trainer} in {source}. Counts of completions, not of prompts.",
+        *_comments("To decide by hand:", conversion.by_hand),
+        *_comments("No counterpart; the run differs without them:", conversion.unknown),
+        *_comments("Not needed:", conversion.needless),
+        "set -euo pipefail",
+        *exports,
+        command + ' "$@"',  # so that `bash run.sh --check true` does not start the training
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _comments(title: str, settings: Mapping[str, str]) -> list[str]:
+    one_line = {key: " ".join(value.split()) for key, value in settings.items()}
+    return [f"# {title}", *(f"#   {key}: {value}" for key, value in one_line.items())] if settings else []
+
+
+def _quoted(value: str) -> str:
+    """Quote each word of a value: a flag may have several."""
+    return " ".join(map(shlex.quote, value.split(" "))) if value else "''"

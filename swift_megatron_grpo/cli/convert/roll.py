@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from swift_megatron_grpo.cli.convert.tables import (
@@ -14,11 +13,12 @@ from swift_megatron_grpo.cli.convert.tables import (
     NoCounterpart,
     Rule,
     Table,
-    Together,
-    bounds,
+    batch_sizes,
     choice,
+    clip,
     each,
     flags,
+    together,
     values_of,
     when_positive,
     whole,
@@ -32,50 +32,38 @@ _SAME_AS_POLICY = Needless("the engine and the reference load the model of the p
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 
 
-def _gpus(settings: Mapping[str, Any]) -> int:
+def _gpus(mapping: Any) -> int:
     """Return how many GPUs train: the length of `list(range(0,8))` or of a list."""
-    mapping = settings.get("actor_train.device_mapping", "")
     if isinstance(mapping, list):
         return len(mapping)
     match = re.fullmatch(r"\s*list\(range\((\d+),\s*(\d+)\)\)\s*", str(mapping))
     if match is None:
-        raise NoCounterpart(
-            "actor_train.device_mapping is not list(range(A,B)): set --global_batch_size, in completions"
-        )
+        reason = "actor_train.device_mapping is not list(range(A,B))"
+        raise NoCounterpart(f"{reason}: set --global_batch_size, in completions")
     return int(match[2]) - int(match[1])
 
 
-def _batches(settings: Mapping[str, Any]) -> Flags:
+def _batches(group: Any, rollout: Any, micro: Any = 1, accumulated: Any = 1, devices: Any = "", **layout: Any) -> Flags:
     """Return sizes in completions. ROLL counts prompts of a rollout, and completions of each data-parallel rank."""
-    size = whole(settings["num_return_sequences_in_group"])
-    rollout = whole(settings["rollout_batch_size"]) * size
-    gpus, micro = _gpus(settings), whole(settings.get(f"{_ARGUMENTS}.per_device_train_batch_size", 1))
+    size, gpus = whole(group), _gpus(devices)
     replicas = gpus
-    for name in _SIZES:
-        replicas //= whole(settings.get(f"{_LAYOUT}.{name}", 1))
-    step = micro * whole(settings.get(f"{_ARGUMENTS}.gradient_accumulation_steps", 1)) * replicas
-    differ = {"generation_batch_size": rollout} if rollout != step else {}
-    sizes = {"num_generations": size, "global_batch_size": step, "micro_batch_size": micro}
-    return {**sizes, **differ, "NPROC_PER_NODE": gpus}
+    for ranks in layout.values():
+        replicas //= whole(ranks)
+    sizes = batch_sizes(size, whole(micro) * whole(accumulated) * replicas, whole(rollout) * size)
+    return {**sizes, "micro_batch_size": micro, "NPROC_PER_NODE": gpus}
 
 
-def _kl(settings: Mapping[str, Any]) -> Flags:
-    if settings.get("add_token_level_kl") and settings.get("init_kl_coef"):
-        return {"beta": settings["init_kl_coef"], "kl_in_reward": True}
-    return {"beta": settings.get("kl_loss_coef", 0) if settings.get("use_kl_loss") else 0, "kl_in_reward": False}
+def _kl(in_loss: Any = False, of_loss: Any = 0, of_reward: Any = 0, in_reward: Any = False) -> Flags:
+    if in_reward and of_reward:
+        return {"beta": of_reward, "kl_in_reward": True}
+    return {"beta": of_loss if in_loss else 0, "kl_in_reward": False}
 
 
-def _clip(settings: Mapping[str, Any]) -> Flags:
-    both = settings.get("pg_clip", 0.2)
-    low, high = (settings.get(f"pg_clip_{side}", both) for side in ("low", "high"))
-    return bounds(low, high)
-
-
-def _adapter(settings: Mapping[str, Any]) -> Flags:
-    if not settings.get(f"{_MODEL}.lora_rank"):
+def _adapter(rank: Any = None, alpha: Any = None, dropout: Any = None, target: Any = None) -> Flags:
+    if not rank:
         return {"tuner_type": "full"}
-    adapter = {f"lora_{name}": settings.get(f"{_MODEL}.lora_{name}") for name in ("rank", "alpha", "dropout")}
-    return {"tuner_type": "lora", **adapter, "target_modules": "all-linear"}
+    sizes = {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout}
+    return {"tuner_type": "lora", **sizes, "target_modules": "all-linear"}
 
 
 def _ahead(ratio: float) -> Flags:
@@ -148,19 +136,18 @@ ROLL = Table(
     "ROLL",
     ("actor_train.", "actor_infer."),
     _RULES,
-    defaults={
-        "num_return_sequences_in_group": 1,
-        "rollout_batch_size": 128,
-        f"{_SAMPLING}.temperature": 1.0,
-    },
+    defaults={"num_return_sequences_in_group": 1, "rollout_batch_size": 128, f"{_SAMPLING}.temperature": 1.0},
     together=(
-        Together(("num_return_sequences_in_group", "rollout_batch_size", f"{_ARGUMENTS}.per_device_train_batch_size",
-                  f"{_ARGUMENTS}.gradient_accumulation_steps"),
-                 ("num_generations", "global_batch_size", "micro_batch_size", "generation_batch_size",
-                  "NPROC_PER_NODE"), _batches),
-        Together(("use_kl_loss", "kl_loss_coef", "init_kl_coef", "add_token_level_kl"), ("beta", "kl_in_reward"), _kl),
-        Together(("pg_clip", "pg_clip_low", "pg_clip_high"), ("epsilon", "epsilon_high"), _clip),
-        Together(tuple(f"{_MODEL}.lora_{name}" for name in ("rank", "alpha", "dropout", "target")),
-                 ("tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules"), _adapter),
+        together(_batches, "num_generations global_batch_size micro_batch_size generation_batch_size NPROC_PER_NODE",
+                 group="num_return_sequences_in_group", rollout="rollout_batch_size",
+                 micro=f"{_ARGUMENTS}.per_device_train_batch_size",
+                 accumulated=f"{_ARGUMENTS}.gradient_accumulation_steps",
+                 reads={"devices": "actor_train.device_mapping", **{name: f"{_LAYOUT}.{name}" for name in _SIZES}}),
+        together(_kl, "beta kl_in_reward", in_loss="use_kl_loss", of_loss="kl_loss_coef", of_reward="init_kl_coef",
+                 in_reward="add_token_level_kl"),
+        together(clip, "epsilon epsilon_high", both="pg_clip", low="pg_clip_low", high="pg_clip_high"),
+        together(_adapter, "tuner_type lora_rank lora_alpha lora_dropout target_modules",
+                 rank=f"{_MODEL}.lora_rank", alpha=f"{_MODEL}.lora_alpha", dropout=f"{_MODEL}.lora_dropout",
+                 target=f"{_MODEL}.lora_target"),
     ),
 )  # fmt: skip

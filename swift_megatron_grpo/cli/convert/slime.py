@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from swift_megatron_grpo.cli.convert.tables import (
@@ -12,10 +13,12 @@ from swift_megatron_grpo.cli.convert.tables import (
     Needless,
     Rule,
     Table,
-    Together,
+    batch_sizes,
     choice,
     each,
     flags,
+    micro_batches,
+    together,
     values_of,
     whole,
 )
@@ -44,41 +47,21 @@ _SHAPE = """
 """
 
 
-def _batches(settings: Mapping[str, Any]) -> Flags:
+def _batches(group: Any, prompts: Any, step: Any = None, per_rollout: Any = 1, number: Any = None) -> Flags:
     """Return sizes in completions. slime counts prompts of a rollout, and completions of a step."""
-    size = whole(settings["--n-samples-per-prompt"])
-    rollout = size * whole(settings["--rollout-batch-size"])
-    step = whole(settings.get("--global-batch-size", rollout // whole(settings.get("--num-steps-per-rollout", 1))))
-    steps = whole(settings["--num-rollout"]) * (rollout // step) if "--num-rollout" in settings else None
-    differ = {"generation_batch_size": rollout} if rollout != step else {}
-    return {"num_generations": size, "global_batch_size": step, **differ, "train_iters": steps}
+    rollout = whole(group) * whole(prompts)
+    size = rollout // whole(per_rollout) if step is None else whole(step)
+    steps = None if number is None else whole(number) * (rollout // size)
+    return {**batch_sizes(group, size, rollout), "train_iters": steps}
 
 
-def _micro_batches(settings: Mapping[str, Any]) -> Flags:
-    if settings.get("--use-dynamic-batch-size"):
-        return {"max_tokens_per_micro_batch": settings.get("--max-tokens-per-gpu")}
-    return {"micro_batch_size": settings.get("--micro-batch-size", 1)}
+def _kl(in_loss: Any = False, of_loss: Any = 0, of_reward: Any = 0) -> Flags:
+    return {"beta": of_reward or (of_loss if in_loss else 0), "kl_in_reward": bool(of_reward)}
 
 
-def _kl(settings: Mapping[str, Any]) -> Flags:
-    in_reward = settings.get("--kl-coef", 0)
-    if in_reward:
-        return {"beta": in_reward, "kl_in_reward": True}
-    return {"beta": settings.get("--kl-loss-coef", 0) if settings.get("--use-kl-loss") else 0, "kl_in_reward": False}
-
-
-def _correction(settings: Mapping[str, Any]) -> Flags:
-    if not settings.get("--use-tis"):
-        return {}
-    return {
-        "rollout_importance_sampling_mode": "token_truncate",
-        "rollout_importance_sampling_threshold": settings.get("--tis-clip", 2.0),
-    }
-
-
-def _names_and_paths(value: Any) -> Flags:
-    """Return every second word: the value is NAME PATH NAME PATH ..."""
-    return {"val_dataset": value[1::2] if isinstance(value, list) else value}
+def _correction(on: Any = False, bound: Any = 2.0) -> Flags:
+    of_tokens = {"rollout_importance_sampling_mode": "token_truncate", "rollout_importance_sampling_threshold": bound}
+    return of_tokens if on else {}
 
 
 _RULES: dict[str, Rule] = {
@@ -99,14 +82,16 @@ _RULES: dict[str, Rule] = {
     "--load": ByHand("to continue from a checkpoint: --resume auto, or --resume FOLDER"),
     "--*-key": ByHand("rename the column to `messages`, `solution` and so on, or use --columns"),
     "--apply-chat-template": Needless("the template of the model is always applied"),
-    "--rollout-shuffle": choice({"true": {"dataset_shuffle": True, "train_dataloader_shuffle": True}}),
+    "--rollout-shuffle": "dataset_shuffle train_dataloader_shuffle",
     "--rm-type": ByHand("choose --reward_funcs; accuracy compares the answer with the column `solution`"),
     "--custom-rm-path": ByHand("write a reward class (docs of ms-swift: ORM), --external_plugins and --reward_funcs"),
     "--custom-generate-function-path": ByHand("see docs/multi_turn.md: --multi_turn_scheduler and --max_turns"),
     "--dynamic-sampling-filter-path": ByHand("--dynamic_sample true replaces groups of equal rewards"),
     "--over-sampling-batch-size": ByHand("--max_resample_times bounds how often groups are replaced"),
     "--balance-data": Needless("every data-parallel rank gets the same work"),
-    "--eval-prompt-data": Computed(["val_dataset"], _names_and_paths),
+    "--eval-prompt-data": Computed(  # NAME PATH NAME PATH ...
+        ["val_dataset"], lambda value: {"val_dataset": value[1::2] if isinstance(value, list) else value}
+    ),
     "--eval-*": ByHand("see docs/evaluation.md"),
     "--advantage-estimator": choice(_ESTIMATORS, "it needs a critic, or is not known here"),
     "--kl-loss-type": values_of("kl_estimator", "k1 k2 k3 low_var_kl:k3"),
@@ -115,9 +100,8 @@ _RULES: dict[str, Rule] = {
     "--attention-dropout": Needless("0, as in config.json"),
     "--hidden-dropout": Needless("0"),
     "--colocate": choice({"true": {"vllm_mode": "colocate"}}),
-    "--rollout-num-gpus": ByHand(
-        "start `swift rollout` on these GPUs: --vllm_mode server; see templates/dense_server.sh"
-    ),
+    "--rollout-num-gpus":
+        ByHand("start `swift rollout` on these GPUs: --vllm_mode server; see templates/dense_server.sh"),
     "--sglang-*": ByHand("vLLM generates here: --vllm_engine_kwargs has its settings"),
     "--use-wandb": choice({"true": {"report_to": "wandb"}}),
     "--wandb-key": ByHand("export WANDB_API_KEY"),
@@ -130,21 +114,17 @@ SLIME = Table(
     ("--hf-checkpoint",),
     _RULES,
     defaults={
-        "--n-samples-per-prompt": 1,
-        "--rollout-temperature": 1.0,
-        "--eps-clip": 0.2,
-        "--advantage-estimator": "grpo",
-        "--weight-decay": 0.01,
-        "--adam-beta2": 0.999,
+        "--n-samples-per-prompt": 1, "--rollout-temperature": 1.0, "--eps-clip": 0.2, "--advantage-estimator": "grpo",
+        "--weight-decay": 0.01, "--adam-beta2": 0.999,
     },
     together=(
-        Together(("--n-samples-per-prompt", "--rollout-batch-size", "--global-batch-size", "--num-steps-per-rollout",
-                  "--num-rollout"),
-                 ("num_generations", "global_batch_size", "generation_batch_size", "train_iters"), _batches),
-        Together(("--use-dynamic-batch-size", "--max-tokens-per-gpu", "--micro-batch-size"),
-                 ("max_tokens_per_micro_batch", "micro_batch_size"), _micro_batches),
-        Together(("--use-kl-loss", "--kl-loss-coef", "--kl-coef"), ("beta", "kl_in_reward"), _kl),
-        Together(("--use-tis", "--tis-clip"),
-                 ("rollout_importance_sampling_mode", "rollout_importance_sampling_threshold"), _correction),
+        together(_batches, "num_generations global_batch_size generation_batch_size train_iters",
+                 group="--n-samples-per-prompt", prompts="--rollout-batch-size", step="--global-batch-size",
+                 per_rollout="--num-steps-per-rollout", number="--num-rollout"),
+        together(partial(micro_batches, count=1), "max_tokens_per_micro_batch micro_batch_size",
+                 dynamic="--use-dynamic-batch-size", tokens="--max-tokens-per-gpu", count="--micro-batch-size"),
+        together(_kl, "beta kl_in_reward", in_loss="--use-kl-loss", of_loss="--kl-loss-coef", of_reward="--kl-coef"),
+        together(_correction, "rollout_importance_sampling_mode rollout_importance_sampling_threshold", on="--use-tis",
+                 bound="--tis-clip"),
     ),
 )  # fmt: skip

@@ -13,13 +13,13 @@ from typing import Any
 
 import yaml
 
-from swift_megatron_grpo.cli.check_script.shell import Words, words_of
+from swift_megatron_grpo.cli.check_script.shell import Shell
+from swift_megatron_grpo.cli.check_script.stand_ins import read_flags
 from swift_megatron_grpo.cli.convert.tables import COMPUTED
 
 _REFERENCE = re.compile(r"\$\{([^{}]*)\}")
 _OVERRIDE = re.compile(r"\+{0,2}([a-zA-Z_][\w.]*\.[\w.]+)=(.*)", re.DOTALL)
 _TRAINER = re.compile(r"(^|/)train\w*\.py$")
-_FLAG = re.compile(r"--([a-zA-Z][\w-]*)(?:=(.*))?$", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -31,54 +31,35 @@ def read_settings(
     if path.suffix in (".yaml", ".yml"):
         settings = dict(_flatten(yaml.safe_load(text) or {}))
     else:
-        settings = dict(_of_script(words_of(text, environment)))
+        settings = dict(_of_script(text, environment))
     settings |= _overrides(overrides, {})
     return {key: _resolve(value, settings, frozenset({key})) for key, value in settings.items()}
 
 
-def _of_script(words: Words) -> Iterator[tuple[str, Any]]:
+def _of_script(script: str, environment: Mapping[str, str] | None) -> Iterator[tuple[str, Any]]:
     """Yield overrides from commands and arrays, and the flags of the command that runs a train*.py."""
-    for command in [*words.arrays.values(), *words.commands]:
-        yield from _overrides(command, words.variables)
-    for command in words.commands:
+    shell = Shell(environment)
+    commands = [words for words, _ in shell.run(script)]
+    for command in [*shell.arrays.values(), *commands]:
+        yield from _overrides(command, shell.variables)
+    for command in commands:
         start = next((i for i, word in enumerate(command) if _TRAINER.search(word)), None)
-        if start is not None:
-            yield from _flags(command[start + 1 :])
+        for name, words in read_flags(command[start + 1 :] if start is not None else []).items():
+            values = [_scalar(word) if word else COMPUTED for word in words]
+            yield f"--{name.replace('_', '-')}", values if len(values) > 1 else values[0] if values else True
 
 
 def _overrides(words: Iterable[str], variables: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
     for word in words:
         if override := _OVERRIDE.fullmatch(word):
-            text = _expand(override[2], variables)
+            # Some commands are evaluated, with variables, only after they are assigned.
+            text = _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], match[0]), override[2])
             yield override[1], yaml.safe_load(text) if text else COMPUTED
-
-
-def _flags(words: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Yield flags with the values that follow them; True without one."""
-    name, values = "", list[Any]()
-    for word in words:
-        if flag := _FLAG.match(word):
-            if name:
-                yield name, _value(values)
-            name, values = f"--{flag[1].replace('_', '-')}", [] if flag[2] is None else [_scalar(flag[2])]
-        elif name:
-            values.append(_scalar(word) if word else COMPUTED)
-    if name:
-        yield name, _value(values)
-
-
-def _value(values: list[Any]) -> Any:
-    return True if not values else values[0] if len(values) == 1 else values
 
 
 def _scalar(text: str) -> Any:
     value = yaml.safe_load(text) if re.fullmatch(r"[\w.+-]+", text) else text
     return text if isinstance(value, str) or value is None else value
-
-
-def _expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace variables that a command is evaluated with only later."""
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], match[0]), text)
 
 
 def _flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

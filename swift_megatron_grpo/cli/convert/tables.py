@@ -42,14 +42,15 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Together:
-    """Flags that follow from several settings. `rule` gets all settings."""
+    """Flags that follow from several settings. `rule` gets the values that are set, under the names of `keys`."""
 
-    keys: Sequence[str]
-    flags: Sequence[str]
-    rule: Callable[[Mapping[str, Any]], Flags]
+    flags: Sequence[str]  # that `rule` may return
+    rule: Callable[..., Flags]
+    keys: Mapping[str, str]
+    reads: Mapping[str, str]  # keys of other rules that it gets as well
 
 
-Rule = str | Needless | ByHand | Computed  # a text is the name of a flag with the same values
+Rule = str | Needless | ByHand | Computed  # a text names the flags that get the same value
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,6 @@ class Table:
     rules: Mapping[str, Rule]
     defaults: Mapping[str, Any]  # of the trainer, where ms-swift has others
     together: Sequence[Together] = ()
-
-    def is_of(self, settings: Mapping[str, Any]) -> bool:
-        return any(key.startswith(self.marks) for key in settings)
 
     def rule(self, key: str) -> Rule | None:
         if key in self.rules:
@@ -92,15 +90,15 @@ def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
     """Apply a table to all settings; those of the file come before the trainer's defaults."""
     conversion = Conversion()
     complete = {**table.defaults, **settings}
-    grouped = {key for group in table.together for key in group.keys}
+    grouped = {key for group in table.together for key in group.keys.values()}
     for key, value in complete.items():
         if key in grouped or value is None:
             continue
         match table.rule(key):
             case None:
                 conversion.unknown[key] = text_of(value)
-            case str(flag):
-                _apply(conversion, {key: value}, [flag], partial(_same, flag, value))
+            case str(names):
+                _apply(conversion, {key: value}, names.split(), partial(dict.fromkeys, names.split(), value))
             case Needless(why):
                 conversion.needless[key] = why
             case ByHand(what):
@@ -108,16 +106,13 @@ def convert(settings: Mapping[str, Any], table: Table) -> Conversion:
             case Computed(flags, rule):
                 _apply(conversion, {key: value}, flags, partial(rule, value))
     for group in table.together:
-        chosen = {key: complete[key] for key in group.keys if complete.get(key) is not None}
-        if chosen:
-            _apply(conversion, chosen, group.flags, partial(group.rule, complete))
+        if chosen := {key: complete[key] for key in group.keys.values() if complete.get(key) is not None}:
+            named = {**group.keys, **group.reads}.items()
+            values = {name: complete[key] for name, key in named if key in complete}
+            _apply(conversion, chosen, group.flags, partial(group.rule, **values))
     if "reward_funcs" not in conversion.flags:
         conversion.by_hand.setdefault("reward functions", "name them with --reward_funcs")
     return conversion
-
-
-def _same(flag: str, value: Any) -> Flags:
-    return {flag: value}
 
 
 def _apply(
@@ -133,6 +128,10 @@ def _apply(
         conversion.unknown |= {key: f"{text_of(value)}: {reason}" for key, value in settings.items()}
     except (TypeError, ValueError, LookupError, ZeroDivisionError):
         conversion.unknown |= {key: f"{text_of(value)}: not a value of {key}" for key, value in settings.items()}
+
+
+def together(rule: Callable[..., Flags], flags: str, reads: Mapping[str, str] | None = None, **keys: str) -> Together:
+    return Together(flags.split(), rule, keys, reads or {})
 
 
 def choice(values: Mapping[str, Flags], otherwise: str = "there is no such choice here") -> Computed:
@@ -171,9 +170,20 @@ def when_positive(flag: str) -> Rule:
     return Computed([flag], lambda value: {flag: value} if value > 0 else {})
 
 
-def bounds(low: Any, high: Any) -> Flags:
-    """Return the flags of the clip; the upper bound is the lower one without its flag."""
+def clip(both: Any = 0.2, low: Any = None, high: Any = None) -> Flags:
+    """Return the bounds of the clip; `both` counts where one is not set. Without its flag the upper is the lower."""
+    low, high = (both if bound is None else bound for bound in (low, high))
     return {"epsilon": low} | ({} if high == low else {"epsilon_high": high})
+
+
+def batch_sizes(group: int, step: int, rollout: int) -> Flags:
+    """Return the flags of these numbers of completions."""
+    sizes = {"num_generations": group, "global_batch_size": step}
+    return sizes if rollout == step else sizes | {"generation_batch_size": rollout}
+
+
+def micro_batches(dynamic: Any = False, tokens: Any = None, count: Any = None) -> Flags:
+    return {"max_tokens_per_micro_batch": tokens} if dynamic else {"micro_batch_size": count}
 
 
 def whole(value: Any) -> int:

@@ -185,7 +185,7 @@ def test_a_file_of_another_program_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 
 def flags_of(table: Table) -> set[str]:
-    named = {rule for rule in table.rules.values() if isinstance(rule, str)}
+    named = {flag for rule in table.rules.values() if isinstance(rule, str) for flag in rule.split()}
     computed = {flag for rule in table.rules.values() if isinstance(rule, Computed) for flag in rule.flags}
     return named | computed | {flag for group in table.together for flag in group.flags}
 
@@ -203,7 +203,7 @@ def test_all_flags_of_a_table_exist(name: str) -> None:
 @pytest.mark.parametrize("name", ["verl", "roll", "slime"])
 def test_any_value_of_any_key_is_converted_or_listed(name: str, data: st.DataObject) -> None:
     table = TABLES[name]
-    keys = [*table.rules, *(key for group in table.together for key in group.keys), "no.such.key"]
+    keys = [*table.rules, *(key for group in table.together for key in group.keys.values()), "no.such.key"]
     values = st.one_of(st.booleans(), st.integers(-2, 9), st.floats(), st.text(max_size=4), st.lists(st.integers()))
     settings = data.draw(st.dictionaries(st.sampled_from(keys), values, max_size=8))
     conversion = convert(settings, table)
